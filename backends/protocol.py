@@ -1,0 +1,142 @@
+"""What a backend is: a module of this folder with the members of `Backend`.
+
+A backend serves one kind of compute unit.  ``build`` turns a `BuildRequest` (plain numbers and
+arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`, which holds
+the activations of one sequence and computes a chunk of tokens layer by layer.
+
+Order of calls for a chunk of T tokens at ``position``::
+
+    embed(tokens)                                   x = embedding[tokens]
+    for each layer:
+        attend(layer, position)                     x += attention(norm(x)), keys and values kept
+        begin_ffn(layer)                            u = norm(x), y = 0
+        predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
+        add_neurons / add_dense, any number         y += neurons(u)
+        end_ffn(layer)                              x += y
+    logits(first, T)                                head(norm(x[first:]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pi2.plan.layout import BundleLayout, Precision
+from pi2.plan.model import Model
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    U8 = npt.NDArray[np.uint8]
+    I32 = npt.NDArray[np.int32]
+    I64 = npt.NDArray[np.int64]
+    F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of the store, in memory, not copied.
+
+    Quantised (`pi2.plan.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales`` float16
+    [rows, length / 32].  fp16: ``weights`` uint8 [rows, 2 length], no scales.  ``precision`` None
+    is float32: ``weights`` float32 [rows, length].  64-byte aligned.
+    """
+
+    name: str
+    rows: int
+    length: int
+    precision: Precision | None
+    weights: npt.NDArray[np.generic]
+    scales: npt.NDArray[np.float16] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest:
+    """Everything that a backend needs to run a model."""
+
+    model: Model
+    tensors: Mapping[str, Tensor]
+    """Dense tensors by the names of `pi2.plan.tensor_names`."""
+    bundle: BundleLayout
+    neurons: int
+    """FFN neurons per layer."""
+    chunk: int
+    """Most tokens in a call of ``embed``."""
+    context: int
+    """Tokens that the KV cache holds."""
+    gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
+    """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
+    order, resident; needed by ``predict_gate`` only."""
+    threads: int
+    """Compute threads."""
+    features: frozenset[str]
+    """CPU features that kernels may use."""
+    architecture: str
+    """``x86-64`` or ``aarch64``."""
+    allocate: Callable[[str, int], U8]
+    """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
+    progress: Callable[[str, float], None]
+    """Called with a label and the share done while something takes its time."""
+
+
+class Executor(Protocol):
+    """A model built for a unit.  One sequence, one calling thread."""
+
+    def embed(self, tokens: I32) -> None:
+        """Set x [T, hidden] to the embeddings of ``tokens`` [T]."""
+
+    def attend(self, layer: int, position: int) -> None:
+        """Add the attention block of ``layer``; token t stands at ``position + t``."""
+
+    def begin_ffn(self, layer: int) -> None:
+        """Normalise x for the FFN of ``layer`` and clear its sum."""
+
+    def predict_low_rank(self, layer: int, threshold: float) -> I32:
+        """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
+
+        The array is valid until the next call.
+        """
+
+    def predict_gate(self, layer: int) -> I32:
+        """Stored indices, ascending, whose gate is above the activation's threshold (T = 1)."""
+
+    def add_neurons(self, layer: int, arena: U8, slots: I32) -> None:
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1)."""
+
+    def add_dense(self, layer: int, bundles: U8) -> None:
+        """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens."""
+
+    def end_ffn(self, layer: int) -> None:
+        """Add the FFN's sum to x."""
+
+    def logits(self, first: int) -> F32:
+        """Logits [T - first, vocab] of the chunk's tokens from ``first`` on; valid until the
+        next call."""
+
+    def count_active(self) -> int:
+        """Neurons with a non-zero activation in ``add_neurons`` since the last call."""
+
+    def read_bundles(
+        self, fd: int, arena: U8, slots: I32, offsets: I64, results: I64, start: int, step: int
+    ) -> None:
+        """Read bundle ``i`` from byte ``offsets[i]`` into slot ``slots[i]`` for i = start,
+        start + step, ...; ``results[i]`` becomes the bytes read or -1.  Callable from any
+        thread, at the same time as everything else."""
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+
+
+class Backend(Protocol):
+    """Members of a backend module."""
+
+    NAME: str
+    """Its name in plans."""
+
+    def find_obstacles(self, request_features: frozenset[str], architecture: str) -> list[str]:
+        """What keeps this backend from running here; empty if nothing does."""
+
+    def build(self, request: BuildRequest) -> Executor:
+        """Compile or load kernels and make the executor."""

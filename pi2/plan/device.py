@@ -1,0 +1,146 @@
+"""The device document: a kind of machine, its compute units, memory and storage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents import Count, Document, Identifier, Origin, Table
+from pi2.plan.quantities import Bytes, BytesPerSecond, Hertz, Seconds, Watts
+
+IsaFeature = Literal[
+    "sse4.2",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512vnni",
+    "neon",
+    "fp16",
+    "dotprod",
+    "i8mm",
+    "sve",
+]
+"""An instruction-set feature that kernels are chosen by."""
+
+
+class RateFigure(Origin):
+    """A transfer rate and where it comes from."""
+
+    value: BytesPerSecond
+    """The rate, for example ``"43.9 GB/s"``."""
+
+
+class PowerFigure(Origin):
+    """An electric power and where it comes from."""
+
+    value: Watts
+    """The power, for example ``"5.1 W"``."""
+
+
+class ComputeFigure(Origin):
+    """An arithmetic rate and where it comes from."""
+
+    giga_ops: float = Field(gt=0.0)
+    """Operations per second, in units of 1e9; a multiply-add counts as two."""
+    precision: Literal["int4", "int8", "fp16", "fp32"]
+    """Type of the operands."""
+
+
+class CpuCluster(Table):
+    """Cores of one kind."""
+
+    id: Identifier
+    """Name that plans give threads to, for example ``"big"``."""
+    cores: Count
+    """Number of cores."""
+    frequency: Hertz | None = None
+    """Highest sustained clock."""
+    core: str | None = None
+    """Micro-architecture, for example ``"cortex-x4"``; chooses the compiler's schedule."""
+
+
+class Unit(Table):
+    """A compute unit: what a plan gives work to."""
+
+    kind: Literal["cpu", "gpu", "npu"]
+    """What it is; a plan's backends serve kinds."""
+    model: str = Field(default="", max_length=120)
+    """Its commercial name."""
+    architecture: (
+        Literal["x86-64", "aarch64", "opencl", "cuda", "metal", "vulkan", "hexagon"] | None
+    ) = None
+    """Instruction set or programming interface; for a CPU, absent means *ask the machine*."""
+    features: tuple[IsaFeature, ...] | None = None
+    """CPU features that kernels may use; absent means *ask the machine*."""
+    clusters: tuple[CpuCluster, ...] = ()
+    """Kinds of cores of a CPU; empty means *ask the machine*."""
+    read_bandwidth: RateFigure | None = None
+    """Rate at which the whole unit reads main memory."""
+    compute: tuple[ComputeFigure, ...] = ()
+    """Arithmetic rates by operand type."""
+    power: PowerFigure | None = None
+    """Power drawn while the unit works."""
+
+
+class Memory(Table):
+    """Main memory."""
+
+    capacity: Bytes | None = None
+    """Installed memory; absent means *ask the machine*."""
+    usable: Bytes | None = None
+    """What the system leaves to one process, if less."""
+    read_bandwidth: RateFigure | None = None
+    """Rate that all units reach together."""
+
+
+class ReadFigure(Origin):
+    """Read rate of the storage for one access pattern."""
+
+    pattern: Literal["sequential", "random"]
+    """Order of the reads."""
+    block: Bytes
+    """Bytes of one read."""
+    rate: BytesPerSecond
+    """Bytes per second."""
+    range: Bytes | None = None
+    """Extent of the file that random reads fall into."""
+    depth: Count | None = None
+    """Reads in flight at the same time."""
+    threads: Count | None = None
+    """Threads that issue them."""
+    core: str | None = None
+    """CPU cluster that issues them, where it matters."""
+
+
+class Storage(Table):
+    """Flash or disk that holds the neuron store."""
+
+    kind: Literal["ufs", "nvme", "sata", "emmc", "sd", "virtual"] | None = None
+    """Type of the device."""
+    block_size: Bytes | None = None
+    """Logical block: direct reads are multiples of it; absent means *ask the machine*."""
+    queue_depth: Count | None = None
+    """Entries of the command queue."""
+    queues: Count | None = None
+    """Number of command queues."""
+    latency: Seconds | None = None
+    """Time of one small read in an idle queue."""
+    reads: tuple[ReadFigure, ...] = ()
+    """Measured or published read rates."""
+
+
+class Device(Document):
+    """A kind of machine (``*.device.toml``): shareable, never somebody's serial number."""
+
+    id: Identifier
+    """Short name, the same as the file's."""
+    units: Annotated[dict[Identifier, Unit], Field(min_length=1)]
+    """Compute units by name; plans use these names."""
+    memory: Memory = Memory()
+    """Main memory."""
+    storage: Storage = Storage()
+    """Flash or disk."""

@@ -1,0 +1,59 @@
+"""What the three kinds of documents have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+SCHEMA_VERSION = 1
+
+Identifier = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+"""A short name: lower-case letters, digits, ``.``, ``_`` and ``-``."""
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+"""A part of a whole, from 0 to 1."""
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""A whole number, one or more."""
+
+
+class Table(BaseModel):
+    """A TOML table with known keys: frozen, strict, nothing unknown."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )
+
+
+class Document(Table):
+    """The keys that every document starts with."""
+
+    schema_version: Literal[1]
+    """Version of the plan language that the file is written in."""
+    name: str = Field(default="", max_length=120)
+    """What people call it."""
+    description: str = Field(default="", max_length=4000)
+    """One or two sentences for the reader."""
+
+
+Provenance = Literal["measured", "vendor-claimed", "published", "estimated"]
+"""How a figure came to be known."""
+
+
+class Origin(Table):
+    """Where a figure comes from."""
+
+    status: Provenance
+    """``measured`` (on the device), ``vendor-claimed``, ``published`` or ``estimated``."""
+    source: str = Field(min_length=1, max_length=500)
+    """The tool, page or paper that states it."""
+    samples: Count | None = None
+    """Number of measurements behind a measured figure."""
+    spread: float | None = Field(default=None, ge=0.0)
+    """Standard deviation of the measurements relative to their mean."""

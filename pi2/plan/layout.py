@@ -1,0 +1,102 @@
+"""How weights lie in bytes: packed vectors, matrices and neuron bundles.
+
+The one description of the layout that the store's writer, its reader, the kernels and the plan's
+memory arithmetic share.  Pure arithmetic: no numpy, so that ``pi2 validate`` may use it.
+
+A *packed vector* holds ``length`` quantised weights, a multiple of 32, in groups of 32 that share
+one fp16 scale.  Groups are taken together in *blocks* of 16 lanes, then a tail of 8, 4, 2, 1 lanes
+(the binary digits of what is left), so that no padding is needed.  Within a block of L lanes, lane
+``j`` belongs to group ``j``:
+
+- int4: 4 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
+  group ``j`` in its low nibble and element ``16 + 4c + b`` in its high nibble, as ``q + 8`` with q
+  in -8..7.
+- int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
+  group ``j``, signed.
+
+So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
+up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  int8
+activations use the int8 layout.  fp16 vectors are plain.  Scales follow in the order of groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GROUP = 32
+"""Weights that share a scale."""
+
+PartName = Literal["gate", "up", "down"]
+Precision = Literal["int4", "int8", "fp16"]
+
+
+def split_lanes(length: int) -> list[int]:
+    """Return the lanes of each block of a packed vector, ``[16, 16, ..., 8, 4, 2, 1]``."""
+    assert length > 0 and length % GROUP == 0, length
+    groups = length // GROUP
+    lanes = [16] * (groups // 16)
+    rest = groups % 16
+    lanes += [size for size in (8, 4, 2, 1) if rest & size]
+    return lanes
+
+
+def weight_bytes(length: int, precision: Precision) -> int:
+    """Bytes of the weights of one packed vector, scales not included."""
+    return {"int4": length // 2, "int8": length, "fp16": length * 2}[precision]
+
+
+def scale_bytes(length: int, precision: Precision) -> int:
+    """Bytes of the fp16 scales of one packed vector."""
+    return 0 if precision == "fp16" else length // GROUP * 2
+
+
+def vector_bytes(length: int, precision: Precision) -> int:
+    """Bytes of one packed vector: weights and scales."""
+    return weight_bytes(length, precision) + scale_bytes(length, precision)
+
+
+def matrix_bytes(rows: int, length: int, precision: Precision) -> int:
+    """Bytes of ``rows`` packed vectors of ``length``."""
+    return rows * vector_bytes(length, precision)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One vector of a bundle: where its weights and scales begin, in bytes."""
+
+    name: PartName
+    weights_offset: int
+    scales_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleLayout:
+    """One neuron in the store: gate row, up row, down column, each followed by its scales."""
+
+    hidden: int
+    precision: Precision
+    parts: tuple[Part, ...]
+    used_bytes: int
+    stride: int
+
+
+def lay_out_bundle(hidden: int, precision: Precision, stride: int | None = None) -> BundleLayout:
+    """Lay out a gated FFN's bundle; ``stride`` defaults to the next multiple of 512 bytes."""
+    offset, parts = 0, []
+    names: tuple[PartName, ...] = ("gate", "up", "down")
+    for name in names:
+        scales = offset + weight_bytes(hidden, precision)
+        parts.append(Part(name=name, weights_offset=offset, scales_offset=scales))
+        offset = scales + scale_bytes(hidden, precision)
+    if stride is None:
+        stride = round_up(offset, 512)
+    assert stride >= offset, (stride, offset)
+    return BundleLayout(
+        hidden=hidden, precision=precision, parts=tuple(parts), used_bytes=offset, stride=stride
+    )

@@ -1,0 +1,183 @@
+"""The model document: everything about a model that is not a weight."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
+
+Precision = Literal["int4", "int8", "fp16"]
+"""Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
+
+Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu"]
+"""Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
+below a threshold (ProSparse); relu2 is the square of ReLU."""
+
+
+class Shape(Table):
+    """Sizes, in elements."""
+
+    layers: Count
+    """Number of transformer blocks."""
+    hidden: Count
+    """Width of the residual stream."""
+    ffn: Count
+    """FFN neurons per layer."""
+    heads: Count
+    """Query heads."""
+    kv_heads: Count
+    """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
+    head_dim: Count
+    """Width of one head."""
+    vocab: Count
+    """Tokens of the vocabulary."""
+    context: Count
+    """Longest sequence the model was made for, in tokens."""
+
+
+class Norm(Table):
+    """Normalisation before attention, before the FFN, and at the end."""
+
+    kind: Literal["rmsnorm"] = "rmsnorm"
+    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight."""
+    epsilon: float = Field(default=1e-5, gt=0.0)
+    """Added to the mean of squares."""
+
+
+class Rope(Table):
+    """Rotary position embedding, rotating the two halves of a head."""
+
+    kind: Literal["plain", "linear", "llama3"] = "plain"
+    """Scaling of positions or frequencies."""
+    theta: float = Field(default=10000.0, gt=1.0)
+    """Base of the frequencies."""
+    factor: float = Field(default=1.0, ge=1.0)
+    """By how much the context is stretched (``linear``, ``llama3``)."""
+    low_frequency_factor: float = Field(default=1.0, gt=0.0)
+    """Longest wavelength kept unscaled by factor (``llama3``)."""
+    high_frequency_factor: float = Field(default=4.0, gt=0.0)
+    """Shortest wavelength that is scaled (``llama3``)."""
+    original_context: Count = 8192
+    """Context before stretching, in tokens (``llama3``)."""
+
+
+class Attention(Table):
+    """Attention beyond its sizes."""
+
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    sliding_window: Count | None = None
+    """Tokens that a query looks back, itself included; absent means all."""
+
+
+class Ffn(Table):
+    """The gated feed-forward network: down(act(gate x) * up x)."""
+
+    activation: Activation
+    """Its activation."""
+    threshold: float = 0.0
+    """Activations at or below it are zero (``fatrelu``)."""
+
+
+class Tokenizer(Table):
+    """How text becomes tokens."""
+
+    file: str = "tokenizer.json"
+    """File of the `tokenizers` library, relative to the neuron store."""
+    bos: int | None = Field(default=None, ge=0)
+    """Id of the token that begins a sequence."""
+    eos: tuple[int, ...] = ()
+    """Ids that end a generation."""
+    add_bos: bool = False
+    """Whether a prompt begins with ``bos``."""
+
+
+class Quantization(Table):
+    """Precision of the weights by class of tensor."""
+
+    ffn: Precision = "int4"
+    """Neuron bundles."""
+    attention: Precision = "int4"
+    """Query, key, value and output projections."""
+    embedding: Precision = "int8"
+    """Embedding table, and the head where it is tied."""
+    head: Precision = "int8"
+    """Output head where it is not tied."""
+    predictor: Precision = "int8"
+    """Activation predictors."""
+
+
+class Tensors(Table):
+    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number."""
+
+    embedding: str = "model.embed_tokens.weight"
+    attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
+    query: str = "model.layers.{layer}.self_attn.q_proj.weight"
+    key: str = "model.layers.{layer}.self_attn.k_proj.weight"
+    value: str = "model.layers.{layer}.self_attn.v_proj.weight"
+    output: str = "model.layers.{layer}.self_attn.o_proj.weight"
+    query_bias: str = "model.layers.{layer}.self_attn.q_proj.bias"
+    key_bias: str = "model.layers.{layer}.self_attn.k_proj.bias"
+    value_bias: str = "model.layers.{layer}.self_attn.v_proj.bias"
+    ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
+    up: str = "model.layers.{layer}.mlp.up_proj.weight"
+    down: str = "model.layers.{layer}.mlp.down_proj.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
+    predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
+    predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
+
+
+class Predictor(Table):
+    """Low-rank activation predictors: fc2 relu(fc1 x) + bias >= threshold, x after the FFN norm."""
+
+    rank: Count
+    """Rows of fc1, a multiple of 32; the largest where layers differ."""
+    recall: Share | None = None
+    """Share of truly active neurons that are predicted, on held-out text."""
+    active: Share | None = None
+    """Share of neurons that are predicted to be active."""
+
+
+class Sparsity(Origin):
+    """What is known of the FFN's activations."""
+
+    active: Share
+    """Mean share of neurons that a token activates."""
+    skew: Share | None = None
+    """Share of a layer's neurons that make 80 % of its activations."""
+
+
+class Model(Document):
+    """A model (``*.model.toml``): shape, operators, tensors, tokenizer, quantisation."""
+
+    id: Identifier
+    """Short name, the same as the file's."""
+    licence: str = Field(default="", max_length=200)
+    """Licence of the weights."""
+    shape: Shape
+    """Sizes."""
+    norm: Norm = Norm()
+    """Normalisation."""
+    rope: Rope = Rope()
+    """Positions."""
+    attention: Attention = Attention()
+    """Attention."""
+    ffn: Ffn
+    """Feed-forward network."""
+    tied_head: bool = False
+    """Whether the head is the embedding table."""
+    tokenizer: Tokenizer = Tokenizer()
+    """Tokenizer."""
+    quantization: Quantization = Quantization()
+    """Precisions."""
+    tensors: Tensors = Tensors()
+    """Names in the checkpoint."""
+    predictor: Predictor | None = None
+    """Activation predictors, if the model has them."""
+    sparsity: Sparsity | None = None
+    """Activation statistics."""

@@ -1,0 +1,152 @@
+"""The plan document: this model on this device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from pi2.plan.documents import Count, Document, Identifier, Share, Table
+from pi2.plan.quantities import Bytes
+
+Reference = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+"""A relative path, or the short name of a shipped document."""
+
+Selector = Annotated[str, StringConstraints(pattern=r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$")]
+"""Layers: numbers and ranges, both ends included, such as ``"0-7,28-31"``."""
+
+BackendName = Literal["null", "reference", "cpu"]
+"""A backend of ``backends/``."""
+
+
+class Segments(Table):
+    """Regions of the memory budget; together they may not exceed it."""
+
+    runtime: Bytes
+    """Interpreter, libraries, tokenizer: what a process needs before the model."""
+    attention: Bytes
+    """Everything dense that stays resident: embeddings, attention, norms, head."""
+    kv: Bytes
+    """Keys and values of the context."""
+    predictor: Bytes
+    """Activation predictors, or all gate rows where ``decode.predictor = "gate"``."""
+    hot: Bytes
+    """Neurons that are loaded at start and stay."""
+    cold: Bytes
+    """Cache of the other neurons, filled on demand."""
+    workspace: Bytes
+    """Activations, staging buffers of the prefill, logits."""
+
+
+class Memory(Table):
+    """The budget is a promise: the process, everything included, stays under it."""
+
+    budget: Bytes
+    """Highest resident set of the process."""
+    segments: Segments
+    """What the budget is spent on."""
+
+
+class Bundle(Table):
+    """How one neuron lies in the store."""
+
+    stride: Bytes
+    """Distance of two neurons in a layer's file: a multiple of the device's block."""
+
+
+class LayerSettings(Table):
+    """Settings of a layer."""
+
+    split: Annotated[dict[Identifier, Share], Field(min_length=1)]
+    """Share of the layer's neurons that each unit computes; adds up to 1."""
+    hot: Share
+    """Share of the layer's neurons that stay resident."""
+
+
+class LayerOverride(Table):
+    """Settings for some layers only."""
+
+    select: Selector
+    """Which layers, such as ``"0-7,28-31"``."""
+    split: Annotated[dict[Identifier, Share], Field(min_length=1)] | None = None
+    """Replaces ``layers.split``."""
+    hot: Share | None = None
+    """Replaces ``layers.hot``."""
+
+
+class Layers(LayerSettings):
+    """Settings of all layers, and exceptions."""
+
+    overrides: tuple[LayerOverride, ...] = ()
+    """Exceptions; no two may set the same key of the same layer."""
+
+
+class Io(Table):
+    """How neurons are read."""
+
+    mode: Literal["direct", "buffered"] = "direct"
+    """``direct`` goes past the page cache (O_DIRECT), ``buffered`` through it."""
+    threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Threads that issue reads."""
+
+
+class Threads(Table):
+    """Compute threads."""
+
+    compute: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of compute threads; absent means one per core of the device."""
+
+
+class Prefill(Table):
+    """How a prompt is processed: dense, in chunks."""
+
+    chunk: Annotated[int, Field(ge=1, le=1024)] = 128
+    """Tokens that go through a layer together."""
+
+
+class Decode(Table):
+    """How tokens are generated."""
+
+    predictor: Literal["none", "gate", "low-rank"] = "low-rank"
+    """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
+    ReLU family; ``low-rank`` uses trained predictors."""
+    threshold: float = 0.0
+    """Predictor score from which a neuron counts as active: higher is faster and less exact."""
+
+
+class Kv(Table):
+    """The cache of keys and values."""
+
+    type: Literal["fp16"] = "fp16"
+    """Type of its elements."""
+    context: Count
+    """Most tokens of prompt and answer together."""
+
+
+class Plan(Document):
+    """A model on a device (``*.plan.toml``): what runs where, and what memory is spent on."""
+
+    device: Reference
+    """Device document: relative path or short name."""
+    model: Reference
+    """Model document: relative path or short name."""
+    store: Reference
+    """Neuron store: a folder, relative to the plan file."""
+    backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
+    """Backend by kind of unit."""
+    memory: Memory
+    """Budget and segments."""
+    bundle: Bundle
+    """Neuron bundles."""
+    layers: Layers
+    """Per-layer split."""
+    io: Io = Io()
+    """Reads from flash."""
+    threads: Threads = Threads()
+    """Compute threads."""
+    prefill: Prefill = Prefill()
+    """Prompt processing."""
+    decode: Decode = Decode()
+    """Token generation."""
+    kv: Kv
+    """Context."""

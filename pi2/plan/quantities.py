@@ -1,0 +1,151 @@
+"""Human quantities with units: ``"19 GiB"``, ``"3.3 GHz"``, ``"450 MB/s"``, ``"120 us"``.
+
+A document states a quantity as text; in memory it is a plain number in the base unit that the
+field's name carries (``_bytes``, ``_hz``, ``_bytes_s``, ``_s``).  Bare numbers are refused: a
+reader must never have to guess a unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+_BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+BYTE_UNITS: Mapping[str, int] = {**_BINARY, **_DECIMAL}
+RATE_UNITS: Mapping[str, int] = {f"{unit}/s": size for unit, size in BYTE_UNITS.items()}
+HERTZ_UNITS: Mapping[str, int] = {"Hz": 1, "kHz": 10**3, "MHz": 10**6, "GHz": 10**9}
+SECOND_UNITS: Mapping[str, Fraction] = {
+    "ns": Fraction(1, 10**9),
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 10**3),
+    "s": Fraction(1),
+}
+WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_QUANTITY = re.compile(rf"^\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµ/]+)\s*$")
+
+
+def parse_quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction:
+    """Return the value of ``text`` in base units; ``ValueError`` says what was expected."""
+    match = _QUANTITY.match(text)
+    example = f'"4 {list(units)[min(2, len(units) - 1)]}"'
+    if match is None:
+        raise ValueError(f"expected a number and a unit, such as {example}")
+    unit = match["unit"]
+    if unit not in units:
+        known = ", ".join(units)
+        raise ValueError(f"unknown unit {unit!r}: expected one of {known}")
+    return Fraction(match["number"]) * units[unit]
+
+
+def format_quantity(value: float | Fraction, units: Mapping[str, int | Fraction]) -> str:
+    """Write ``value`` exactly, in the largest unit that leaves at most three decimals."""
+    exact = Fraction(value).limit_denominator(10**12)
+    for unit, size in sorted(units.items(), key=lambda item: -item[1]):
+        scaled = exact / size
+        if scaled >= 1 and (scaled * 1000).denominator == 1:
+            number = f"{float(scaled):.3f}".rstrip("0").rstrip(".")
+            return f"{number} {unit}"
+    smallest, size = min(units.items(), key=lambda item: item[1])
+    number = f"{float(exact / size):.6f}".rstrip("0").rstrip(".")
+    return f"{number} {smallest}"
+
+
+def format_bytes(value: int) -> str:
+    """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``)."""
+    for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
+        scaled = Fraction(value, size)
+        if scaled >= 1 and (scaled * 1000).denominator == 1:
+            return f"{float(scaled):.3f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{value} B"
+
+
+def approximate_bytes(value: float) -> str:
+    """Write a byte count for people, rounded: ``"1.46 GiB"``."""
+    for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
+    return "0 B"
+
+
+def _validator(
+    units: Mapping[str, int | Fraction], convert: Callable[[Fraction], float]
+) -> BeforeValidator:
+    example = f'"4 {list(units)[min(2, len(units) - 1)]}"'
+
+    def validate(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, str):
+            raise PydanticCustomError(
+                "quantity_type",
+                "expected a quantity with its unit as text, such as {example}",
+                {"example": example},
+            )
+        try:
+            return convert(parse_quantity(value, units))
+        except ValueError as error:
+            raise PydanticCustomError("quantity", "{reason}", {"reason": str(error)}) from None
+
+    return BeforeValidator(validate)
+
+
+def _whole(value: Fraction) -> int:
+    if value.denominator != 1:
+        raise ValueError("not a whole number of bytes")
+    return int(value)
+
+
+def _schema(units: Mapping[str, object], examples: list[str]) -> WithJsonSchema:
+    alternatives = "|".join(re.escape(unit) for unit in units)
+    pattern = rf"^\s*{_NUMBER}\s*({alternatives})\s*$"
+    return WithJsonSchema({"type": "string", "pattern": pattern, "examples": examples})
+
+
+Bytes = Annotated[
+    int,
+    _validator(BYTE_UNITS, _whole),
+    PlainSerializer(format_bytes, return_type=str),
+    _schema(BYTE_UNITS, ["512 B", "19 GiB"]),
+]
+"""A size in bytes, written ``"19 GiB"``."""
+
+BytesPerSecond = Annotated[
+    float,
+    _validator(RATE_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, RATE_UNITS_OUT), return_type=str),
+    _schema(RATE_UNITS, ["450 MB/s", "43.9 GB/s"]),
+]
+"""A transfer rate in bytes per second, written ``"450 MB/s"``."""
+
+RATE_UNITS_OUT: Mapping[str, int | Fraction] = {"B/s": 1, "MB/s": 10**6, "GB/s": 10**9}
+
+Hertz = Annotated[
+    float,
+    _validator(HERTZ_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, HERTZ_UNITS), return_type=str),
+    _schema(HERTZ_UNITS, ["3.3 GHz"]),
+]
+"""A frequency in hertz, written ``"3.3 GHz"``."""
+
+Seconds = Annotated[
+    float,
+    _validator(SECOND_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, SECOND_UNITS), return_type=str),
+    _schema(SECOND_UNITS, ["120 us"]),
+]
+"""A duration in seconds, written ``"120 us"``."""
+
+Watts = Annotated[
+    float,
+    _validator(WATT_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, WATT_UNITS), return_type=str),
+    _schema(WATT_UNITS, ["5.1 W"]),
+]
+"""A power in watts, written ``"5.1 W"``."""
