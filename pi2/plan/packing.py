@@ -1,0 +1,188 @@
+"""Packs float32 vectors into the bytes that `pi2.plan.layout` describes, and back.
+
+numpy code, and therefore never imported by the plan language itself (``pi2 validate`` starts
+without numpy); the store, the converter, the backends and tests import it.
+
+Quantisers (round to nearest, one fp16 scale per group of 32 along the vector):
+
+- int4: ``scale = fp16(max|w| / 7)``, ``q = clip(rint(w / scale), -8, 7)``
+- int8: ``scale = fp16(max|w| / 127)``, ``q = clip(rint(w / scale), -127, 127)``
+- fp16: plain values, no scales
+
+A group whose scale is 0 has ``q = 0``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.plan.layout import (
+    GROUP,
+    BundleLayout,
+    Precision,
+    scale_bytes,
+    split_lanes,
+    weight_bytes,
+)
+
+U8 = npt.NDArray[np.uint8]
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+I8 = npt.NDArray[np.int8]
+
+_TOP = {"int4": 7, "int8": 127}
+_BOTTOM = {"int4": -8, "int8": -127}
+_CHUNK_WEIGHTS = 2**18
+"""Weights quantised together: their temporaries stay within a core's cache."""
+
+
+def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
+    """Quantise and pack ``rows`` float32 [n, length].
+
+    Returns packed weights uint8 [n, weight_bytes] and scales float16 [n, length / 32] (None for
+    fp16).  Raises `ValueError` if a weight is not finite or does not fit into fp16.
+    """
+    count, length = rows.shape
+    assert rows.dtype == np.float32, rows.dtype
+    if precision == "fp16":
+        with np.errstate(over="ignore"):
+            halves = np.ascontiguousarray(rows, dtype="<f2")
+        if not np.isfinite(halves).all():
+            raise ValueError(_explain_overflow(rows))
+        return halves.view(np.uint8).reshape(count, 2 * length), None
+    weights = np.empty((count, weight_bytes(length, precision)), np.uint8)
+    scales = np.empty((count, length // GROUP), "<f2")
+    step = max(1, _CHUNK_WEIGHTS // length)
+    for start in range(0, count, step):
+        piece = slice(start, start + step)
+        codes = _quantize_groups(rows[piece], precision, scales[piece])
+        weights[piece] = pack_codes(codes, precision)
+    return weights, scales
+
+
+def dequantize(weights: U8, scales: F16 | None, length: int, precision: Precision) -> F32:
+    """Undo `quantize`: packed uint8 [n, weight_bytes] -> float32 [n, length]."""
+    count = weights.shape[0]
+    if precision == "fp16":
+        assert scales is None
+        return np.ascontiguousarray(weights).view("<f2").reshape(count, length).astype(np.float32)
+    assert scales is not None
+    codes = unpack_codes(weights, length, precision).reshape(count, length // GROUP, GROUP)
+    values = codes.astype(np.float32)
+    values *= scales.astype(np.float32)[:, :, None]
+    return values.reshape(count, length)
+
+
+def pack_codes(codes: I8, precision: Precision) -> U8:
+    """Lay int8 [n, length] codes (int4: -8..7) out as bytes uint8 [n, weight_bytes]."""
+    count, length = codes.shape
+    packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
+    group, byte = 0, 0
+    for lanes in split_lanes(length):
+        elements = lanes * GROUP
+        block = codes[:, group * GROUP : group * GROUP + elements].reshape(count, lanes, GROUP)
+        size = weight_bytes(elements, precision)
+        target = packed[:, byte : byte + size]
+        if precision == "int4":
+            biased = (block + np.int8(8)).view(np.uint8)
+            pairs = biased[:, :, :16] | (biased[:, :, 16:] << np.uint8(4))
+            ordered = pairs.reshape(count, lanes, 4, 4)
+        else:
+            ordered = block.view(np.uint8).reshape(count, lanes, 8, 4)
+        target[:] = ordered.transpose(0, 2, 1, 3).reshape(count, size)
+        group += lanes
+        byte += size
+    return packed
+
+
+def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
+    """Undo `pack_codes`: bytes uint8 [n, weight_bytes] -> codes int8 [n, length]."""
+    count = weights.shape[0]
+    codes = np.empty((count, length), np.int8)
+    group, byte = 0, 0
+    for lanes in split_lanes(length):
+        elements = lanes * GROUP
+        size = weight_bytes(elements, precision)
+        source = weights[:, byte : byte + size]
+        block = np.empty((count, lanes, GROUP), np.int8)
+        if precision == "int4":
+            ordered = source.reshape(count, 4, lanes, 4).transpose(0, 2, 1, 3)
+            pairs = ordered.reshape(count, lanes, 16)
+            block[:, :, :16] = pairs & np.uint8(15)
+            block[:, :, 16:] = pairs >> np.uint8(4)
+            block -= np.int8(8)
+        else:
+            ordered = source.reshape(count, 8, lanes, 4).transpose(0, 2, 1, 3)
+            block[:] = ordered.reshape(count, lanes, GROUP).view(np.int8)
+        codes[:, group * GROUP : group * GROUP + elements] = block.reshape(count, elements)
+        group += lanes
+        byte += size
+    return codes
+
+
+def pack_bundles(gate: F32, up: F32, down: F32, layout: BundleLayout) -> U8:
+    """Quantise neurons into bundles uint8 [n, stride].
+
+    ``gate`` and ``up`` are float32 [n, hidden] rows, ``down`` float32 [n, hidden] holds the
+    columns of down_proj as rows.  Bytes beyond ``used_bytes`` are zero.
+    """
+    bundles = np.zeros((gate.shape[0], layout.stride), np.uint8)
+    vectors = {"gate": gate, "up": up, "down": down}
+    for part in layout.parts:
+        weights, scales = quantize(vectors[part.name], layout.precision)
+        end = part.weights_offset + weights.shape[1]
+        bundles[:, part.weights_offset : end] = weights
+        if scales is not None:
+            packed = scales.view(np.uint8)
+            bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    return bundles
+
+
+def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
+    """Undo `pack_bundles`: gate, up and down (columns as rows), float32 [n, hidden] each."""
+    vectors = {
+        part.name: dequantize(*slice_part(bundles, layout, index), layout.hidden, layout.precision)
+        for index, part in enumerate(layout.parts)
+    }
+    return vectors["gate"], vectors["up"], vectors["down"]
+
+
+def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 | None]:
+    """Return packed weights [n, weight_bytes] (a view) and scales [n, groups] (a copy) of part
+    ``index`` of ``bundles`` uint8 [n, stride]."""
+    part = layout.parts[index]
+    size = weight_bytes(layout.hidden, layout.precision)
+    weights = bundles[:, part.weights_offset : part.weights_offset + size]
+    size = scale_bytes(layout.hidden, layout.precision)
+    if size == 0:
+        return weights, None
+    scales = bundles[:, part.scales_offset : part.scales_offset + size]
+    return weights, np.ascontiguousarray(scales).view("<f2")
+
+
+def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:
+    """Fill ``scales_out`` [n, groups] and return codes int8 [n, length]."""
+    count, length = rows.shape
+    groups = rows.reshape(count, length // GROUP, GROUP)
+    # max(max, -min) instead of abs().max(): no temporary of the size of the weights.
+    peaks = np.maximum(groups.max(axis=2), -groups.min(axis=2))
+    with np.errstate(over="ignore"):
+        scales_out[:] = peaks / np.float32(_TOP[precision])
+    if not np.isfinite(scales_out).all():
+        raise ValueError(_explain_overflow(rows))
+    scales = scales_out.astype(np.float32)
+    scales[scales == 0.0] = 1.0
+    quotients = groups / scales[:, :, None]
+    np.rint(quotients, out=quotients)
+    np.clip(quotients, _BOTTOM[precision], _TOP[precision], out=quotients)
+    codes = quotients.astype(np.int8)
+    # A scale that underflowed to 0 stands for zeros whatever the tiny weights were.
+    codes[scales_out == 0.0] = 0
+    return codes.reshape(count, length)
+
+
+def _explain_overflow(rows: F32) -> str:
+    if not np.isfinite(rows).all():
+        return "a weight is not a finite number"
+    return f"a weight of magnitude {float(np.abs(rows).max()):.4g} does not fit into fp16"
