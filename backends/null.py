@@ -1,0 +1,104 @@
+"""The null backend: computes nothing and counts everything.
+
+A plan for a device that nobody has at hand still runs through the whole engine: segments, cache,
+prefetch and counters are real, activations are drawn with the model's share of active neurons
+and a power law over the stored order, weights are never read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest
+
+NAME = "null"
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return nothing: it runs everywhere."""
+    return []
+
+
+def build(request: BuildRequest) -> NullExecutor:
+    """Make the executor."""
+    return NullExecutor(request)
+
+
+def compute_hotness(neurons: int, active: float, skew: float) -> npt.NDArray[np.float64]:
+    """Chance [neurons] of firing, hottest first: mean ``active``, and the first ``skew`` of the
+    neurons make 80 % of all activations where no chance has to be cut at 1.
+
+    With p_i proportional to (i + 1)^-a the first share s makes about s^(1 - a) of the sum, so
+    a = 1 - log(0.8) / log(s).
+    """
+    exponent = 1 - np.log(0.8) / np.log(min(max(skew, 1e-3), 0.79))
+    weights = np.arange(1, neurons + 1, dtype=np.float64) ** -exponent
+    chances = np.minimum(weights / weights.mean() * active, 1.0)
+    for _ in range(8):  # what was cut at 1 is given to the others
+        lacking = active / chances.mean()
+        chances = np.minimum(chances * lacking, 1.0)
+    return np.asarray(chances)
+
+
+class NullExecutor:
+    """Executor of `pi2.backends.protocol` without arithmetic."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._tokens = 0
+        self._active = 0
+        sparsity = request.model.sparsity
+        active = sparsity.active if sparsity is not None else 1.0
+        skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
+        self._chances = compute_hotness(request.neurons, active, skew)
+        self._random = np.random.default_rng(0)
+
+    def embed(self, tokens: npt.NDArray[np.int32]) -> None:
+        self._tokens = len(tokens)
+
+    def attend(self, layer: int, position: int) -> None:
+        pass
+
+    def begin_ffn(self, layer: int) -> None:
+        pass
+
+    def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
+        fires = self._random.random(self._request.neurons) < self._chances
+        return np.flatnonzero(fires).astype(np.int32)
+
+    def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
+        return self.predict_low_rank(layer, 0.0)
+
+    def add_neurons(
+        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+    ) -> None:
+        self._active += len(slots)
+
+    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
+        pass
+
+    def end_ffn(self, layer: int) -> None:
+        pass
+
+    def logits(self, first: int) -> npt.NDArray[np.float32]:
+        return np.zeros((self._tokens - first, self._request.model.shape.vocab), np.float32)
+
+    def count_active(self) -> int:
+        active, self._active = self._active, 0
+        return active
+
+    def read_bundles(
+        self,
+        fd: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        results: npt.NDArray[np.int64],
+        start: int,
+        step: int,
+    ) -> None:
+        results[start::step] = arena.shape[1]
+
+    def close(self) -> None:
+        pass

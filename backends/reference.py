@@ -1,0 +1,210 @@
+"""The reference backend: numpy in float32, straight from the store's bytes.
+
+It is the truth that every kernel is tested against, so it is written to be read: weights are
+dequantised where they are used, activations are never quantised, and nothing is fused.  Keys and
+values are kept in the plan's type (fp16).
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.rope import compute_rope_tables
+from pi2.plan.model import Model
+from pi2.plan.packing import dequantize
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+
+NAME = "reference"
+
+_F32 = npt.NDArray[np.float32]
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return nothing: numpy runs everywhere."""
+    return []
+
+
+def build(request: BuildRequest) -> ReferenceExecutor:
+    """Make the executor; nothing is compiled."""
+    return ReferenceExecutor(request)
+
+
+def activate(model: Model, gate: _F32, up: _F32) -> _F32:
+    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape."""
+    match model.ffn.activation:
+        case "relu":
+            return np.maximum(gate, 0) * up
+        case "drelu":
+            return np.maximum(gate, 0) * np.maximum(up, 0)
+        case "fatrelu":
+            return np.where(gate > model.ffn.threshold, gate, 0) * up
+        case "relu2":
+            return np.square(np.maximum(gate, 0)) * up
+        case "silu":
+            return gate / (1 + np.exp(-gate)) * up
+
+
+def normalize(x: _F32, weight: _F32, epsilon: float) -> _F32:
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + epsilon) * weight."""
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+
+
+def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
+    """Rotate the halves of each head: x [T, heads, d], cosines and sines [T, d / 2]."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cosines[:, None, :], sines[:, None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class ReferenceExecutor:
+    """Executor of `pi2.backends.protocol` in numpy."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._model = request.model
+        shape = self._model.shape
+        kv_shape = (2, shape.layers, request.context, shape.kv_heads, shape.head_dim)
+        kv_bytes = int(np.prod(kv_shape)) * 2
+        self._kv = request.allocate("kv", kv_bytes).view(np.float16).reshape(kv_shape)
+        self._cosines, self._sines = compute_rope_tables(
+            self._model.rope, shape.head_dim, request.context
+        )
+        self._x = np.zeros((0, shape.hidden), np.float32)
+        self._u = self._x
+        self._y = self._x
+        self._active = 0
+
+    def _matrix(self, name: str) -> _F32:
+        tensor: Tensor = self._request.tensors[name]
+        if tensor.precision is None:
+            return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+        weights = np.asarray(tensor.weights).view(np.uint8)
+        return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+
+    def _layer(self, layer: int, kind: str) -> _F32:
+        return self._matrix(name_layer_tensor(layer, kind))
+
+    def _neurons(self, bundles: npt.NDArray[np.uint8]) -> list[_F32]:
+        """Gate, up and down [n, hidden] of ``bundles`` [n, stride]."""
+        layout = self._request.bundle
+        weight_bytes = layout.parts[0].scales_offset - layout.parts[0].weights_offset
+        vectors = []
+        for part in layout.parts:
+            weights = bundles[:, part.weights_offset : part.weights_offset + weight_bytes]
+            scales = None
+            if layout.precision != "fp16":
+                groups = layout.hidden // 32
+                raw = bundles[:, part.scales_offset : part.scales_offset + 2 * groups]
+                scales = np.ascontiguousarray(raw).view(np.float16)
+            vectors.append(
+                dequantize(
+                    np.ascontiguousarray(weights), scales, layout.hidden, layout.precision
+                )
+            )
+        return vectors
+
+    def embed(self, tokens: npt.NDArray[np.int32]) -> None:
+        tensor = self._request.tensors[EMBEDDING]
+        assert tensor.precision is not None
+        weights = np.asarray(tensor.weights).view(np.uint8)[tokens]
+        scales = None if tensor.scales is None else tensor.scales[tokens]
+        self._x = dequantize(weights, scales, tensor.length, tensor.precision)
+
+    def attend(self, layer: int, position: int) -> None:
+        shape = self._model.shape
+        count = len(self._x)
+        norm = self._layer(layer, "attention_norm")
+        qkv = normalize(self._x, norm, self._model.norm.epsilon) @ self._layer(layer, "qkv").T
+        if self._model.attention.qkv_bias:
+            qkv = qkv + self._layer(layer, "qkv_bias")
+        query_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        query, key, value = np.split(qkv, [query_width, query_width + kv_width], axis=-1)
+        end = position + count
+        cos, sin = self._cosines[position:end], self._sines[position:end]
+        query = rotate(query.reshape(count, shape.heads, shape.head_dim), cos, sin)
+        key = rotate(key.reshape(count, shape.kv_heads, shape.head_dim), cos, sin)
+        keys, values = self._kv[0, layer], self._kv[1, layer]
+        keys[position:end] = key
+        values[position:end] = value.reshape(count, shape.kv_heads, shape.head_dim)
+
+        seen = np.arange(end)[None, :]
+        now = np.arange(position, end)[:, None]
+        visible = seen <= now
+        if self._model.attention.sliding_window is not None:
+            visible &= seen > now - self._model.attention.sliding_window
+        mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
+        for head in range(shape.heads):
+            kv_head = head * shape.kv_heads // shape.heads
+            scores = query[:, head] @ keys[:end, kv_head].astype(np.float32).T
+            scores = np.where(visible, scores / np.sqrt(np.float32(shape.head_dim)), -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            mixed[:, head] = weights @ values[:end, kv_head].astype(np.float32)
+        self._x = self._x + mixed.reshape(count, query_width) @ self._layer(layer, "output").T
+
+    def begin_ffn(self, layer: int) -> None:
+        self._u = normalize(self._x, self._layer(layer, "ffn_norm"), self._model.norm.epsilon)
+        self._y = np.zeros_like(self._x)
+
+    def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
+        inner = np.maximum(self._layer(layer, "predictor_in") @ self._u[0], 0)
+        score = self._layer(layer, "predictor_out") @ inner
+        score += self._layer(layer, "predictor_bias")[0]
+        return np.flatnonzero(score >= threshold).astype(np.int32)
+
+    def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
+        assert self._request.gate_rows is not None
+        weights, scales = self._request.gate_rows[layer]
+        layout = self._request.bundle
+        gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[0]
+        threshold = self._model.ffn.threshold if self._model.ffn.activation == "fatrelu" else 0.0
+        return np.flatnonzero(gate > threshold).astype(np.int32)
+
+    def add_neurons(
+        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+    ) -> None:
+        gate, up, down = self._neurons(arena[slots])
+        active = activate(self._model, self._u @ gate.T, self._u @ up.T)
+        self._active += int(np.count_nonzero(active))
+        self._y = self._y + active @ down
+
+    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
+        gate, up, down = self._neurons(bundles)
+        self._y = self._y + activate(self._model, self._u @ gate.T, self._u @ up.T) @ down
+
+    def end_ffn(self, layer: int) -> None:
+        self._x = self._x + self._y
+
+    def logits(self, first: int) -> _F32:
+        norm = self._matrix(FINAL_NORM)
+        head = EMBEDDING if self._model.tied_head else HEAD
+        return normalize(self._x[first:], norm, self._model.norm.epsilon) @ self._matrix(head).T
+
+    def count_active(self) -> int:
+        active, self._active = self._active, 0
+        return active
+
+    def read_bundles(
+        self,
+        fd: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        results: npt.NDArray[np.int64],
+        start: int,
+        step: int,
+    ) -> None:
+        for i in range(start, len(slots), step):
+            try:
+                results[i] = os.preadv(fd, [arena[slots[i]].data], int(offsets[i]))
+            except OSError:
+                results[i] = -1
+
+    def close(self) -> None:
+        self._x = self._u = self._y = np.zeros((0, 0), np.float32)

@@ -1,0 +1,200 @@
+"""A model that is ready to run: what `pi2.load` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from pi2.backends.protocol import Executor
+from pi2.diagnostics import UserError
+from pi2.engine.feed_forward import FeedForward
+from pi2.engine.forward import Forward
+from pi2.engine.generation import Generation, GenerationRequest
+from pi2.engine.sampling import SamplingOptions
+from pi2.engine.statistics import RunStatistics
+from pi2.memory.budget import Budget
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import FlashReader, NullReader
+from pi2.plan.resolve import ResolvedPlan
+from pi2.store.reader import NeuronStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts that the orchestrator has built for a plan."""
+
+    resolved: ResolvedPlan
+    store: NeuronStore | None
+    """None where the backend computes nothing."""
+    tokenizer: Tokenizer | None
+    budget: Budget
+    executor: Executor
+    cache: NeuronCache
+    reader: FlashReader | NullReader
+    feed_forward: FeedForward
+    forward: Forward
+    load_s: float
+
+
+class LoadedModel:
+    """A plan's model, loaded.  Use it as a context manager, or call ``close``.
+
+    One generation at a time: a new one begins a new sequence.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def plan(self) -> ResolvedPlan:
+        """The resolved plan: ``plan.plan``, ``plan.device``, ``plan.model``, ``plan.digest``."""
+        return self._parts.resolved
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer (`tokenizers.Tokenizer`); UserError P605 if the plan's store has none."""
+        if self._parts.tokenizer is None:
+            raise UserError.of(
+                "P605",
+                "this run has no tokenizer: the null backend opens no neuron store",
+                help="use the cpu or the reference backend to work with text",
+            )
+        return self._parts.tokenizer
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that loading took."""
+        return self._parts.load_s
+
+    @property
+    def fallback(self) -> str | None:
+        """Why neurons are not read directly, if the plan asks for it and it cannot be had."""
+        return self._parts.reader.fallback
+
+    @property
+    def stats(self) -> RunStatistics:
+        """Counters since loading."""
+        counters = self._parts.cache.counters
+        neurons = self._parts.feed_forward.counters
+        return RunStatistics(
+            predicted_neurons=neurons.predicted,
+            active_neurons=neurons.active,
+            possible_neurons=neurons.possible,
+            cache_hits=sum(layer.hits for layer in counters),
+            cache_misses=sum(layer.misses for layer in counters),
+            cache_evictions=sum(layer.evictions for layer in counters),
+            flash_read_bytes=self._parts.reader.read_bytes,
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of ``prompt``, with the begin token where the model wants one."""
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        settings = self.plan.model.tokenizer
+        if settings.add_bos and settings.bos is not None:
+            ids = [settings.bos, *ids]
+        return ids
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Generate text after ``prompt`` (text, or token ids).
+
+        Returns an iterator of text pieces; its ``result`` is a `GenerationResult`.  Raises
+        UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
+        P604 for an option out of range.
+        """
+        sampling = SamplingOptions(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        if max_tokens < 1:
+            raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_ids(ids)
+        request = GenerationRequest(
+            prompt_ids=ids,
+            max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop_ids=frozenset(() if ignore_eos else self.plan.model.tokenizer.eos),
+            sampling=sampling,
+        )
+        return Generation(
+            request,
+            forward=self._parts.forward,
+            tokenizer=self.tokenizer,
+            context=self.plan.plan.kv.context,
+            read_statistics=lambda: self.stats,
+        )
+
+    def logits(
+        self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
+    ) -> npt.NDArray[np.float32]:
+        """Logits [tokens, vocab], float32, after each of ``token_ids``.
+
+        ``prefill`` runs them through in chunks, every neuron computed; ``decode`` one by one with
+        the plan's predictor, as a generation does.
+        """
+        ids = list(token_ids)
+        self._check_ids(ids, answer=0)
+        forward = self._parts.forward
+        forward.reset()
+        if mode == "prefill":
+            return forward.prefill(np.array(ids, np.int32), all_logits=True)
+        return np.stack([forward.decode(token).copy() for token in ids])
+
+    def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
+        if not ids:
+            raise UserError.of("P603", "the prompt is empty", help="give at least one token")
+        vocab = self.plan.model.shape.vocab
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise UserError.of("P606", f"token id {token} is not in the vocabulary of {vocab}")
+        context = self.plan.plan.kv.context
+        if len(ids) + answer > context:
+            raise UserError.of(
+                "P601",
+                f"the prompt has {len(ids)} tokens, the plan's context holds {context} with the "
+                "answer",
+                help="shorten the prompt, or raise kv.context and memory.segments.kv in the plan",
+            )
+
+    def close(self) -> None:
+        """Give back threads, files and memory."""
+        parts = self._parts
+        parts.feed_forward.abandon()
+        parts.reader.close()
+        parts.executor.close()
+        if parts.store is not None:
+            parts.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

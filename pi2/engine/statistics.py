@@ -1,0 +1,77 @@
+"""What a run did: times, neurons, bytes, memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatistics:
+    """Counters of a loaded model, from loading on; differences of two give a generation's."""
+
+    predicted_neurons: int
+    """Neurons that the predictor named, over layers and tokens."""
+    active_neurons: int
+    """Of these, neurons with a non-zero activation."""
+    possible_neurons: int
+    """Neurons of the layers that were computed sparsely."""
+    cache_hits: int
+    """Named neurons that were in memory."""
+    cache_misses: int
+    """Named neurons that were read from flash."""
+    cache_evictions: int
+    """Neurons that made room."""
+    flash_read_bytes: int
+    """Bytes of neurons read from flash, prefill and loading included."""
+
+    def __sub__(self, other: RunStatistics) -> RunStatistics:
+        return RunStatistics(
+            predicted_neurons=self.predicted_neurons - other.predicted_neurons,
+            active_neurons=self.active_neurons - other.active_neurons,
+            possible_neurons=self.possible_neurons - other.possible_neurons,
+            cache_hits=self.cache_hits - other.cache_hits,
+            cache_misses=self.cache_misses - other.cache_misses,
+            cache_evictions=self.cache_evictions - other.cache_evictions,
+            flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
+        )
+
+    @property
+    def predicted_share(self) -> float | None:
+        """Share of neurons that were computed; None if every layer ran densely."""
+        return divide(self.predicted_neurons, self.possible_neurons)
+
+    @property
+    def active_share(self) -> float | None:
+        """Share of neurons with a non-zero activation; None if every layer ran densely."""
+        return divide(self.active_neurons, self.possible_neurons)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of named neurons that were in memory."""
+        return divide(self.cache_hits, self.cache_hits + self.cache_misses)
+
+
+def divide(part: float, whole: float) -> float | None:
+    """``part / whole``, or None for an empty whole."""
+    return part / whole if whole else None
+
+
+def read_peak_rss_bytes() -> int:
+    """Highest resident set of this process so far, in bytes.
+
+    On Linux from VmHWM: ``ru_maxrss`` survives an exec and so may be the parent's.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

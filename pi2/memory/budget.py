@@ -1,0 +1,68 @@
+"""The memory budget: every large array of a run comes from a segment of the plan."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.plan.quantities import approximate_bytes
+
+PAGE = 4096
+
+
+class Budget:
+    """Gives out zeroed, page-aligned memory and counts it by segment.
+
+    ``limits`` are the plan's segments in bytes.  Memory is reserved, not touched: a page that
+    nobody writes costs nothing.
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self._limits = dict(limits)
+        self._used = dict.fromkeys(self._limits, 0)
+        self._maps: list[mmap.mmap] = []
+
+    @property
+    def used_bytes(self) -> Mapping[str, int]:
+        """Bytes given out so far, by segment."""
+        return self._used
+
+    def remaining(self, segment: str) -> int:
+        """Bytes that ``segment`` can still give."""
+        return self._limits[segment] - self._used[segment]
+
+    def charge(self, segment: str, size: int) -> None:
+        """Count ``size`` bytes; UserError P610 if the segment cannot hold them."""
+        if size > self.remaining(segment):
+            need = self._used[segment] + size
+            raise UserError.of(
+                "P610",
+                f"segment {segment!r} needs at least {approximate_bytes(need)} ({need} bytes), "
+                f"the plan allows {approximate_bytes(self._limits[segment])}",
+                help=f"raise memory.segments.{segment}, and memory.budget if it is exceeded then",
+            )
+        self._used[segment] += size
+
+    def allocate(self, segment: str, size: int) -> npt.NDArray[np.uint8]:
+        """Return ``size`` zeroed bytes, page-aligned; UserError P610 as for ``charge``."""
+        return self.allocate_spanning({segment: size})
+
+    def allocate_spanning(self, sizes: Mapping[str, int]) -> npt.NDArray[np.uint8]:
+        """Return one contiguous region charged to several segments, in bytes each."""
+        for segment, size in sizes.items():
+            assert size >= 0
+            self.charge(segment, size)
+        size = sum(sizes.values())
+        length = max(size, 1)
+        if sys.platform == "win32":
+            region = mmap.mmap(-1, length)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            region = mmap.mmap(-1, length, flags=flags)
+        self._maps.append(region)
+        return np.frombuffer(region, np.uint8, count=size)

@@ -1,0 +1,212 @@
+"""Reads of neurons from flash: scattered bundles into slots, long runs into buffers.
+
+Direct reads (O_DIRECT) go past the page cache, so that the memory of a run is what the plan says.
+Where a file system refuses them, buffered reads take their place and the reader says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+BundleRead = Callable[[int, U8, I32, I64, I64, int, int], None]
+"""``Executor.read_bundles`` of `pi2.backends.protocol`."""
+
+READS_PER_THREAD = 8
+"""Fewer reads than this are not worth waking another thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleFile:
+    """A layer's neurons on flash."""
+
+    path: Path
+    bundles_offset: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRead:
+    """Reads that are on their way."""
+
+    layer: int
+    indices: I32
+    slots: I32
+    results: I64
+    parts: tuple[Future[None], ...]
+
+
+class FlashReader:
+    """Reads bundles with a plan's number of threads; one caller."""
+
+    def __init__(
+        self,
+        files: Sequence[BundleFile],
+        arena: U8,
+        *,
+        direct: bool,
+        threads: int,
+        read_bundles: BundleRead,
+    ) -> None:
+        self._files = files
+        self._arena = arena
+        self._read_bundles = read_bundles
+        self._threads = threads
+        self.fallback: str | None = None
+        """Why direct reads were given up, if they were."""
+        self.read_bytes = 0
+        self._fds: list[int] = []
+        try:
+            self._open(direct)
+        except BaseException:
+            self.close()
+            raise
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pi2-io")
+
+    def _open(self, direct: bool) -> None:
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        if direct and flag == 0:
+            self.fallback = "this system has no O_DIRECT"
+        for file in self._files:
+            try:
+                fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | flag)
+            except OSError as error:
+                if not flag or error.errno != errno.EINVAL:
+                    raise _describe_failure(file.path, error) from None
+                fd = -1
+            if fd >= 0 and flag and not self._accepts_bundle(fd, file):
+                os.close(fd)
+                fd = -1
+            if fd < 0:
+                flag = 0
+                self.fallback = "the file system refuses O_DIRECT for reads of one bundle"
+                fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fds.append(fd)
+
+    def _accepts_bundle(self, fd: int, file: BundleFile) -> bool:
+        """Try one read at the second bundle: only it shows whether the block size fits."""
+        if len(self._arena) == 0 or file.count < 2:
+            return True
+        try:
+            # The slot's content is overwritten before anybody uses it.
+            os.preadv(fd, [self._arena[-1].data], file.bundles_offset + file.stride)
+        except OSError:
+            return False
+        return True
+
+    def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
+        """Begin to read bundle ``indices[i]`` of ``layer`` into slot ``slots[i]``."""
+        file = self._files[layer]
+        offsets = indices.astype(np.int64) * file.stride + file.bundles_offset
+        results = np.zeros(len(indices), np.int64)
+        step = max(1, min(self._threads, len(indices) // READS_PER_THREAD))
+        parts = tuple(
+            self._pool.submit(
+                self._read_bundles,
+                self._fds[layer],
+                self._arena,
+                slots,
+                offsets,
+                results,
+                start,
+                step,
+            )
+            for start in range(step)
+        )
+        return PendingRead(layer, indices, slots, results, parts)
+
+    def finish(self, pending: PendingRead) -> None:
+        """Wait for the reads; a short or failed one is tried again, then UserError P620."""
+        for part in pending.parts:
+            part.result()
+        file = self._files[pending.layer]
+        bad = np.flatnonzero(pending.results != file.stride)
+        for i in bad:
+            slot = self._arena[pending.slots[i]]
+            offset = file.bundles_offset + int(pending.indices[i]) * file.stride
+            self._read_fully(pending.layer, slot, offset)
+        self.read_bytes += len(pending.indices) * file.stride
+
+    def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
+        """Begin to read bundles ``first``, ``first + 1``, ... of ``layer`` into ``buffer``
+        [n, stride], which must be aligned to a page."""
+        file = self._files[layer]
+        offset = file.bundles_offset + first * file.stride
+        self.read_bytes += buffer.size
+        return self._pool.submit(self._read_fully, layer, buffer.reshape(-1), offset)
+
+    def _read_fully(self, layer: int, target: U8, offset: int) -> None:
+        """Fill ``target`` from byte ``offset``; UserError P620 on failure or end of file."""
+        path = self._files[layer].path
+        done = 0
+        while done < target.size:
+            try:
+                count = os.preadv(self._fds[layer], [target[done:].data], offset + done)
+            except OSError as error:
+                raise _describe_failure(path, error) from None
+            if count == 0:
+                raise UserError.of(
+                    "P620",
+                    f"the neuron store ends too early: no byte {offset + done} in {path}",
+                    help="the file was cut or replaced; check it with `pi2 store verify`",
+                )
+            done += count
+
+    def close(self) -> None:
+        """Stop the threads and close the files."""
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            pool.shutdown()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+def _describe_failure(path: Path, error: OSError) -> UserError:
+    return UserError.of(
+        "P620",
+        f"cannot read neurons from {path}: {error.strerror}",
+        help="check the disk and the file with `pi2 store verify`",
+    )
+
+
+class NullReader:
+    """Stands for a reader where nothing is to be read: counts bytes only."""
+
+    fallback: str | None = None
+
+    def __init__(self, stride: int) -> None:
+        self._stride = stride
+        self.read_bytes = 0
+
+    def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
+        """Count the reads."""
+        return PendingRead(layer, indices, slots, np.full(len(indices), self._stride), ())
+
+    def finish(self, pending: PendingRead) -> None:
+        """Add their bytes."""
+        self.read_bytes += len(pending.indices) * self._stride
+
+    def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
+        """Count a long read; done at once."""
+        self.read_bytes += buffer.size
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,294 @@
+"""From a plan's path to a model that runs: load -> resolve -> validate -> build -> run."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from pi2.backends.protocol import Backend, BuildRequest, Executor
+from pi2.diagnostics import UserError
+from pi2.engine.feed_forward import FeedForward
+from pi2.engine.forward import Forward
+from pi2.engine.loaded_model import LoadedModel, Parts
+from pi2.fit import find_misfits
+from pi2.machine import Machine, detect_machine
+from pi2.memory.budget import Budget
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import BundleFile, FlashReader, NullReader
+from pi2.plan.device import Unit
+from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.sizes import STAGING_BUNDLES
+from pi2.store.reader import NeuronStore
+
+U8 = npt.NDArray[np.uint8]
+Progress = Callable[[str, float], None]
+
+
+def load(
+    path: str | Path,
+    *,
+    set: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load the model of the plan at ``path``.
+
+    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``.  ``progress``
+    is called with a label and the share done while something takes its time.  Raises `UserError`
+    with all findings.
+    """
+    start = time.perf_counter()
+    resolved = load_plan(path, overrides=set or {})
+    return build(resolved, progress=progress or _ignore_progress, start=start)
+
+
+def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> LoadedModel:
+    """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
+    unit, name = choose_unit(resolved)
+    backend = find_backend(name)
+    with ExitStack() as cleanup:
+        machine = detect_machine()
+        store = None
+        tokenizer = None
+        if name != "null":
+            check_fit(resolved, machine)
+            store = NeuronStore.open(resolved.store_path, model=resolved.model)
+            cleanup.callback(store.close)
+            check_bundles(resolved, store)
+            tokenizer = read_tokenizer(store.tokenizer_path)
+        budget = Budget(resolved.plan.memory.segments.model_dump(mode="python"))
+        cache = allocate_cache(resolved, budget)
+        request = describe_build(resolved, unit, machine, store, budget, progress)
+        obstacles = backend.find_obstacles(request.features, request.architecture)
+        if obstacles:
+            raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
+        executor = backend.build(request)
+        cleanup.callback(executor.close)
+        reader = open_reader(resolved, store, cache, executor)
+        cleanup.callback(reader.close)
+        staging = allocate_staging(resolved, budget)
+        load_neurons(reader, cache, request, staging, progress)
+        feed_forward = FeedForward(
+            executor,
+            cache,
+            reader,
+            staging,
+            layers=len(resolved.layers),
+            predictor=resolved.plan.decode.predictor,
+            threshold=resolved.plan.decode.threshold,
+        )
+        forward = Forward(
+            executor,
+            feed_forward,
+            layers=len(resolved.layers),
+            chunk=resolved.plan.prefill.chunk,
+            context=resolved.plan.kv.context,
+        )
+        cleanup.pop_all()
+    return LoadedModel(
+        Parts(
+            resolved=resolved,
+            store=store,
+            tokenizer=tokenizer,
+            budget=budget,
+            executor=executor,
+            cache=cache,
+            reader=reader,
+            feed_forward=feed_forward,
+            forward=forward,
+            load_s=time.perf_counter() - start,
+        )
+    )
+
+
+def choose_unit(resolved: ResolvedPlan) -> tuple[Unit, str]:
+    """Return the unit that the plan's layers run on, and its backend's name.
+
+    Several units may share the work only where one backend serves them all.
+    """
+    names = dict.fromkeys(unit for layer in resolved.layers for unit in layer.split)
+    units = [resolved.device.units[name] for name in names]
+    backends = dict.fromkeys(resolved.plan.backends[unit.kind] for unit in units)
+    if len(backends) != 1:
+        raise UserError.of(
+            "P321",
+            f"the plan gives layers to the backends {', '.join(backends)} at once",
+            help="name one backend for all kinds of units that layers.split uses",
+            file=str(resolved.path),
+        )
+    cpu = [unit for unit in units if unit.kind == "cpu"]
+    return (cpu or units)[0], next(iter(backends))
+
+
+def find_backend(name: str) -> Backend:
+    """Import the module of ``backends/`` called ``name``."""
+    return cast(Backend, importlib.import_module(f"pi2.backends.{name}"))
+
+
+def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
+    """UserError P3xx if the plan's device is not this machine."""
+    misfits = find_misfits(resolved.device, machine, resolved.plan.memory.budget)
+    errors = tuple(finding for finding in misfits if finding.severity == "error")
+    if errors:
+        raise UserError(errors, exit_code=2)
+
+
+def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
+    """UserError P520 if the store's bundles do not lie as the plan says."""
+    stride = store.manifest.bundle.stride
+    if stride != resolved.bundle.stride:
+        raise UserError.of(
+            "P520",
+            f"the store's bundles are {stride} bytes apart, the plan says {resolved.bundle.stride}",
+            help=f'set bundle.stride = "{stride} B", or convert the model again',
+            file=str(resolved.path),
+        )
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer file; UserError P605 if it is missing or broken."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for everything
+        raise UserError.of(
+            "P605",
+            f"cannot read the tokenizer {path}: {error}",
+            help="convert the model again, or copy its tokenizer.json into the store",
+        ) from None
+
+
+def allocate_cache(resolved: ResolvedPlan, budget: Budget) -> NeuronCache:
+    """One arena for hot and cold neurons; the cold cache takes all of its segment."""
+    stride = resolved.bundle.stride
+    hot = [layer.hot_neurons for layer in resolved.layers]
+    neurons = resolved.model.shape.ffn
+    absent = sum(neurons - count for count in hot)
+    cold_slots = min(resolved.plan.memory.segments.cold // stride, absent)
+    sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
+    arena = budget.allocate_spanning(sizes).reshape(-1, stride)
+    return NeuronCache(arena, hot, neurons)
+
+
+def describe_build(
+    resolved: ResolvedPlan,
+    unit: Unit,
+    machine: Machine,
+    store: NeuronStore | None,
+    budget: Budget,
+    progress: Progress,
+) -> BuildRequest:
+    """Gather what the backend needs, and count the mapped tensors in their segments."""
+    tensors = store.tensors if store is not None else {}
+    mode = resolved.plan.decode.predictor
+    for name, tensor in tensors.items():
+        size = tensor.weights.nbytes + (tensor.scales.nbytes if tensor.scales is not None else 0)
+        if ".predictor" not in name:
+            budget.charge("attention", size)
+        elif mode == "low-rank":
+            budget.charge("predictor", size)
+    gate_rows = None
+    if mode == "gate" and store is not None:
+        gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
+    features = unit.features if unit.features is not None else machine.features
+    cores = sum(cluster.cores for cluster in unit.clusters) or machine.cores
+    return BuildRequest(
+        model=resolved.model,
+        tensors=tensors,
+        bundle=resolved.bundle,
+        neurons=resolved.model.shape.ffn,
+        chunk=resolved.plan.prefill.chunk,
+        context=resolved.plan.kv.context,
+        gate_rows=gate_rows,
+        threads=resolved.plan.threads.compute or cores,
+        features=frozenset(features),
+        architecture=unit.architecture or machine.architecture,
+        allocate=budget.allocate,
+        progress=progress,
+    )
+
+
+def allocate_gate_rows(
+    resolved: ResolvedPlan, budget: Budget
+) -> tuple[U8, npt.NDArray[np.float16] | None]:
+    """Room for the gate weights and scales of one layer, in the predictor segment."""
+    bundle, neurons = resolved.bundle, resolved.model.shape.ffn
+    gate, up = bundle.parts[0], bundle.parts[1]
+    weights = budget.allocate("predictor", neurons * (gate.scales_offset - gate.weights_offset))
+    scale_bytes = up.weights_offset - gate.scales_offset
+    if scale_bytes == 0:
+        return weights.reshape(neurons, -1), None
+    scales = budget.allocate("predictor", neurons * scale_bytes)
+    return weights.reshape(neurons, -1), scales.view(np.float16).reshape(neurons, -1)
+
+
+def allocate_staging(resolved: ResolvedPlan, budget: Budget) -> U8:
+    """Two buffers [2, n, stride] for neurons that stream from flash."""
+    count = min(resolved.model.shape.ffn, STAGING_BUNDLES)
+    stride = resolved.bundle.stride
+    return budget.allocate("workspace", 2 * count * stride).reshape(2, count, stride)
+
+
+def open_reader(
+    resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache, executor: Executor
+) -> FlashReader | NullReader:
+    """Open the store's neuron files for reading."""
+    stride = resolved.bundle.stride
+    if store is None:
+        return NullReader(stride)
+    files = [
+        BundleFile(
+            path=layer.path,
+            bundles_offset=layer.bundles_offset,
+            stride=stride,
+            count=resolved.model.shape.ffn,
+        )
+        for layer in store.layers
+    ]
+    return FlashReader(
+        files,
+        cache.arena,
+        direct=resolved.plan.io.mode == "direct",
+        threads=resolved.plan.io.threads,
+        read_bundles=executor.read_bundles,
+    )
+
+
+def load_neurons(
+    reader: FlashReader | NullReader,
+    cache: NeuronCache,
+    request: BuildRequest,
+    staging: U8,
+    progress: Progress,
+) -> None:
+    """Fill the hot region in stored order, and the gate rows where decoding needs them."""
+    layers = len(cache.hot_slots)
+    for layer in range(layers):
+        hot = cache.hot_bundles(layer)
+        if len(hot):
+            reader.start_run(layer, 0, hot).result()
+        if request.gate_rows is not None:
+            weights, scales = request.gate_rows[layer]
+            gate = request.bundle.parts[0]
+            size = staging.shape[1]
+            for first in range(0, cache.neurons, size):
+                piece = staging[0, : min(size, cache.neurons - first)]
+                reader.start_run(layer, first, piece).result()
+                rows = slice(first, first + len(piece))
+                end = gate.weights_offset + weights.shape[1]
+                weights[rows] = piece[:, gate.weights_offset : end]
+                if scales is not None:
+                    end = gate.scales_offset + 2 * scales.shape[1]
+                    raw = np.ascontiguousarray(piece[:, gate.scales_offset : end])
+                    scales[rows] = raw.view(np.float16)
+        progress("loading neurons", (layer + 1) / layers)
+
+
+def _ignore_progress(label: str, share: float) -> None:
+    """Show nothing."""
