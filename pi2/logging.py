@@ -1,0 +1,58 @@
+"""Logs: lines for people on a terminal, JSON elsewhere, always on stderr.
+
+structlog takes 0.2 s to import, so it is imported when the first logger is made: the commands that
+only read plans never pay for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger, Processor
+
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+"""Level by the number of ``-v``."""
+
+
+def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> None:
+    """Send logs to ``stream`` (stderr unless given): warnings, with ``-v`` also what happens, with
+    ``-vv`` also every detail."""
+    import structlog
+
+    target = sys.stderr if stream is None else stream
+    human = target.isatty()
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
+    ]
+    if human:
+        processors.append(structlog.dev.ConsoleRenderer(colors=True))
+    else:
+        processors += [
+            # Without locals: they would put prompts into logs.
+            structlog.processors.ExceptionRenderer(
+                structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+            ),
+            structlog.processors.JSONRenderer(default=str),
+        ]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(
+            _LEVELS[min(max(verbosity, 0), len(_LEVELS) - 1)]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(file=target),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(**bound: Any) -> FilteringBoundLogger:
+    """Make a logger whose every line carries ``bound``, such as ``plan_digest`` or ``layer``."""
+    import structlog
+
+    if not structlog.is_configured():
+        configure_logging()
+    return cast("FilteringBoundLogger", structlog.get_logger(**bound))

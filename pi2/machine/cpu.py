@@ -1,0 +1,210 @@
+"""The processor: architecture, instruction-set features, cores that may be used."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi2.machine.cgroups import find_cpu_quota, read_int, read_text
+
+if TYPE_CHECKING:
+    from pi2.plan.device import IsaFeature
+
+_ARCHITECTURES: Mapping[str, str] = {
+    "x86_64": "x86-64",
+    "amd64": "x86-64",
+    "aarch64": "aarch64",
+    "arm64": "aarch64",
+}
+
+_FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
+    "x86-64": {
+        "sse4_2": "sse4.2",
+        "avx2": "avx2",
+        "fma": "fma",
+        "f16c": "f16c",
+        "avx512f": "avx512f",
+        "avx512bw": "avx512bw",
+        "avx512vl": "avx512vl",
+        "avx512_vnni": "avx512vnni",
+    },
+    "aarch64": {
+        "asimd": "neon",
+        "asimdhp": "fp16",
+        "asimddp": "dotprod",
+        "i8mm": "i8mm",
+        "sve": "sve",
+    },
+}
+"""Feature by the name that Linux gives it (arch/x86/include/asm/cpufeatures.h and
+Documentation/arch/arm64/elf_hwcaps.rst)."""
+
+_ARM_CORES: Mapping[int, str] = {
+    0xD03: "cortex-a53",
+    0xD05: "cortex-a55",
+    0xD08: "cortex-a72",
+    0xD09: "cortex-a73",
+    0xD0A: "cortex-a75",
+    0xD0B: "cortex-a76",
+    0xD0C: "neoverse-n1",
+    0xD0D: "cortex-a77",
+    0xD40: "neoverse-v1",
+    0xD41: "cortex-a78",
+    0xD44: "cortex-x1",
+    0xD46: "cortex-a510",
+    0xD47: "cortex-a710",
+    0xD48: "cortex-x2",
+    0xD49: "neoverse-n2",
+    0xD4D: "cortex-a715",
+    0xD4E: "cortex-x3",
+    0xD4F: "neoverse-v2",
+    0xD80: "cortex-a520",
+    0xD81: "cortex-a720",
+    0xD82: "cortex-x4",
+    0xD85: "cortex-x925",
+    0xD87: "cortex-a725",
+}
+"""Arm's own cores (implementer 0x41) by part number (arch/arm64/include/asm/cputype.h)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuCores:
+    """Cores of one kind."""
+
+    cores: int
+    """Number of them that are online."""
+    max_hz: float | None = None
+    """Highest clock, where the system says."""
+    core: str | None = None
+    """Micro-architecture, such as ``cortex-x4``, where it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """The processor as far as this process may use it."""
+
+    name: str
+    """Commercial name, or the best that the system says."""
+    architecture: str
+    """``x86-64``, ``aarch64``, or what the system calls one that pi2 has no kernels for."""
+    features: frozenset[IsaFeature]
+    """Features that *every* core has: a thread may run on any of them."""
+    cores_online: int
+    """Cores of the machine."""
+    cores: int
+    """Cores that this process may use: its affinity and its container's quota, at least 1."""
+    quota_cores: float | None
+    """The container's share of processor time in cores, if it sets one."""
+    clusters: tuple[CpuCores, ...]
+    """Kinds of cores, the fastest first; at least one."""
+
+
+def detect_cpu(
+    root: Path = Path("/"), *, machine: str | None = None, affinity: int | None = None
+) -> Cpu:
+    """Look at the processor.
+
+    ``machine`` (as ``platform.machine()`` names it) and ``affinity`` (cores that the scheduler
+    gives this process) are asked of the running system unless they are given.
+    """
+    reported = (machine or platform.machine()).lower()
+    architecture = _ARCHITECTURES.get(reported, reported)
+    processors = _read_processors(root)
+    online = len(processors) or os.cpu_count() or 1
+    if affinity is None:
+        affinity = _count_affinity() or online
+    quota = find_cpu_quota(root)
+    cores = affinity if quota is None else min(affinity, int(quota))
+    clusters = _group_cores(root, processors) or (CpuCores(cores=online),)
+    return Cpu(
+        name=_name_cpu(root, processors, clusters),
+        architecture=architecture,
+        features=_find_features(architecture, processors),
+        cores_online=online,
+        cores=max(1, cores),
+        quota_cores=quota,
+        clusters=clusters,
+    )
+
+
+Processor = Mapping[str, str]
+"""The entries of one logical processor in ``/proc/cpuinfo``."""
+
+
+def _read_processors(root: Path) -> list[Processor]:
+    """Split ``/proc/cpuinfo`` into its logical processors.
+
+    Some phones put entries of the whole system (``Hardware``, ``Features``) before or after the
+    processors; those fill in what a processor does not state itself.
+    """
+    common: dict[str, str] = {}
+    processors: list[dict[str, str]] = []
+    for block in (read_text(root / "proc/cpuinfo") or "").split("\n\n"):
+        entries = {}
+        for line in block.splitlines():
+            name, colon, value = line.partition(":")
+            if colon:
+                entries[name.strip()] = value.strip()
+        # "Processor" with a capital is the name of the whole chip on old Arm kernels.
+        (common.update if "processor" not in entries else processors.append)(entries)
+    return [{**common, **entries} for entries in processors]
+
+
+def _find_features(architecture: str, processors: Sequence[Processor]) -> frozenset[IsaFeature]:
+    names = _FEATURES.get(architecture, {})
+    found: list[frozenset[IsaFeature]] = []
+    for processor in processors:
+        words = processor.get("flags", processor.get("Features", "")).split()
+        found.append(frozenset(names[word] for word in words if word in names))
+    if found:
+        return frozenset.intersection(*found)
+    # Without /proc only what the architecture itself promises is certain.
+    return frozenset({"neon"}) if architecture == "aarch64" else frozenset()
+
+
+def _group_cores(root: Path, processors: Sequence[Processor]) -> tuple[CpuCores, ...]:
+    """Put processors of the same micro-architecture and highest clock together."""
+    groups: dict[tuple[float, str], int] = {}
+    for processor in processors:
+        folder = root / f"sys/devices/system/cpu/cpu{processor['processor']}"
+        khz = read_int(folder / "cpufreq/cpuinfo_max_freq") or 0
+        key = (khz * 1e3, _name_core(processor) or "")
+        groups[key] = groups.get(key, 0) + 1
+    return tuple(
+        CpuCores(cores=cores, max_hz=hz or None, core=core or None)
+        for (hz, core), cores in sorted(groups.items(), reverse=True)
+    )
+
+
+def _name_core(processor: Processor) -> str | None:
+    """Micro-architecture of an Arm core; x86 states a model name instead."""
+    try:
+        implementer = int(processor["CPU implementer"], 0)
+        part = int(processor["CPU part"], 0)
+    except (KeyError, ValueError):
+        return None
+    return _ARM_CORES.get(part) if implementer == 0x41 else None
+
+
+def _name_cpu(root: Path, processors: Sequence[Processor], clusters: Sequence[CpuCores]) -> str:
+    """Name for people: the chip's, else the board's, else its cores'."""
+    for processor in processors[:1]:
+        for key in ("model name", "Hardware"):
+            if processor.get(key):
+                return processor[key]
+    board = (read_text(root / "sys/firmware/devicetree/base/model") or "").strip("\0\n ")
+    if board:
+        return board
+    known = [f"{cluster.cores}x {cluster.core}" for cluster in clusters if cluster.core]
+    return ", ".join(known) or platform.processor() or "unknown"
+
+
+def _count_affinity() -> int | None:
+    """Cores that the scheduler gives this process; None where it cannot be asked."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,139 @@
+"""The storage behind a path: block size, and whether reads may go past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pi2.machine.cgroups import read_int, read_text
+
+_PROBE_BLOCKS = (512, 4096)
+"""Alignments of direct reads that are tried, smallest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectReads:
+    """Whether a file system reads directly (O_DIRECT), tried on a real file."""
+
+    works: bool
+    align_bytes: int | None = None
+    """Smallest offset and length that worked."""
+    obstacle: str | None = None
+    """Why it does not work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What holds a path."""
+
+    path: Path
+    filesystem: str | None
+    """Type of the file system, such as ``ext4``."""
+    device: str | None
+    """Name of the block device, such as ``nvme0n1``; None where there is none to see."""
+    block_bytes: int | None
+    """Logical block of the device."""
+    free_bytes: int | None
+    """Space left for this user."""
+    direct: DirectReads
+
+
+def inspect_storage(path: Path, root: Path = Path("/")) -> Storage:
+    """Look at the storage that holds ``path``, which need not exist: its nearest parent counts."""
+    existing = path.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    number = os.stat(existing).st_dev
+    node = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    queue = next((f for f in (node, node.parent) if (f / "queue").is_dir()), None)
+    free = None
+    with suppress(OSError):
+        usage = os.statvfs(existing)
+        free = usage.f_bavail * usage.f_frsize
+    return Storage(
+        path=path,
+        filesystem=_find_filesystem(existing, number, root),
+        device=queue.name if queue else None,
+        block_bytes=read_int(queue / "queue/logical_block_size") if queue else None,
+        free_bytes=free,
+        direct=probe_direct_reads(existing),
+    )
+
+
+def probe_direct_reads(path: Path) -> DirectReads:
+    """Read a block of ``path`` past the page cache.
+
+    ``path`` is a file, or a folder: then a file in it is read, or a temporary one is made.  Opening
+    alone proves nothing, some file systems refuse the read only.
+    """
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return DirectReads(works=False, obstacle="this system has no O_DIRECT")
+    try:
+        with _open_sample(path) as sample:
+            return _try_blocks(sample, flag)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return DirectReads(works=False, obstacle="the file system refuses O_DIRECT")
+        return DirectReads(works=False, obstacle=error.strerror or str(error))
+
+
+def _try_blocks(sample: Path, flag: int) -> DirectReads:
+    """Find the smallest block that reads; raises ``OSError`` where none does."""
+    fd = os.open(sample, os.O_RDONLY | flag)
+    try:
+        # An anonymous map begins at a page: aligned for every device.
+        with mmap.mmap(-1, _PROBE_BLOCKS[-1]) as page, memoryview(page) as view:
+            for block in _PROBE_BLOCKS:
+                with view[:block] as target:
+                    try:
+                        os.preadv(fd, [target], block)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL or block == _PROBE_BLOCKS[-1]:
+                            raise
+                    else:
+                        return DirectReads(works=True, align_bytes=block)
+    finally:
+        os.close(fd)
+    raise AssertionError("the last block either reads or raises")
+
+
+@contextmanager
+def _open_sample(path: Path) -> Iterator[Path]:
+    """A file of two of the largest blocks at least, made for the purpose if there is none."""
+    size = 2 * _PROBE_BLOCKS[-1]
+    folder = path if path.is_dir() else path.parent
+    for candidate in sorted(folder.iterdir()) if folder == path else [path]:
+        if (
+            candidate.is_file()
+            and candidate.stat().st_size >= size
+            and os.access(candidate, os.R_OK)
+        ):
+            yield candidate
+            return
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".pi2-probe-") as made:
+        made.write(bytes(size))
+        made.flush()
+        os.fsync(made.fileno())
+        yield Path(made.name)
+
+
+def _find_filesystem(path: Path, number: int, root: Path) -> str | None:
+    """Type of the mounted file system with that device number that lies nearest above ``path``."""
+    nearest, kind = -1, None
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
+        mount, _, source = line.partition(" - ")
+        fields = mount.split()
+        if len(fields) < 5 or fields[2] != wanted or not source:
+            continue
+        point = Path(fields[4].replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) > nearest:
+            nearest, kind = len(point.parts), source.split()[0]
+    return kind
