@@ -1,0 +1,76 @@
+"""Detection of main memory and of limits on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pi2.machine import detect_memory
+
+GIB = 1 << 30
+
+
+def write(root: Path, name: str, text: str) -> None:
+    """Put a file below a made-up root."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_meminfo(root: Path, total_gib: int, available_gib: int) -> None:
+    """Write ``/proc/meminfo``, which counts in KiB and calls them kB."""
+    write(
+        root,
+        "proc/meminfo",
+        f"MemTotal:       {total_gib << 20} kB\nMemFree:          1024 kB\n"
+        f"MemAvailable:   {available_gib << 20} kB\nHugePages_Total:       0\n",
+    )
+
+
+def test_machine_without_limits(tmp_path: Path) -> None:
+    write_meminfo(tmp_path, 16, 9)
+    memory = detect_memory(tmp_path)
+    assert memory.installed_bytes == 16 * GIB
+    assert memory.limit_bytes == 16 * GIB
+    assert memory.available_bytes == 9 * GIB
+
+
+def test_limit_of_version_2_leaves_idle_file_pages_out(tmp_path: Path) -> None:
+    write_meminfo(tmp_path, 16, 9)
+    write(tmp_path, "proc/self/cgroup", "0::/job\n")
+    write(tmp_path, "sys/fs/cgroup/job/memory.max", f"{4 * GIB}\n")
+    write(tmp_path, "sys/fs/cgroup/job/memory.current", f"{3 * GIB}\n")
+    write(tmp_path, "sys/fs/cgroup/job/memory.stat", f"anon 7\ninactive_file {2 * GIB}\n")
+    memory = detect_memory(tmp_path)
+    assert memory.installed_bytes == 16 * GIB
+    assert memory.limit_bytes == 4 * GIB
+    assert memory.available_bytes == 3 * GIB
+
+
+def test_limit_of_version_1(tmp_path: Path) -> None:
+    write_meminfo(tmp_path, 16, 9)
+    write(tmp_path, "proc/self/cgroup", "4:memory:/docker/0123\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
+    memory = detect_memory(tmp_path)
+    assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, GIB)
+
+
+def test_no_limit_is_written_as_a_word_or_as_a_huge_number(tmp_path: Path) -> None:
+    write_meminfo(tmp_path, 16, 9)
+    write(tmp_path, "proc/self/cgroup", "4:memory:/\n0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert detect_memory(tmp_path).limit_bytes == 16 * GIB
+
+
+def test_smallest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+    write_meminfo(tmp_path, 16, 9)
+    write(tmp_path, "proc/self/cgroup", "0::/a/b\n")
+    write(tmp_path, "sys/fs/cgroup/a/memory.max", f"{GIB}\n")
+    write(tmp_path, "sys/fs/cgroup/a/b/memory.max", f"{8 * GIB}\n")
+    assert detect_memory(tmp_path).limit_bytes == GIB
+
+
+def test_this_machine() -> None:
+    memory = detect_memory()
+    assert 0 < memory.available_bytes <= memory.limit_bytes <= memory.installed_bytes
