@@ -1,0 +1,8 @@
+"""What a user is told when something is wrong: one type, several renderers."""
+
+from __future__ import annotations
+
+from pi2.diagnostics.diagnostic import Diagnostic, Severity, Span
+from pi2.diagnostics.errors import UserError
+
+__all__ = ["Diagnostic", "Severity", "Span", "UserError"]

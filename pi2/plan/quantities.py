@@ -29,34 +29,65 @@ SECOND_UNITS: Mapping[str, Fraction] = {
 }
 WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
 
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_QUANTITY = re.compile(rf"^\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµ/]+)\s*$")
+_NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,24})?"
+_QUANTITY = re.compile(rf"\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµμ/]+)\s*")
+
+Units = Mapping[str, int | Fraction] | Mapping[str, int] | Mapping[str, Fraction]
 
 
-def parse_quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction:
-    """Return the value of ``text`` in base units; ``ValueError`` says what was expected."""
-    match = _QUANTITY.match(text)
-    example = f'"4 {list(units)[min(2, len(units) - 1)]}"'
+class QuantityError(ValueError):
+    """A text that is no quantity; ``hint`` says what may be meant."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def _show_example(units: Units) -> str:
+    return f'"4 {list(units)[min(2, len(units) - 1)]}"'
+
+
+def parse_quantity(text: str, units: Units) -> Fraction:
+    """Return the value of ``text`` in base units; ``QuantityError`` says what was expected."""
+    match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"expected a number and a unit, such as {example}")
+        raise QuantityError(f"expected a number and a unit, such as {_show_example(units)}")
     unit = match["unit"]
     if unit not in units:
-        known = ", ".join(units)
-        raise ValueError(f"unknown unit {unit!r}: expected one of {known}")
+        near = _find_unit(unit, units)
+        hint = f'write "{match["number"]} {near}"' if near else None
+        raise QuantityError(f"unknown unit {unit!r}: expected one of {', '.join(units)}", hint)
     return Fraction(match["number"]) * units[unit]
 
 
-def format_quantity(value: float | Fraction, units: Mapping[str, int | Fraction]) -> str:
+def _find_unit(unit: str, units: Units) -> str | None:
+    """The unit that somebody means who writes ``gb``, ``G`` or ``µs``."""
+    plain = unit.replace("µ", "u").replace("μ", "u").lower()
+    rate = "/s" in "".join(units)
+    for spelling in (plain, plain + "b", plain + "/s", plain.removesuffix("ps") + "/s"):
+        for known in units:
+            if known.lower() == spelling and (rate or "/" not in spelling):
+                return known
+    return None
+
+
+def format_quantity(value: float | Fraction, units: Units) -> str:
     """Write ``value`` exactly, in the largest unit that leaves at most three decimals."""
-    exact = Fraction(value).limit_denominator(10**12)
-    for unit, size in sorted(units.items(), key=lambda item: -item[1]):
+    exact = Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+    by_size = sorted(units.items(), key=lambda item: -item[1])
+    for unit, size in by_size:
         scaled = exact / size
         if scaled >= 1 and (scaled * 1000).denominator == 1:
-            number = f"{float(scaled):.3f}".rstrip("0").rstrip(".")
-            return f"{number} {unit}"
-    smallest, size = min(units.items(), key=lambda item: item[1])
-    number = f"{float(exact / size):.6f}".rstrip("0").rstrip(".")
-    return f"{number} {smallest}"
+            return f"{_write_decimal(scaled)} {unit}"
+    unit, size = by_size[-1]
+    return f"{_write_decimal(exact / size)} {unit}"
+
+
+def _write_decimal(value: Fraction) -> str:
+    """Write ``value`` in full, without an exponent; at most 24 decimals."""
+    decimals = next((n for n in range(25) if (value * 10**n).denominator == 1), 24)
+    digits = f"{round(value * 10**decimals):0{decimals + 1}d}"
+    return digits if decimals == 0 else f"{digits[:-decimals]}.{digits[-decimals:]}"
 
 
 def format_bytes(value: int) -> str:
@@ -76,33 +107,32 @@ def approximate_bytes(value: float) -> str:
     return "0 B"
 
 
-def _validator(
-    units: Mapping[str, int | Fraction], convert: Callable[[Fraction], float]
-) -> BeforeValidator:
-    example = f'"4 {list(units)[min(2, len(units) - 1)]}"'
-
+def _validator(units: Units, convert: Callable[[Fraction], float]) -> BeforeValidator:
     def validate(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, str):
             raise PydanticCustomError(
                 "quantity_type",
                 "expected a quantity with its unit as text, such as {example}",
-                {"example": example},
+                {"example": _show_example(units)},
             )
         try:
             return convert(parse_quantity(value, units))
-        except ValueError as error:
-            raise PydanticCustomError("quantity", "{reason}", {"reason": str(error)}) from None
+        except QuantityError as error:
+            context = {"reason": str(error), "hint": error.hint or ""}
+            raise PydanticCustomError("quantity", "{reason}", context) from None
 
     return BeforeValidator(validate)
 
 
 def _whole(value: Fraction) -> int:
     if value.denominator != 1:
-        raise ValueError("not a whole number of bytes")
+        raise QuantityError("not a whole number of bytes")
+    if value >= 2**63:
+        raise QuantityError("more bytes than any machine has")
     return int(value)
 
 
-def _schema(units: Mapping[str, object], examples: list[str]) -> WithJsonSchema:
+def _schema(units: Units, examples: list[str]) -> WithJsonSchema:
     alternatives = "|".join(re.escape(unit) for unit in units)
     pattern = rf"^\s*{_NUMBER}\s*({alternatives})\s*$"
     return WithJsonSchema({"type": "string", "pattern": pattern, "examples": examples})

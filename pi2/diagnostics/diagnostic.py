@@ -1,0 +1,62 @@
+"""A diagnostic: one thing to tell the user, and where in which file it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A stretch of a text file.  Lines and columns count from 1, columns in characters; the end
+    is exclusive, so that a span of one character has ``end_column == column + 1``."""
+
+    file: str
+    """File name as the user knows it."""
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """One finding.
+
+    Codes: P0xx reading and syntax, P1xx schema, P2xx whole plan, P3xx device fit, P4xx provenance,
+    P5xx store and checkpoint, P6xx running, P9xx internal.
+    """
+
+    code: str
+    severity: Severity = "error"
+    message: str
+    """One line, lower case, no full stop: what is wrong."""
+    help: str | None = None
+    """One line: what to do."""
+    span: Span | None = None
+    """Where to change something."""
+    notes: tuple[str, ...] = ()
+    """Origins: other places that matter, each ``file:line:column: text``."""
+    path: str | None = None
+    """Key path in the document, such as ``layers.overrides.0.select``."""
+
+
+def sort_diagnostics(diagnostics: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:
+    """Order by file, place and code; files keep the order in which they first appear."""
+    files: dict[str, int] = {}
+    for diagnostic in diagnostics:
+        if diagnostic.span is not None:
+            files.setdefault(diagnostic.span.file, len(files))
+
+    def rank(item: Diagnostic) -> tuple[int, int, int, str, str]:
+        span = item.span
+        if span is None:
+            return (-1, 0, 0, item.code, item.message)
+        return (files[span.file], span.line, span.column, item.code, item.message)
+
+    return tuple(sorted(diagnostics, key=rank))

@@ -1,0 +1,42 @@
+"""From a path to a plan that may run: read, resolve, validate.
+
+    read      plan, then the device and model that it names: text, values, schema
+    resolve   the layers one by one, the bundle        (composition will have its place here)
+    validate  the rules of `pi2.plan.rules`
+
+Every phase reports all that it finds; a phase whose input is unsound does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pi2.diagnostics import UserError
+from pi2.plan.check import Report, check_plan
+from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.source import CANNOT_READ
+
+__all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
+
+
+def load_plan(
+    path: str | Path, *, overrides: Mapping[str, object] | None = None
+) -> ResolvedPlan:
+    """Load, resolve and validate the plan at ``path``.
+
+    ``overrides`` replaces values of the plan by dotted key path, such as
+    ``{"decode.predictor": "gate"}``.  Raises ``UserError`` with all findings.
+    """
+    report = check_plan(Path(path), overrides=overrides or {})
+    if report.resolved is None:
+        raise make_error(report)
+    return report.resolved
+
+
+def make_error(report: Report) -> UserError:
+    """The exception for a report with errors."""
+    unread = any(item.code in CANNOT_READ for item in report.diagnostics)
+    return UserError(
+        report.diagnostics, exit_code=2 if unread else 1, sources=report.sources
+    )

@@ -1,0 +1,108 @@
+"""A resolved plan: plan, device and model put together, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path as FilePath
+from types import MappingProxyType
+
+from pi2.diagnostics import Diagnostic
+from pi2.plan.device import Device
+from pi2.plan.layout import GROUP, BundleLayout, lay_out_bundle, round_up
+from pi2.plan.model import Model
+from pi2.plan.plan import Plan
+from pi2.plan.selectors import list_layers
+from pi2.plan.sizes import Needs, compute_needs
+from pi2.plan.spans import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedLayer:
+    """Settings of one layer, and the key path in the plan that set each of them."""
+
+    split: Mapping[str, float]
+    """Share of the layer's neurons by unit."""
+    hot: float
+    """Share of the layer's neurons that stay resident."""
+    hot_neurons: int
+    """The same as a number: the first ones in stored order."""
+    split_path: Path
+    hot_path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What rules and arithmetic work with."""
+
+    plan: Plan
+    device: Device
+    model: Model
+    layers: tuple[ResolvedLayer, ...]
+    bundle: BundleLayout
+
+    @cached_property
+    def needs(self) -> Needs:
+        """Bytes that each segment needs."""
+        return compute_needs(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Resolved):
+    """A plan that may run: everything was checked."""
+
+    path: FilePath
+    """The plan's file."""
+    store_path: FilePath
+    """The neuron store's folder."""
+    digest: str
+    """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
+    warnings: tuple[Diagnostic, ...] = ()
+    """Findings that do not keep it from running."""
+
+
+def has_packable_shape(model: Model) -> bool:
+    """Whether every vector is a multiple of a group, without which no size can be computed."""
+    shape = model.shape
+    lengths = [shape.hidden, shape.heads * shape.head_dim]
+    if model.predictor is not None:
+        lengths.append(model.predictor.rank)
+    return all(length % GROUP == 0 for length in lengths)
+
+
+def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:
+    """Expand ``[layers]`` and its overrides to one entry per layer; a later override wins."""
+    count = model.shape.layers
+    base = plan.layers
+    splits = [(base.split, _path("layers", "split"))] * count
+    hots = [(base.hot, _path("layers", "hot"))] * count
+    for number, override in enumerate(base.overrides):
+        for layer in list_layers(override.select, count):
+            if override.split is not None:
+                splits[layer] = (override.split, _path("layers", "overrides", number, "split"))
+            if override.hot is not None:
+                hots[layer] = (override.hot, _path("layers", "overrides", number, "hot"))
+    return tuple(
+        ResolvedLayer(
+            split=MappingProxyType(split),
+            hot=hot,
+            hot_neurons=round(hot * model.shape.ffn),
+            split_path=split_path,
+            hot_path=hot_path,
+        )
+        for (split, split_path), (hot, hot_path) in zip(splits, hots, strict=True)
+    )
+
+
+def _path(*parts: str | int) -> Path:
+    return parts
+
+
+def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
+    """The plan's bundle; a stride that is too small counts as the smallest that is not."""
+    layout = lay_out_bundle(model.shape.hidden, model.quantization.ffn)
+    stride = max(plan.bundle.stride, round_up(layout.used_bytes, 512))
+    if plan.bundle.stride >= layout.used_bytes:
+        stride = plan.bundle.stride
+    return lay_out_bundle(model.shape.hidden, model.quantization.ffn, stride)

@@ -1,0 +1,161 @@
+"""From a file's values to a document: every violation of the schema becomes a diagnostic."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from pi2.diagnostics import Diagnostic
+from pi2.plan.documents import SCHEMA_VERSION, Document
+from pi2.plan.fields import suggest
+from pi2.plan.schema_messages import explain_violation
+from pi2.plan.source import SourceFile, name_path
+from pi2.plan.spans import Path, format_path
+
+D = TypeVar("D", bound=Document)
+
+MAX_SHOWN = 100
+"""Findings per file that are reported one by one."""
+
+
+def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
+    """Validate ``source`` as a ``document``; the document is None if there are errors."""
+    version = _check_version(source)
+    if version is not None and version.code == "P107":
+        return None, [version]
+    findings = [] if version is None else [version]
+    values = {**source.values, "schema_version": SCHEMA_VERSION}
+    odd_paths: set[Path] = set()
+    for path, finding in _check_scalars(source, values):
+        odd_paths.add(path)
+        findings.append(finding)
+    text = json.dumps(values, default=lambda value: None, ensure_ascii=False)
+    try:
+        result: D | None = document.model_validate_json(text)
+    except ValidationError as error:
+        result = None
+        for violation in error.errors(include_url=False):
+            path = _find_path(source.values, violation["loc"])
+            if path not in odd_paths:
+                findings.append(explain_violation(source, document, path, violation))
+    if len(findings) > MAX_SHOWN:
+        rest = len(findings) - MAX_SHOWN
+        findings = findings[:MAX_SHOWN]
+        findings.append(
+            Diagnostic(
+                code="P100", message=f"{rest} more findings in this file", span=findings[-1].span
+            )
+        )
+    return (None if findings else result), findings
+
+
+def _check_version(source: SourceFile) -> Diagnostic | None:
+    path = ("schema_version",)
+    if "schema_version" not in source.values:
+        near = suggest("schema_version", set(source.values))
+        found = None if near is None else source.spans.find_key((near,))
+        return Diagnostic(
+            code="P102",
+            message="missing key `schema_version`",
+            help=f"write `schema_version = {SCHEMA_VERSION}` as the first key",
+            span=found or source.spans.find_key(()),
+            path="schema_version",
+        )
+    version = source.values["schema_version"]
+    span = source.spans.find_value(path)
+    if type(version) is not int:
+        return Diagnostic(
+            code="P103",
+            message="`schema_version` is a whole number",
+            help=f"write `schema_version = {SCHEMA_VERSION}`",
+            span=span,
+            path="schema_version",
+        )
+    if version > SCHEMA_VERSION:
+        return Diagnostic(
+            code="P107",
+            message=f"the file is written in version {min(version, 10**9)} of the plan language, "
+            f"this pi2 knows version {SCHEMA_VERSION}",
+            help="upgrade pi2",
+            span=span,
+            path="schema_version",
+        )
+    if version < SCHEMA_VERSION:
+        return Diagnostic(
+            code="P104",
+            message=f"`schema_version` is {SCHEMA_VERSION} or more",
+            help=f"write `schema_version = {SCHEMA_VERSION}`",
+            span=span,
+            path="schema_version",
+        )
+    return None
+
+
+def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[Path, Diagnostic]]:
+    """Find values that JSON cannot carry or would change, and replace them by None."""
+    for path, container, key in _walk(values):
+        value = container[key]
+        if isinstance(value, datetime.date | datetime.time):
+            message = f"`{format_path(path)}` is a date or time, and no key takes one"
+            help_text = "if it is meant as text, put it in quotes"
+            code = "P103"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            message, help_text = f"`{format_path(path)}` does not fit into 64 bits", None
+            code = "P108"
+        elif isinstance(value, float) and not math.isfinite(value):
+            message, help_text = f"`{format_path(path)}` is not a finite number", None
+            code = "P108"
+        else:
+            continue
+        container[key] = None
+        span = source.spans.find_value(path)
+        yield path, Diagnostic(
+            code=code, message=message, help=help_text, span=span, path=name_path(path)
+        )
+
+
+def _walk(values: dict[str, Any]) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield the path, container and key of every scalar; containers are copied before."""
+    stack: list[tuple[Path, Any]] = [((), values)]
+    while stack:
+        base, container = stack.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in list(items):
+            path = (*base, key)
+            if isinstance(value, dict):
+                container[key] = dict(value)
+                stack.append((path, container[key]))
+            elif isinstance(value, list):
+                container[key] = list(value)
+                stack.append((path, container[key]))
+            else:
+                yield path, container, key
+
+
+def _find_path(values: Any, loc: tuple[str | int, ...]) -> Path:
+    """Turn a pydantic location into a path of the document.
+
+    Tags of unions are not keys of the document, so parts that lead nowhere are left out, except
+    the last one, which names a missing key.  ``[key]`` stands for the key itself.
+    """
+    path: list[str | int] = []
+    current = values
+    for number, part in enumerate(loc):
+        if part == "[key]":
+            continue
+        if isinstance(current, dict) and part in current:
+            path.append(part)
+            current = current[part]
+        elif isinstance(current, list) and isinstance(part, int) and part < len(current):
+            path.append(part)
+            current = current[part]
+        elif number == len(loc) - 1 and isinstance(current, dict):
+            path.append(part)
+    return tuple(path)
+
+

@@ -1,0 +1,209 @@
+"""Bytes that a plan's segments need, from the model's shape and quantisation.
+
+Pure arithmetic over `pi2.plan.layout`; the engine allocates by the same formulas.  Symbols:
+L layers, d hidden, f FFN neurons of a layer, h query heads, k key and value heads, w head width,
+V vocabulary, C tokens of a prefill chunk, S bytes from one neuron to the next (stride).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pi2.plan.layout import matrix_bytes, round_up, scale_bytes, weight_bytes
+from pi2.plan.quantities import approximate_bytes
+
+if TYPE_CHECKING:
+    from pi2.plan.model import Model
+    from pi2.plan.plan import Plan
+    from pi2.plan.resolved import Resolved
+
+ALIGNMENT = 64
+"""Every allocation begins at a multiple of it, in bytes."""
+KV_TOKENS = 16
+"""The KV cache holds a multiple of this many tokens."""
+STAGED_NEURONS = 512
+"""Most neurons in one staging buffer of the prefill."""
+STAGING_BUFFERS = 2
+"""One is read into while the other is computed with."""
+MIN_COLD_NEURONS = 64
+"""Fewest cold neurons that a layer's decode step can work with."""
+UNKNOWN_ACTIVE = 0.25
+"""Share of active neurons that is assumed of a model that states none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a segment needs, and why."""
+
+    bytes: int
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Bytes needed per segment; ``cold`` is the smallest cache that works."""
+
+    attention: Need
+    kv: Need
+    predictor: Need
+    hot: Need
+    cold: Need
+    workspace: Need
+
+    def items(self) -> list[tuple[str, Need]]:
+        """Segments by name."""
+        return [(item.name, getattr(self, item.name)) for item in fields(self)]
+
+
+def compute_needs(resolved: Resolved) -> Needs:
+    """Bytes needed by every segment of a plan whose model has a packable shape."""
+    plan, model = resolved.plan, resolved.model
+    return Needs(
+        attention=_need_attention(model),
+        kv=_need_kv(plan, model),
+        predictor=_need_predictor(plan, model),
+        hot=_need_hot(resolved),
+        cold=_need_cold(resolved),
+        workspace=_need_workspace(resolved),
+    )
+
+
+def _need_attention(model: Model) -> Need:
+    """Dense weights.
+
+    embedding V x d; per layer qkv (h + 2k) w x d, output d x h w, two norms of d floats, and
+    (h + 2k) w floats of bias where the model has them; final norm d floats; head V x d if untied.
+    Every tensor is rounded up to 64 bytes.
+    """
+    shape, precision = model.shape, model.quantization
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    norm = _align(4 * shape.hidden)
+    layer = _align(matrix_bytes(qkv, shape.hidden, precision.attention))
+    layer += _align(matrix_bytes(shape.hidden, query, precision.attention)) + 2 * norm
+    if model.attention.qkv_bias:
+        layer += _align(4 * qkv)
+    embedding = _align(matrix_bytes(shape.vocab, shape.hidden, precision.embedding))
+    head = 0
+    if not model.tied_head:
+        head = _align(matrix_bytes(shape.vocab, shape.hidden, precision.head))
+    total = embedding + shape.layers * layer + norm + head
+    parts = [f"embedding {approximate_bytes(embedding)}"]
+    parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
+    if head:
+        parts.append(f"head {approximate_bytes(head)}")
+    return Need(total, ", ".join(parts))
+
+
+def _need_kv(plan: Plan, model: Model) -> Need:
+    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16."""
+    shape = model.shape
+    tokens = round_up(plan.kv.context, KV_TOKENS)
+    element = {"fp16": 2}[plan.kv.type]
+    row = shape.kv_heads * shape.head_dim
+    total = 2 * shape.layers * _align(tokens * row * element)
+    return Need(
+        total,
+        f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
+        f"of {element} bytes",
+    )
+
+
+def _need_predictor(plan: Plan, model: Model) -> Need:
+    """What finds the active neurons.
+
+    low-rank: per layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and scales of
+    all f gate rows; none: nothing.
+    """
+    shape = model.shape
+    if plan.decode.predictor == "gate":
+        precision = model.quantization.ffn
+        layer = _align(shape.ffn * weight_bytes(shape.hidden, precision))
+        layer += _align(shape.ffn * scale_bytes(shape.hidden, precision))
+        return Need(
+            shape.layers * layer,
+            f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
+        )
+    if plan.decode.predictor == "low-rank" and model.predictor is not None:
+        precision, rank = model.quantization.predictor, model.predictor.rank
+        layer = _align(matrix_bytes(rank, shape.hidden, precision))
+        layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
+        return Need(
+            shape.layers * layer,
+            f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
+        )
+    return Need(0, f"predictor is {plan.decode.predictor!r}")
+
+
+def _need_hot(resolved: Resolved) -> Need:
+    """Resident neurons: their number times the stride S."""
+    neurons = sum(layer.hot_neurons for layer in resolved.layers)
+    stride = resolved.bundle.stride
+    return Need(neurons * stride, f"{neurons} hot neurons of {stride} bytes")
+
+
+def _need_cold(resolved: Resolved) -> Need:
+    """Smallest cache: the neurons that one layer activates for one token, at least 64 of them.
+
+    Expected actives come from the predictor's or the model's statistics, else a quarter of the
+    layer; never more than the layer's neurons that are not hot.  Dense decoding streams through
+    the workspace and needs none.
+    """
+    plan, model = resolved.plan, resolved.model
+    if plan.decode.predictor == "none":
+        return Need(0, "predictor is 'none': cold neurons stream through the workspace")
+    share = _expect_active(plan, model)
+    wanted = max(MIN_COLD_NEURONS, ceil(share * model.shape.ffn))
+    neurons = max(min(model.shape.ffn - layer.hot_neurons, wanted) for layer in resolved.layers)
+    stride = resolved.bundle.stride
+    return Need(
+        neurons * stride,
+        f"{neurons} cold neurons of {stride} bytes: what one layer activates for a token",
+    )
+
+
+def _expect_active(plan: Plan, model: Model) -> float:
+    """Share of a layer's neurons that decoding a token takes."""
+    if plan.decode.predictor == "low-rank" and model.predictor is not None:
+        if model.predictor.active is not None:
+            return model.predictor.active
+    if model.sparsity is not None:
+        return model.sparsity.active
+    return UNKNOWN_ACTIVE
+
+
+def _need_workspace(resolved: Resolved) -> Need:
+    """Activations of a chunk, logits, and staging.
+
+    C (3 d + (h + 2k) w + h w) floats of residual, norm, FFN sum, qkv and attention output;
+    C V floats of logits; two staging buffers of min(f, 512) neurons.
+    """
+    plan, model = resolved.plan, resolved.model
+    shape, chunk = model.shape, plan.prefill.chunk
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    activations = 4 * chunk * (3 * shape.hidden + qkv + query)
+    logits = 4 * chunk * shape.vocab
+    neurons = min(shape.ffn, STAGED_NEURONS)
+    staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
+    total = _align(activations) + _align(logits) + _align(staging)
+    return Need(
+        total,
+        f"activations of {chunk} tokens {approximate_bytes(activations)}, "
+        f"logits {approximate_bytes(logits)}, staging of {STAGING_BUFFERS} x {neurons} neurons "
+        f"{approximate_bytes(staging)}",
+    )
+
+
+def count_ffn_bytes(resolved: Resolved) -> int:
+    """Bytes of all neurons in the store: L f S."""
+    shape = resolved.model.shape
+    return shape.layers * shape.ffn * resolved.bundle.stride
+
+
+def _align(size: int) -> int:
+    return round_up(size, ALIGNMENT)
+
+

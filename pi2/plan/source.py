@@ -1,0 +1,238 @@
+"""A document's file: its bytes, its text, its values, and the findings that keep it from them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+
+from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.spans import Path as KeyPath
+from pi2.plan.spans import SpanIndex, format_path, index_spans
+from pi2.plan.syntax import explain_syntax_error
+
+Kind = Literal["plan", "device", "model"]
+KINDS: tuple[Kind, ...] = ("plan", "device", "model")
+
+MAX_BYTES = 1 << 20
+"""Largest file that is read: documents are written by people."""
+MAX_DEPTH = 24
+"""Deepest nesting of tables and arrays; documents need six."""
+
+CANNOT_READ = frozenset({"P001", "P002", "P003"})
+"""Codes that mean that there was nothing to judge: exit code 2 rather than 1."""
+
+_BOM = b"\xef\xbb\xbf"
+_TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A TOML file that was read."""
+
+    path: Path
+    name: str
+    """The path as the user knows it."""
+    text: str
+    values: dict[str, Any]
+    replaced: Mapping[KeyPath, tuple[Span, Span]] = field(default_factory=dict)
+    """Places of keys and values that come from elsewhere, such as ``--set``."""
+
+    @cached_property
+    def spans(self) -> SpanIndex:
+        """Places of keys and values; parsed when first asked for."""
+        index = index_spans(self.name, self.text)
+        for path, (key, value) in self.replaced.items():
+            index.replace(path, key, value)
+        return index
+
+
+def detect_kind(name: str) -> Kind | None:
+    """Kind of document by the file name's suffix."""
+    for kind in KINDS:
+        if name.endswith(f".{kind}.toml"):
+            return kind
+    return None
+
+
+def display_path(path: Path) -> str:
+    """The path relative to the working directory where it lies below it, else as it is."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return str(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def read_source(path: Path, name: str) -> SourceFile | list[Diagnostic]:
+    """Read and parse the file at ``path``; the list says why it cannot be."""
+    data = _read_bytes(path, name)
+    if isinstance(data, Diagnostic):
+        return [data]
+    text = _decode(data, name)
+    if isinstance(text, Diagnostic):
+        return [text]
+    return parse_source(path, name, text)
+
+
+def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnostic]:
+    """Parse the ``text`` of a file."""
+    if not text.strip():
+        return [_finding("P008", "the file is empty", name, help="start with `schema_version = 1`")]
+    try:
+        values = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        return explain_syntax_error(name, text, error)
+    except RecursionError:
+        return [_nesting_finding(name)]
+    except ValueError:  # int() refuses decimal numbers of thousands of digits
+        return [_huge_number_finding(name, text)]
+    if measure_depth(values) > MAX_DEPTH:
+        return [_nesting_finding(name)]
+    source = SourceFile(path=path, name=name, text=text, values=values)
+    if not values:
+        return [
+            _finding("P008", "the file has no keys", name, help="start with `schema_version = 1`")
+        ]
+    newer_syntax = _find_toml_1_1(source)
+    return source if newer_syntax is None else [newer_syntax]
+
+
+def measure_depth(values: Any) -> int:
+    """Levels of tables and arrays, without recursion."""
+    depth, level = 0, [values]
+    while level:
+        depth += 1
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        level = [item for item in below if isinstance(item, dict | list)]
+        if depth > 10_000:
+            break
+    return depth
+
+
+def _finding(
+    code: str, message: str, name: str, *, help: str | None = None, span: Span | None = None
+) -> Diagnostic:
+    whole = Span(name, 1, 1, 1, 1)
+    return Diagnostic(code=code, message=message, help=help, span=span or whole)
+
+
+def _nesting_finding(name: str) -> Diagnostic:
+    return _finding(
+        "P012", f"tables and arrays are nested more than {MAX_DEPTH} levels deep", name
+    )
+
+
+def _huge_number_finding(name: str, text: str) -> Diagnostic:
+    match = re.search(r"[0-9_]{4000,}", text)
+    span = None
+    if match is not None:
+        line = text.count("\n", 0, match.start()) + 1
+        column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
+        span = Span(name, line, column, line, column + len(match[0]))
+    return _finding("P108", "a number has thousands of digits", name, span=span)
+
+
+def _read_bytes(path: Path, name: str) -> bytes | Diagnostic:
+    """All bytes of a regular file of bearable size."""
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            return _finding("P002", "is a folder, expected a file", name)
+        if not stat.S_ISREG(status.st_mode):
+            return _finding("P002", "is not a regular file", name)
+        if status.st_size > MAX_BYTES:
+            return _finding(
+                "P004",
+                f"the file has {status.st_size:,} bytes, at most {MAX_BYTES:,} are read",
+                name,
+                help="documents are small texts; is this one of the model's files?",
+            )
+        return path.read_bytes()
+    except FileNotFoundError:
+        return _finding("P001", "no such file", name, help=_suggest_neighbour(path))
+    except NotADirectoryError:
+        return _finding("P001", "no such file: a part of the path is not a folder", name)
+    except PermissionError:
+        return _finding("P003", "permission denied", name, help="check the file's mode and owner")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the name has a NUL byte"
+        return _finding("P003", f"cannot be read: {reason}", name)
+
+
+def _suggest_neighbour(path: Path) -> str | None:
+    import difflib
+
+    try:
+        names = [entry for entry in os.listdir(path.parent) if entry.endswith(".toml")]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f"did you mean {display_path(path.parent / near[0])}?" if near else None
+
+
+def _decode(data: bytes, name: str) -> str | Diagnostic:
+    """UTF-8 text without a byte-order mark and without NUL."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return _finding("P006", "the file is UTF-16", name, help="save it as UTF-8")
+    if data.startswith(_BOM):
+        return _finding(
+            "P007",
+            "the file begins with a byte-order mark",
+            name,
+            help='save it as "UTF-8" rather than "UTF-8 with BOM"',
+            span=Span(name, 1, 1, 1, 2),
+        )
+    nul = data.find(0)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if nul < 0:
+            span = _locate_byte(data, error.start, name)
+            message = f"byte 0x{data[error.start]:02x} is not UTF-8"
+            return _finding("P006", message, name, help="save the file as UTF-8", span=span)
+        text = ""
+    if nul >= 0:
+        span = _locate_byte(data, nul, name)
+        return _finding("P005", "the file is binary: it has a NUL byte", name, span=span)
+    return text
+
+
+def _locate_byte(data: bytes, offset: int, name: str) -> Span:
+    line = data.count(b"\n", 0, offset) + 1
+    start = data.rfind(b"\n", 0, offset) + 1
+    column = len(data[start:offset].decode("utf-8", errors="replace")) + 1
+    return Span(name, line, column, line, column + 1)
+
+
+def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
+    """Syntax that tomli takes and TOML 1.0 has not: readers of other languages would fail.
+
+    The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0.
+    """
+    if _TOML_1_1_HINTS.search(source.text) is None or not source.spans.errors:
+        return None
+    return Diagnostic(
+        code="P013",
+        message="this is TOML 1.1, plans are TOML 1.0",
+        help="write inline tables on one line without a final comma; no \\e and \\x escapes; "
+        "times with seconds",
+        span=source.spans.errors[0],
+    )
+
+
+def name_path(path: tuple[str | int, ...]) -> str | None:
+    """Key path for a diagnostic, None for the document itself."""
+    return format_path(path) or None

@@ -1,0 +1,240 @@
+"""Where every key and value of a TOML text stands, from a tree-sitter parse.
+
+Built only when there is something to report: a file without findings is parsed once, by tomli.
+The tree keeps the keys of texts with errors too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import tomli
+
+from pi2.diagnostics import Span
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+Path = tuple[str | int, ...]
+"""Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
+
+_KEY_TYPES = frozenset({"bare_key", "quoted_key", "dotted_key"})
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A key that stands twice in one table."""
+
+    path: Path
+    first: Span
+    second: Span
+
+
+@dataclass(slots=True)
+class SpanIndex:
+    """Spans by key path."""
+
+    file: str
+    keys: dict[Path, Span] = field(default_factory=dict)
+    """The key's own characters; for an array's item, the item."""
+    values: dict[Path, Span] = field(default_factory=dict)
+    """The value's characters; for a table with a header, the header."""
+    duplicates: list[Duplicate] = field(default_factory=list)
+    headers: set[Path] = field(default_factory=set)
+    """Tables that begin with a [header] or [[header]]."""
+    errors: list[Span] = field(default_factory=list)
+    """Text that TOML 1.0's grammar does not have."""
+
+    def find_key(self, path: Path) -> Span:
+        """Span of the key at ``path``, or of its nearest ancestor's key."""
+        return self._find(path, self.keys, self.values)
+
+    def find_value(self, path: Path) -> Span:
+        """Span of the value at ``path``, or of its nearest ancestor."""
+        if path in self.values:
+            return self.values[path]
+        return self._find(path, self.keys, self.values)
+
+    def replace(self, path: Path, key: Span, value: Span) -> None:
+        """Let ``path`` and everything below it stand elsewhere."""
+        for spans in (self.keys, self.values):
+            for old in [item for item in spans if item[: len(path)] == path]:
+                del spans[old]
+        self.keys[path], self.values[path] = key, value
+
+    def _find(self, path: Path, first: dict[Path, Span], second: dict[Path, Span]) -> Span:
+        while path:
+            found = first.get(path) or second.get(path)
+            if found is not None:
+                return found
+            path = path[:-1]
+        return Span(self.file, 1, 1, 1, 1)
+
+
+class _Indexer:
+    """Walks a tree once; ``array_counts`` counts the items of ``[[arrays]]`` seen so far."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.index = SpanIndex(file)
+        self.lines = text.encode("utf-8").split(b"\n")
+        self.array_counts: dict[Path, int] = {}
+        self.closed: set[Path] = set()
+
+    def locate(self, first: Node, last: Node | None = None) -> Span:
+        """Span from the start of ``first`` to the end of ``last``; byte to character columns."""
+        start, end = first.start_point, (last or first).end_point
+        return Span(
+            self.index.file,
+            start.row + 1,
+            self._count_characters(start.row, start.column) + 1,
+            end.row + 1,
+            self._count_characters(end.row, end.column) + 1,
+        )
+
+    def _count_characters(self, row: int, column: int) -> int:
+        line = self.lines[row] if row < len(self.lines) else b""
+        return len(line[:column].decode("utf-8", errors="replace"))
+
+    def walk_document(self, root: Node) -> None:
+        for node in root.children:
+            if node.type == "pair":
+                self.walk_pair((), node)
+            elif node.type in ("table", "table_array_element"):
+                self.walk_table(node)
+        self.collect_errors(root)
+
+    def walk_table(self, node: Node) -> None:
+        """Index ``[a.b]`` or ``[[a.b]]`` and the pairs below it."""
+        key = next((child for child in node.children if child.type in _KEY_TYPES), None)
+        if key is None:
+            return
+        parts = list(_split_key(key))
+        path: Path = ()
+        for name, part in parts[:-1]:
+            path = self.enter((*path, name))
+            self.index.keys.setdefault(path, self.locate(part))
+        brackets = [child for child in node.children if child.type in ("]", "]]")]
+        header = self.locate(node, brackets[0] if brackets else key)
+        name, part = parts[-1]
+        path = (*path, name)
+        key_span = self.locate(part)
+        if node.type == "table_array_element":
+            self.index.keys.setdefault(path, key_span)
+            self.index.values.setdefault(path, header)
+            count = self.array_counts.get(path, 0)
+            self.array_counts[path] = count + 1
+            path = (*path, count)
+            self.index.keys[path] = self.index.values[path] = header
+            self.index.headers |= {path, path[:-1]}
+        else:
+            if path in self.closed:
+                first = self.index.values[path]
+                self.index.duplicates.append(Duplicate(path, first, header))
+            self.closed.add(path)
+            path = self.enter(path)
+            self.index.keys[path] = key_span
+            self.index.values.setdefault(path, header)
+            self.index.headers.add(path)
+        for child in node.children:
+            if child.type == "pair":
+                self.walk_pair(path, child)
+
+    def enter(self, path: Path) -> Path:
+        """Below an array of tables, a header means the array's latest item."""
+        count = self.array_counts.get(path)
+        return path if count is None else (*path, count - 1)
+
+    def walk_pair(self, base: Path, node: Node) -> None:
+        """Index ``a.b = value``."""
+        key = next((child for child in node.children if child.type in _KEY_TYPES), None)
+        if key is None:
+            return
+        values = [child for child in node.named_children if child.type not in _KEY_TYPES]
+        values = [child for child in values if child.type not in ("ERROR", "comment")]
+        path = base
+        parts = list(_split_key(key))
+        for name, part in parts[:-1]:
+            path = (*path, name)
+            self.index.keys.setdefault(path, self.locate(part))
+        name, part = parts[-1]
+        path = (*path, name)
+        span = self.locate(part)
+        if path in self.closed or path in self.array_counts:
+            first = self.index.values.get(path, span)
+            self.index.duplicates.append(Duplicate(path, first, span))
+        elif path in self.index.values:
+            self.index.duplicates.append(Duplicate(path, self.index.keys[path], span))
+        else:
+            self.index.keys[path] = span
+        self.index.values.setdefault(path, self.locate(values[0]) if values else span)
+        if values:
+            self.walk_value(path, values[0])
+
+    def walk_value(self, path: Path, node: Node) -> None:
+        if node.type == "inline_table":
+            for child in node.named_children:
+                if child.type == "pair":
+                    self.walk_pair(path, child)
+        elif node.type == "array":
+            items = [child for child in node.named_children]
+            items = [child for child in items if child.type not in ("comment", "ERROR")]
+            for number, child in enumerate(items):
+                item = (*path, number)
+                self.index.keys[item] = self.index.values[item] = self.locate(child)
+                self.walk_value(item, child)
+
+    def collect_errors(self, root: Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node.is_error or node.is_missing:
+                self.index.errors.append(self.locate(node))
+            elif node.has_error:
+                stack.extend(node.children)
+        self.index.errors.sort()
+
+
+def _split_key(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the parts of a key; a dotted key nests to the left, so its parts go on a stack."""
+    parts: list[Node] = []
+    while node.type == "dotted_key":
+        inner = [child for child in node.named_children if child.type in _KEY_TYPES]
+        parts.append(inner[-1])
+        node = inner[0]
+    parts.append(node)
+    for part in reversed(parts):
+        text = (part.text or b"").decode("utf-8", errors="replace")
+        yield (_unquote(text) if part.type == "quoted_key" else text), part
+
+
+def _unquote(text: str) -> str:
+    """Value of a quoted key; tomli knows the escapes."""
+    try:
+        value = tomli.loads(f"key = {text}")["key"]
+    except (tomli.TOMLDecodeError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text
+
+
+def index_spans(file: str, text: str) -> SpanIndex:
+    """Index ``text``; ``file`` names it in the spans."""
+    import tree_sitter_toml
+    from tree_sitter import Language, Parser
+
+    indexer = _Indexer(file, text)
+    tree = Parser(Language(tree_sitter_toml.language())).parse(text.encode("utf-8"))
+    indexer.walk_document(tree.root_node)
+    return indexer.index
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Write a key path for people: ``layers.overrides[0].select``."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
