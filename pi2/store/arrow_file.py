@@ -1,0 +1,226 @@
+"""Lays out Arrow IPC files before their contents exist, so that a writer can stream into them.
+
+A file is a list of small known pieces (magic, metadata, names, footer) and holes for the large
+buffers, whose places are known in advance: neuron bundles begin at a multiple of 4096 bytes, so
+that one neuron is one direct read, and every other buffer at a multiple of 64.
+Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format (metadata V5).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pi2.plan.layout import round_up
+from pi2.store.flatbuffer import Node, Scalar, Structs, Table, Tables, Text, serialize
+
+ALIGNMENT = 64
+"""Bytes; begin of every buffer."""
+PAGE = 4096
+"""Bytes; begin of the bundles."""
+
+_MAGIC = b"ARROW1"
+_VERSION = Scalar("h", 4)  # V5
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are known when the file is laid out."""
+
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFile:
+    """Places in ``layers/ffn-*.arrow``: offsets of three columns of ``neurons`` rows, in bytes."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+    bundles_offset: int
+    neurons_offset: int
+    checks_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSize:
+    """A dense tensor as the file sees it."""
+
+    name: str
+    precision: str
+    rows: int
+    length: int
+    weights_bytes: int
+    scales_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseFile:
+    """Places in ``dense.arrow``: per tensor, the offsets of its weights and scales, in bytes."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+    weights_offsets: tuple[int, ...]
+    scales_offsets: tuple[int, ...]
+
+
+def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
+    """Lay out the file of a layer: bundle fixed_size_binary(stride), neuron int32, check uint32."""
+    schema = [
+        _describe_field("bundle", 15, {0: Scalar("i", stride)}),
+        _describe_field("neuron", 2, {0: Scalar("i", 32), 1: Scalar("?", True)}),
+        _describe_field("check", 2, {0: Scalar("i", 32), 1: Scalar("?", False)}),
+    ]
+    batch = _Batch(
+        rows=neurons,
+        columns=((neurons * stride,), (4 * neurons,), (4 * neurons,)),
+        alignment=PAGE,
+    )
+    pieces, size, (places,) = _lay_out(schema, [batch])
+    return LayerFile(
+        pieces=pieces,
+        size=size,
+        bundles_offset=places[0],
+        neurons_offset=places[1],
+        checks_offset=places[2],
+    )
+
+
+def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:
+    """Lay out ``dense.arrow``: one record batch of one row per tensor."""
+    integer = {0: Scalar("i", 64), 1: Scalar("?", True)}
+    schema = [
+        _describe_field("name", 5, {}),
+        _describe_field("precision", 5, {}),
+        _describe_field("rows", 2, integer),
+        _describe_field("length", 2, integer),
+        _describe_field("weights", 19, {}),
+        _describe_field("scales", 19, {}),
+    ]
+    batches = [
+        _Batch(
+            rows=1,
+            columns=(
+                _hold_text(tensor.name),
+                _hold_text(tensor.precision),
+                (struct.pack("<q", tensor.rows),),
+                (struct.pack("<q", tensor.length),),
+                (struct.pack("<qq", 0, tensor.weights_bytes), tensor.weights_bytes),
+                (struct.pack("<qq", 0, tensor.scales_bytes), tensor.scales_bytes),
+            ),
+            alignment=ALIGNMENT,
+        )
+        for tensor in tensors
+    ]
+    pieces, size, places = _lay_out(schema, batches)
+    return DenseFile(
+        pieces=pieces,
+        size=size,
+        weights_offsets=tuple(holes[0] for holes in places),
+        scales_offsets=tuple(holes[1] for holes in places),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A record batch: per column, its buffers as bytes, or as a size where data comes later.
+
+    The validity buffers are left out: they are empty.
+    """
+
+    rows: int
+    columns: tuple[tuple[bytes | int, ...], ...]
+    alignment: int
+
+
+def _hold_text(text: str) -> tuple[bytes, bytes]:
+    encoded = text.encode()
+    return struct.pack("<ii", 0, len(encoded)), encoded
+
+
+def _describe_field(name: str, kind: int, type_fields: Mapping[int, Node]) -> Table:
+    """A `Field` table; ``kind`` is the number of its type in Arrow's union ``Type``."""
+    return Table(
+        {
+            0: Text(name),
+            1: Scalar("?", False),
+            2: Scalar("B", kind),
+            3: Table(type_fields),
+            5: Tables([]),
+        }
+    )
+
+
+def _lay_out(
+    fields: Sequence[Table], batches: Sequence[_Batch]
+) -> tuple[tuple[Piece, ...], int, list[list[int]]]:
+    """Return the known pieces, the size of the file, and the holes' offsets of every batch."""
+    schema = Table({0: Scalar("h", 0), 1: Tables(fields)})
+    pieces = [Piece(0, _MAGIC + b"\0\0")]
+    message = _wrap_message(1, schema, 0)
+    pieces.append(Piece(8, _frame(message, len(message))))
+    end = 8 + len(pieces[-1].data)
+    blocks, holes = [], []
+    for batch in batches:
+        end, block, batch_pieces, batch_holes = _lay_out_batch(batch, end)
+        blocks.append(block)
+        pieces += batch_pieces
+        holes.append(batch_holes)
+    footer = serialize(
+        Table({0: _VERSION, 1: schema, 2: Structs("qiiq", []), 3: Structs("qiiq", blocks)})
+    )
+    tail = _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC
+    pieces.append(Piece(end, tail))
+    return tuple(pieces), end + len(tail), holes
+
+
+def _lay_out_batch(
+    batch: _Batch, start: int
+) -> tuple[int, tuple[int, int, int, int], list[Piece], list[int]]:
+    """Return the end of the batch, its block in the footer, known pieces and holes' offsets."""
+    buffers: list[tuple[int, int]] = []
+    contents: list[tuple[int, bytes | int]] = []
+    body = 0
+    for column in batch.columns:
+        buffers.append((body, 0))  # validity: nothing is null
+        for content in column:
+            size = content if isinstance(content, int) else len(content)
+            buffers.append((body, size))
+            contents.append((body, content))
+            body = round_up(body + size, ALIGNMENT)
+    record_batch = Table(
+        {
+            0: Scalar("q", batch.rows),
+            1: Structs("qq", [(batch.rows, 0)] * len(batch.columns)),
+            2: Structs("qq", buffers),
+        }
+    )
+    message = _wrap_message(3, record_batch, body)
+    # Zeros after the metadata, counted in its size, move the body to where it shall begin.
+    body_start = round_up(start + 8 + len(message), batch.alignment)
+    pieces = [Piece(start, _frame(message, body_start - start - 8))]
+    holes = []
+    for place, content in contents:
+        if isinstance(content, int):
+            holes.append(body_start + place)
+        else:
+            pieces.append(Piece(body_start + place, content))
+    block = (start, body_start - start, 0, body)
+    return body_start + body, block, pieces, holes
+
+
+def _wrap_message(kind: int, header: Table, body_bytes: int) -> bytes:
+    message: dict[int, Node] = {
+        0: _VERSION,
+        1: Scalar("B", kind),
+        2: header,
+        3: Scalar("q", body_bytes),
+    }
+    encoded = serialize(Table(message))
+    return encoded + bytes(-len(encoded) % 8)
+
+
+def _frame(message: bytes, size: int) -> bytes:
+    return struct.pack("<Ii", 0xFFFFFFFF, size) + message + bytes(size - len(message))

@@ -1,0 +1,80 @@
+"""Files that are written once, in order, hashed on the way and brought to the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+_READ_BYTES = 2**22
+
+
+class HashedFile:
+    """A new file: ``write`` in order, ``seek_forward`` over gaps, ``close`` syncs it.
+
+    Raises `OSError` as the system does (disk full, no permission).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=2**20)
+        self._hash = hashlib.sha256()
+        self.position = 0
+
+    def write(self, data: bytes | npt.NDArray[np.generic]) -> None:
+        """Append bytes, or an array's contents in C order."""
+        flat = data if isinstance(data, bytes) else _flatten(data)
+        self._file.write(flat)
+        self._hash.update(flat)
+        self.position += len(flat)
+
+    def seek_forward(self, offset: int) -> None:
+        """Append zeros up to ``offset``."""
+        assert offset >= self.position, (offset, self.position)
+        self.write(bytes(offset - self.position))
+
+    def finish(self) -> str:
+        """Bring everything to the disk; return the SHA-256 in hex."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def _flatten(data: npt.NDArray[np.generic]) -> memoryview:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """SHA-256 of a file in hex; ``advance`` is called with the bytes of every piece read."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+            advance(len(piece))
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""Which parts of a model document decide the bytes of its neuron store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pi2.plan.model import Model
+
+
+def describe_weights(model: Model) -> dict[str, Any]:
+    """Return those parts as plain JSON values: shape, operators, precisions, predictor rank."""
+    parts = model.model_dump(
+        mode="json",
+        include={"shape", "norm", "rope", "attention", "ffn", "tied_head", "quantization"},
+    )
+    parts["predictor"] = None if model.predictor is None else {"rank": model.predictor.rank}
+    return parts
+
+
+def compute_digest(parts: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of the canonical JSON of ``parts``."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def list_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Say where two descriptions differ: ``"shape.ffn is 1024 in the store, 2048 in ..."``."""
+    left, right = dict(_flatten(stored)), dict(_flatten(wanted))
+    return [
+        f"{key} is {_show(left, key)} in the store, {_show(right, key)} in the model document"
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key, _ABSENT) != right.get(key, _ABSENT)
+    ]
+
+
+_ABSENT = object()
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "absent"

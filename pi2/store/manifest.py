@@ -1,0 +1,339 @@
+"""The manifest of a neuron store: what it holds, of which model, and where every byte lies.
+
+The manifest has all offsets, so that opening a store needs no Arrow library; that the files
+are Arrow files of the same contents is checked by ``pi2 store verify`` and by tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.documents import Count, Identifier, Table
+from pi2.plan.layout import BundleLayout, PartName, Precision, lay_out_bundle
+from pi2.plan.model import Model
+from pi2.store.arrow_file import ALIGNMENT, PAGE
+from pi2.store.identity import compute_digest
+from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
+
+FORMAT: Literal["pi2-store"] = "pi2-store"
+FORMAT_VERSION: Literal[1] = 1
+MANIFEST = "manifest.json"
+DENSE_FILE = "dense.arrow"
+
+Offset = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+def name_layer_file(layer: int) -> str:
+    """Path of a layer's neurons inside the store, for example ``layers/ffn-003.arrow``."""
+    return f"layers/ffn-{layer:03d}.arrow"
+
+
+class StoredModel(Table):
+    """The model that the weights belong to."""
+
+    id: Identifier
+    """Short name of the model document."""
+    digest: Sha256
+    """SHA-256 of the canonical JSON of ``parts``."""
+    parts: dict[str, Any]
+    """What of the model document decides the weights (`pi2.store.identity`)."""
+
+
+class StoredPart(Table):
+    """Where one vector of a bundle begins."""
+
+    name: PartName
+    """``gate``, ``up`` or ``down``."""
+    weights_offset: Offset
+    """Byte of its first weight."""
+    scales_offset: Offset
+    """Byte of its first scale."""
+
+
+class StoredBundle(Table):
+    """How one neuron lies in its file."""
+
+    hidden: Count
+    """Elements of each vector."""
+    precision: Precision
+    """Type of the weights."""
+    stride: Count
+    """Bytes from one neuron to the next."""
+    used_bytes: Count
+    """Bytes of a neuron without its padding."""
+    parts: tuple[StoredPart, ...]
+    """Its vectors."""
+
+    @classmethod
+    def describe(cls, layout: BundleLayout) -> Self:
+        """Describe ``layout``."""
+        return cls(
+            hidden=layout.hidden,
+            precision=layout.precision,
+            stride=layout.stride,
+            used_bytes=layout.used_bytes,
+            parts=_describe_parts(layout),
+        )
+
+    @model_validator(mode="after")
+    def _lies_as_the_layout_says(self) -> Self:
+        if self.hidden % 32 or self.stride < self.used_bytes or self.stride % ALIGNMENT:
+            raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
+        layout = self.layout
+        if (self.used_bytes, self.parts) != (layout.used_bytes, _describe_parts(layout)):
+            raise ValueError("the parts of a bundle do not lie as format version 1 says")
+        return self
+
+    @property
+    def layout(self) -> BundleLayout:
+        """The same for kernels and plans."""
+        return lay_out_bundle(self.hidden, self.precision, self.stride)
+
+
+def _describe_parts(layout: BundleLayout) -> tuple[StoredPart, ...]:
+    return tuple(
+        StoredPart(
+            name=part.name,
+            weights_offset=part.weights_offset,
+            scales_offset=part.scales_offset,
+        )
+        for part in layout.parts
+    )
+
+
+class StoredPredictor(Table):
+    """Low-rank predictors in the store."""
+
+    rank: tuple[Count, ...]
+    """Rank by layer."""
+
+
+class StoredFile(Table):
+    """A file of the store."""
+
+    path: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    """Its path inside the store, with ``/``."""
+    bytes: Offset
+    """Its size."""
+    sha256: Sha256
+    """Hash of its contents."""
+    rows: Count | None = None
+    """Neurons of a layer's file, tensors of the dense file."""
+    bundles_offset: Offset | None = None
+    """Byte at which bundle 0 begins, a multiple of 4096."""
+    neurons_offset: Offset | None = None
+    """Byte at which the original indices begin (int32)."""
+    checks_offset: Offset | None = None
+    """Byte at which the CRC-32 of every bundle begins (uint32, of all ``stride`` bytes)."""
+
+
+class StoredTensor(Table):
+    """A dense tensor and its place in ``dense.arrow``."""
+
+    name: str
+    """Its name (`pi2.plan.tensor_names`)."""
+    precision: StoredPrecision
+    """Type of its elements."""
+    rows: Count
+    """Vectors."""
+    length: Count
+    """Elements of a vector."""
+    weights_offset: Offset
+    """Byte of its first weight, a multiple of 64."""
+    scales_offset: Offset
+    """Byte of its first scale, a multiple of 64."""
+
+    @property
+    def dense(self) -> DenseTensor:
+        """Name, type and sizes alone."""
+        return DenseTensor(
+            name=self.name, precision=self.precision, rows=self.rows, length=self.length
+        )
+
+
+class Manifest(Table):
+    """``manifest.json``, format version 1."""
+
+    format: Literal["pi2-store"]
+    """Says what the file is."""
+    format_version: Literal[1]
+    """Version of the store's format."""
+    created_by: str
+    """Program that wrote it."""
+    model: StoredModel
+    """What the weights belong to."""
+    synthetic: bool
+    """Whether the weights are random, for measuring only."""
+    order: Literal["hotness", "index"]
+    """Order of neurons in a file: most active first, or as in the checkpoint."""
+    bundle: StoredBundle
+    """Neuron bundles."""
+    predictor: StoredPredictor | None
+    """Activation predictors, if any."""
+    files: tuple[StoredFile, ...]
+    """Every file but the manifest."""
+    tensors: tuple[StoredTensor, ...]
+    """Dense tensors."""
+
+    def find_file(self, path: str) -> StoredFile | None:
+        """Return the entry of a file by its path inside the store."""
+        return next((entry for entry in self.files if entry.path == path), None)
+
+    @property
+    def layers(self) -> int:
+        """Number of layer files."""
+        return sum(entry.bundles_offset is not None for entry in self.files)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if compute_digest(self.model.parts) != self.model.digest:
+            raise ValueError("the model's digest does not belong to its parts")
+        paths = [entry.path for entry in self.files]
+        if len(set(paths)) != len(paths):
+            raise ValueError("a file is listed twice")
+        for path in paths:
+            _check_path(path)
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            raise ValueError("a tensor is listed twice")
+        self._check_model()
+        for layer in range(self.layers):
+            self._check_layer_file(name_layer_file(layer))
+        dense = self.find_file(DENSE_FILE)
+        if dense is None:
+            raise ValueError(f"{DENSE_FILE} is not listed")
+        for tensor in self.tensors:
+            _check_tensor(tensor, dense.bytes)
+        return self
+
+    def _check_model(self) -> None:
+        """Layers, bundles and tensors must be those of the model that the manifest describes."""
+        document = {"schema_version": 1, "id": self.model.id, **self.model.parts}
+        model = Model.model_validate_json(json.dumps(document))
+        if self.layers != model.shape.layers:
+            raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
+        bundle = self.bundle
+        if (bundle.hidden, bundle.precision) != (model.shape.hidden, model.quantization.ffn):
+            raise ValueError("the bundles do not fit the model's shape or precision")
+        ranks = None if self.predictor is None else self.predictor.rank
+        if ranks is not None and len(ranks) != model.shape.layers:
+            raise ValueError(f"{len(ranks)} predictors for {model.shape.layers} layers")
+        if [tensor.dense for tensor in self.tensors] != list_tensors(model, ranks):
+            raise ValueError("the tensors are not those of the model")
+        for layer in range(self.layers):
+            entry = self.find_file(name_layer_file(layer))
+            if entry is not None and entry.rows != model.shape.ffn:
+                raise ValueError(f"{entry.path} has not {model.shape.ffn} neurons")
+
+    def _check_layer_file(self, path: str) -> None:
+        entry = self.find_file(path)
+        if entry is None:
+            raise ValueError(f"{path} is not listed")
+        offsets = (entry.bundles_offset, entry.neurons_offset, entry.checks_offset)
+        if entry.rows is None or None in offsets:
+            raise ValueError(f"{path} has no rows or offsets")
+        sizes = (entry.rows * self.bundle.stride, 4 * entry.rows, 4 * entry.rows)
+        for offset, size, multiple in zip(offsets, sizes, (PAGE, 4, 4), strict=True):
+            assert offset is not None
+            if offset % multiple or offset + size > entry.bytes:
+                raise ValueError(f"{path} is too short for its contents, or they are misplaced")
+
+
+def _check_path(text: str) -> None:
+    path = PurePosixPath(text)
+    safe = not path.is_absolute() and ".." not in path.parts and "\\" not in text
+    if not safe or str(path) != text or "\0" in text or text == MANIFEST:
+        raise ValueError(f"the file {text!r} is not a plain path inside the store")
+
+
+def _check_tensor(tensor: StoredTensor, file_bytes: int) -> None:
+    if tensor.precision != "fp32" and tensor.length % 32:
+        raise ValueError(f"tensor {tensor.name!r}: its length is not a multiple of 32")
+    dense = tensor.dense
+    for offset, size in (
+        (tensor.weights_offset, tensor.rows * dense.row_weight_bytes),
+        (tensor.scales_offset, tensor.rows * dense.row_scale_bytes),
+    ):
+        if offset % ALIGNMENT or offset + size > file_bytes:
+            raise ValueError(f"tensor {tensor.name!r} does not lie inside {DENSE_FILE}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read ``manifest.json``; `UserError` P501-P504 and P508 say what is wrong with the store."""
+    file = folder / MANIFEST
+    try:
+        if not folder.exists():
+            raise UserError.of(
+                "P501",
+                f"there is no neuron store at {folder}",
+                help="make one with `pi2 convert`, or correct the path",
+            )
+        if not folder.is_dir():
+            raise UserError.of("P501", f"{folder} is not a folder, so not a neuron store")
+        if not file.exists():
+            raise UserError.of(
+                "P502",
+                f"{folder} has no {MANIFEST}: it is not a neuron store, or not a finished one",
+                help="make the store again with `pi2 convert`",
+            )
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {file}: {error.strerror}") from None
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        raise _invalid(file, ["it is not JSON"]) from None
+    return parse_manifest(fields, file)
+
+
+def parse_manifest(fields: Any, file: Path) -> Manifest:
+    """Check the parsed JSON ``fields`` of ``file``; `UserError` P503 or P504."""
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise _invalid(file, [f'its "format" is not "{FORMAT}"'])
+    version = fields.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise UserError.of(
+            "P504",
+            f"the store has format version {version}, this pi2 reads version {FORMAT_VERSION}",
+            help="use a newer pi2, or convert the model again with this one",
+            file=str(file),
+        )
+    try:
+        # JSON mode: arrays become tuples although the models are strict.
+        return Manifest.model_validate_json(json.dumps(fields))
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise _invalid(file, _list_problems(error)) from None
+
+
+def _list_problems(error: Exception) -> list[str]:
+    if not isinstance(error, ValidationError):
+        return [str(error)]
+    problems = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        place = ".".join(str(step) for step in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        problems.append(f"{place}: {message}" if place else message)
+    return problems
+
+
+def _invalid(file: Path, problems: list[str]) -> UserError:
+    span = Span(str(file), 1, 1, 1, 1)
+    shown = problems[:10]
+    return UserError(
+        [
+            Diagnostic(
+                code="P503",
+                message=f"the store's manifest is damaged: {problem}",
+                help="make the store again with `pi2 convert`" if problem == shown[-1] else None,
+                span=span,
+            )
+            for problem in shown
+        ],
+        exit_code=2,
+    )

@@ -1,0 +1,221 @@
+"""Opens a neuron store: checks its manifest, maps its files, reads no weights.
+
+Arrays are views of private mappings: copied nowhere, and writable as far as numpy and DLPack are
+concerned, because ``tvm_ffi`` refuses read-only arrays.  Nothing ever reaches the files: a page
+that somebody writes to becomes that process's own copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import Tensor
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.layout import GROUP, BundleLayout
+from pi2.plan.model import Model
+from pi2.store.identity import compute_digest, describe_weights, list_differences
+from pi2.store.manifest import (
+    DENSE_FILE,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    name_layer_file,
+    read_manifest,
+)
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+
+
+class StoredLayer:
+    """The neurons of a layer: its file for direct reads, and mapped arrays."""
+
+    def __init__(self, folder: Path, entry: StoredFile, stride: int) -> None:
+        assert entry.rows is not None and entry.bundles_offset is not None
+        self.path: Path = folder / entry.path
+        self.bundles_offset: int = entry.bundles_offset
+        """Byte of bundle 0 in the file, a multiple of 4096."""
+        self.neurons: int = entry.rows
+        self.stride = stride
+        self._entry = entry
+
+    @property
+    def bundles(self) -> U8:
+        """uint8 [neurons, stride], mapped."""
+        size = self.neurons * self.stride
+        flat = np.frombuffer(self._map, np.uint8, size, self.bundles_offset)
+        return flat.reshape(self.neurons, self.stride)
+
+    @property
+    def original(self) -> I32:
+        """int32 [neurons]: index in the checkpoint of the neuron at every stored place."""
+        assert self._entry.neurons_offset is not None
+        return np.frombuffer(self._map, np.int32, self.neurons, self._entry.neurons_offset)
+
+    @property
+    def checks(self) -> U32:
+        """uint32 [neurons]: CRC-32 (`zlib.crc32`) of all ``stride`` bytes of every bundle."""
+        assert self._entry.checks_offset is not None
+        return np.frombuffer(self._map, np.uint32, self.neurons, self._entry.checks_offset)
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        # Mapped when first asked for: a run with direct reads never needs it.
+        return _map_file(self.path, self._entry)
+
+
+class NeuronStore:
+    """An open store.  Arrays stay valid as long as somebody refers to them."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Use `NeuronStore.open`."""
+        self.path = path
+        self.manifest = manifest
+        self.bundle: BundleLayout = manifest.bundle.layout
+        self.layers: tuple[StoredLayer, ...] = tuple(
+            StoredLayer(path, _find(manifest, name_layer_file(layer)), self.bundle.stride)
+            for layer in range(manifest.layers)
+        )
+
+    @classmethod
+    def open(cls, path: str | Path, *, model: Model | None = None) -> Self:
+        """Open the store at ``path``; if ``model`` is given, the store must be of that model.
+
+        Raises `UserError`: P501 no such folder, P502 no manifest, P503 damaged manifest, P504
+        newer format, P505 other model, P506 missing file or wrong size, P508 unreadable.
+        """
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        if model is not None:
+            _check_model(folder, manifest, model)
+        _check_files(folder, manifest)
+        return cls(folder, manifest)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Dense tensors by name (`pi2.plan.tensor_names`), mapped."""
+        entry = _find(self.manifest, DENSE_FILE)
+        content = _map_file(self.path / DENSE_FILE, entry)
+        return MappingProxyType(
+            {tensor.name: _view_tensor(content, tensor) for tensor in self.manifest.tensors}
+        )
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """File of the tokenizer; it may be missing from a synthetic store."""
+        return self.path / "tokenizer.json"
+
+    def close(self) -> None:
+        """Let go of the mappings; they end when the last array does."""
+        self.__dict__.pop("tensors", None)
+        for layer in self.layers:
+            layer.__dict__.pop("_map", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _find(manifest: Manifest, path: str) -> StoredFile:
+    entry = manifest.find_file(path)
+    assert entry is not None, path  # the manifest was validated
+    return entry
+
+
+def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
+    rows, length = tensor.rows, tensor.length
+    if tensor.precision == "fp32":
+        weights = np.frombuffer(content, np.float32, rows * length, tensor.weights_offset)
+        return Tensor(
+            name=tensor.name,
+            rows=rows,
+            length=length,
+            precision=None,
+            weights=weights.reshape(rows, length),
+        )
+    width = tensor.dense.row_weight_bytes
+    packed = np.frombuffer(content, np.uint8, rows * width, tensor.weights_offset)
+    scales = None
+    if tensor.dense.row_scale_bytes:
+        count = rows * length // GROUP
+        scales = np.frombuffer(content, np.float16, count, tensor.scales_offset)
+        scales = scales.reshape(rows, length // GROUP)
+    return Tensor(
+        name=tensor.name,
+        rows=rows,
+        length=length,
+        precision=tensor.precision,
+        weights=packed.reshape(rows, width),
+        scales=scales,
+    )
+
+
+def _map_file(path: Path, entry: StoredFile) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != entry.bytes:
+                raise _wrong_size(path, entry, os.fstat(file.fileno()).st_size)
+            return mmap.mmap(file.fileno(), entry.bytes, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+
+
+def _check_model(folder: Path, manifest: Manifest, model: Model) -> None:
+    wanted = describe_weights(model)
+    if manifest.model.digest == compute_digest(wanted):
+        return
+    differences = list_differences(manifest.model.parts, wanted)
+    raise UserError(
+        [
+            Diagnostic(
+                code="P505",
+                message=f"the store {folder} is not of this model: {'; '.join(differences)}",
+                help=f"use a store of {model.id!r}, or convert its checkpoint again"
+                if manifest.model.id != model.id
+                else "convert the checkpoint again with this model document, or undo its change",
+            )
+        ],
+        exit_code=2,
+    )
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    for entry in manifest.files:
+        path = folder / entry.path
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise UserError.of(
+                "P506",
+                f"{path} is missing from the neuron store",
+                help="make the store again, or copy it again as a whole",
+            ) from None
+        except OSError as error:
+            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+        if size != entry.bytes:
+            raise _wrong_size(path, entry, size)
+
+
+def _wrong_size(path: Path, entry: StoredFile, size: int) -> UserError:
+    return UserError.of(
+        "P506",
+        f"{path} has {size} bytes instead of {entry.bytes}: it was cut or replaced",
+        help="make the store again, or copy it again as a whole",
+    )

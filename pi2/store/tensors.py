@@ -1,0 +1,71 @@
+"""Which dense tensors a model's neuron store holds, in their order in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pi2.plan.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.model import Model
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+
+StoredPrecision = Literal["int4", "int8", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseTensor:
+    """A dense tensor of ``rows`` vectors of ``length`` elements."""
+
+    name: str
+    precision: StoredPrecision
+    rows: int
+    length: int
+
+    @property
+    def row_weight_bytes(self) -> int:
+        """Bytes of the weights of one row."""
+        if self.precision == "fp32":
+            return 4 * self.length
+        return weight_bytes(self.length, self.precision)
+
+    @property
+    def row_scale_bytes(self) -> int:
+        """Bytes of the scales of one row."""
+        return 0 if self.precision == "fp32" else scale_bytes(self.length, self.precision)
+
+
+def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]:
+    """List the dense tensors of ``model``; ``ranks`` of its predictors by layer, None without."""
+    shape, precision = model.shape, model.quantization
+    queries = shape.heads * shape.head_dim
+    rows_of_qkv = queries + 2 * shape.kv_heads * shape.head_dim
+    tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.hidden)]
+    for layer in range(shape.layers):
+
+        def name(kind: str, layer: int = layer) -> str:
+            return name_layer_tensor(layer, kind)
+
+        tensors.append(_vector(name("attention_norm"), shape.hidden))
+        tensors.append(_quantized(name("qkv"), precision.attention, rows_of_qkv, shape.hidden))
+        if model.attention.qkv_bias:
+            tensors.append(_vector(name("qkv_bias"), rows_of_qkv))
+        tensors.append(_quantized(name("output"), precision.attention, shape.hidden, queries))
+        tensors.append(_vector(name("ffn_norm"), shape.hidden))
+        if ranks is not None:
+            rank, kind = ranks[layer], precision.predictor
+            tensors.append(_quantized(name("predictor_in"), kind, rank, shape.hidden))
+            tensors.append(_quantized(name("predictor_out"), kind, shape.ffn, rank))
+            tensors.append(_vector(name("predictor_bias"), shape.ffn))
+    tensors.append(_vector(FINAL_NORM, shape.hidden))
+    if not model.tied_head:
+        tensors.append(_quantized(HEAD, precision.head, shape.vocab, shape.hidden))
+    return tensors
+
+
+def _quantized(name: str, precision: Precision, rows: int, length: int) -> DenseTensor:
+    return DenseTensor(name=name, precision=precision, rows=rows, length=length)
+
+
+def _vector(name: str, length: int) -> DenseTensor:
+    return DenseTensor(name=name, precision="fp32", rows=1, length=length)

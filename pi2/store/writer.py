@@ -1,0 +1,284 @@
+"""Writes a neuron store: file by file, in streams, and all or nothing."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.plan.layout import BundleLayout, lay_out_bundle
+from pi2.plan.model import Model
+from pi2.store.arrow_file import (
+    DenseFile,
+    Piece,
+    TensorSize,
+    lay_out_dense_file,
+    lay_out_layer_file,
+)
+from pi2.store.files import HashedFile
+from pi2.store.identity import compute_digest, describe_weights
+from pi2.store.manifest import (
+    DENSE_FILE,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    StoredBundle,
+    StoredFile,
+    StoredModel,
+    StoredPredictor,
+    StoredTensor,
+    name_layer_file,
+)
+from pi2.store.tensors import DenseTensor, list_tensors
+from pi2.store.unfinished import UnfinishedStore, explain_os_error
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+F16 = npt.NDArray[np.float16]
+
+TensorPieces = Iterable[tuple[npt.NDArray[np.generic], F16 | None]]
+"""Rows of a tensor in order: weights uint8 [n, weight bytes] (float32 [1, length] for fp32) and
+scales float16 [n, length / 32] or None."""
+
+
+class StoreWriter:
+    """A store in the making: use as a context manager, then ``finish`` inside it.
+
+    Leaving without ``finish`` removes everything; a kill or Ctrl-C leaves a partial folder that
+    the same job (``job``) continues.  Files may be written in any order, each once; a file that
+    an earlier attempt completed is skipped.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: Model,
+        *,
+        ranks: Sequence[int] | None,
+        order: Literal["hotness", "index"],
+        synthetic: bool = False,
+        stride: int | None = None,
+        replace: bool = False,
+        job: str = "",
+    ) -> None:
+        """``ranks``: rank of the predictor of every layer, None without predictors;
+        ``stride``: bytes between neurons, by default the next multiple of 512.
+
+        Raises `UserError` P521-P523 if the store may not or cannot be written.
+        """
+        self.model = model
+        self.bundle: BundleLayout = lay_out_bundle(
+            model.shape.hidden, model.quantization.ffn, stride
+        )
+        self.tensors: list[DenseTensor] = list_tensors(model, ranks)
+        self._ranks = None if ranks is None else tuple(ranks)
+        self._order = order
+        self._synthetic = synthetic
+        self._dense = _lay_out_dense(self.tensors)
+        self._store = UnfinishedStore(path, job=job, replace=replace)
+        self._published = False
+
+    def has_file(self, path: str) -> bool:
+        """Whether the file at ``path`` inside the store is complete."""
+        return path in self._store.finished
+
+    def write_layer(self, layer: int, original: I32, bundles: Iterable[U8]) -> None:
+        """Write the neurons of ``layer``.
+
+        ``original`` int32 [ffn] is the neuron of the checkpoint at every stored place;
+        ``bundles`` gives uint8 [n, stride] pieces in stored order.
+        """
+        neurons, stride = self.model.shape.ffn, self.bundle.stride
+        assert original.shape == (neurons,) and original.dtype == np.int32
+        path = name_layer_file(layer)
+        if self.has_file(path):
+            return
+        plan = lay_out_layer_file(neurons, stride)
+        checks = np.empty(neurons, "<u4")
+        with self._create(path) as file:
+            known = _PieceFeed(file, plan.pieces)
+            known.write_before(plan.bundles_offset)
+            done = 0
+            for piece in bundles:
+                assert piece.dtype == np.uint8 and piece.shape[1] == stride, piece.shape
+                checks[done : done + len(piece)] = [zlib.crc32(bundle) for bundle in piece]
+                file.write(piece)
+                done += len(piece)
+            assert done == neurons, (done, neurons)
+            known.write_before(plan.neurons_offset)
+            file.write(original.astype("<i4", copy=False))
+            known.write_before(plan.checks_offset)
+            file.write(checks)
+            known.write_rest(plan.size)
+            self._record(
+                path,
+                file,
+                rows=neurons,
+                bundles_offset=plan.bundles_offset,
+                neurons_offset=plan.neurons_offset,
+                checks_offset=plan.checks_offset,
+            )
+
+    def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
+        """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order."""
+        if self.has_file(DENSE_FILE):
+            return
+        plan = self._dense
+        with self._create(DENSE_FILE) as file:
+            known = _PieceFeed(file, plan.pieces)
+            places = zip(plan.weights_offsets, plan.scales_offsets, strict=True)
+            for tensor, (weights_offset, scales_offset) in zip(self.tensors, places, strict=True):
+                known.write_before(weights_offset)
+                scales = []
+                for weights, piece_scales in read(tensor):
+                    file.write(weights)
+                    if piece_scales is not None:
+                        scales.append(piece_scales)
+                assert file.position == weights_offset + tensor.rows * tensor.row_weight_bytes
+                known.write_before(scales_offset)
+                for piece_scales in scales:
+                    file.write(piece_scales)
+                assert file.position == scales_offset + tensor.rows * tensor.row_scale_bytes
+            known.write_rest(plan.size)
+            self._record(DENSE_FILE, file, rows=len(self.tensors))
+
+    def add_file(self, path: str, content: bytes) -> None:
+        """Write a small extra file, such as ``tokenizer.json``."""
+        if self.has_file(path):
+            return
+        with self._create(path) as file:
+            file.write(content)
+            self._record(path, file)
+
+    def finish(self) -> Manifest:
+        """Write the manifest and make the store visible under its name."""
+        manifest = self._describe()
+        text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        try:
+            with self._create(MANIFEST) as file:
+                file.write(text.encode() + b"\n")
+                file.finish()
+            self._store.publish()
+        except OSError as error:
+            raise explain_os_error(error, self._store.folder) from None
+        self._published = True
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._published:
+            return
+        # An interrupted job can go on later; a failed one would fail again.
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        self._store.abandon(keep=interrupted and bool(self._store.finished))
+        if isinstance(error, OSError):
+            raise explain_os_error(error, self._store.folder) from error
+
+    def _create(self, path: str) -> HashedFile:
+        return HashedFile(self._store.folder / path)
+
+    def _record(
+        self,
+        path: str,
+        file: HashedFile,
+        *,
+        rows: int | None = None,
+        bundles_offset: int | None = None,
+        neurons_offset: int | None = None,
+        checks_offset: int | None = None,
+    ) -> None:
+        entry = StoredFile(
+            path=path,
+            bytes=file.position,
+            sha256=file.finish(),
+            rows=rows,
+            bundles_offset=bundles_offset,
+            neurons_offset=neurons_offset,
+            checks_offset=checks_offset,
+        )
+        self._store.record(entry)
+
+    def _describe(self) -> Manifest:
+        files = self._store.finished
+        expected = [DENSE_FILE, *map(name_layer_file, range(self.model.shape.layers))]
+        missing = [path for path in expected if path not in files]
+        assert not missing, f"not written: {missing}"
+        parts = describe_weights(self.model)
+        places = zip(self._dense.weights_offsets, self._dense.scales_offsets, strict=True)
+        return Manifest(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            created_by=f"pi2 {version('pi2')}",
+            model=StoredModel(id=self.model.id, digest=compute_digest(parts), parts=parts),
+            synthetic=self._synthetic,
+            order=self._order,
+            bundle=StoredBundle.describe(self.bundle),
+            predictor=None if self._ranks is None else StoredPredictor(rank=self._ranks),
+            files=tuple(files[path] for path in sorted(files)),
+            tensors=tuple(
+                StoredTensor(
+                    name=tensor.name,
+                    precision=tensor.precision,
+                    rows=tensor.rows,
+                    length=tensor.length,
+                    weights_offset=weights_offset,
+                    scales_offset=scales_offset,
+                )
+                for tensor, (weights_offset, scales_offset) in zip(
+                    self.tensors, places, strict=True
+                )
+            ),
+        )
+
+
+class _PieceFeed:
+    """Writes the known pieces of a laid-out file when their turn comes."""
+
+    def __init__(self, file: HashedFile, pieces: Sequence[Piece]) -> None:
+        self._file = file
+        self._pieces = iter(pieces)
+        self._next = next(self._pieces, None)
+
+    def write_before(self, offset: int) -> None:
+        """Write every piece that lies before ``offset``, and zeros up to it."""
+        while self._next is not None and self._next.offset < offset:
+            self._file.seek_forward(self._next.offset)
+            self._file.write(self._next.data)
+            self._next = next(self._pieces, None)
+        self._file.seek_forward(offset)
+
+    def write_rest(self, size: int) -> None:
+        """Write the pieces that are left; the file then has ``size`` bytes."""
+        self.write_before(size)
+        assert self._next is None
+
+
+def _lay_out_dense(tensors: Sequence[DenseTensor]) -> DenseFile:
+    return lay_out_dense_file(
+        [
+            TensorSize(
+                name=tensor.name,
+                precision=tensor.precision,
+                rows=tensor.rows,
+                length=tensor.length,
+                weights_bytes=tensor.rows * tensor.row_weight_bytes,
+                scales_bytes=tensor.rows * tensor.row_scale_bytes,
+            )
+            for tensor in tensors
+        ]
+    )
