@@ -1,0 +1,168 @@
+"""What this machine has, and which shipped plans can run on it: the facts behind `pi2 doctor`.
+
+TVM is never imported.  Backends are asked what keeps them from running.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast, get_args
+
+from pi2.backends.protocol import Backend
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.fit import find_misfits
+from pi2.machine import Machine, Storage, detect_machine, inspect_storage
+from pi2.machine.software import (
+    EMULATORS,
+    LINKERS,
+    OpenCl,
+    Tvm,
+    detect_opencl,
+    detect_tvm,
+    find_programs,
+)
+from pi2.plan.plan import BackendName
+from pi2.plan.references import find_shipped_folder
+from pi2.plan.resolve import ResolvedPlan, load_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A folder that pi2 writes to."""
+
+    path: Path
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanVerdict:
+    """Whether a plan can run on this machine."""
+
+    name: str
+    """Its path below the folder of shipped plans."""
+    findings: tuple[Diagnostic, ...]
+    """Errors keep it from running, warnings do not."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing keeps it from running."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """Everything that `pi2 doctor` prints."""
+
+    pi2_version: str
+    python_version: str
+    machine: Machine
+    storage: Storage
+    """What holds the shipped neuron stores."""
+    tvm: Tvm
+    linkers: Mapping[str, str | None]
+    emulators: Mapping[str, str | None]
+    opencl: OpenCl
+    kernel_cache: Folder
+    backends: Mapping[str, Sequence[str]]
+    """By backend, what keeps it from running here."""
+    plans: tuple[PlanVerdict, ...]
+
+
+def examine_machine() -> Checkup:
+    """Look at everything."""
+    machine = detect_machine()
+    folder = find_shipped_folder()
+    backends = {name: find_obstacles(name, machine) for name in get_args(BackendName)}
+    return Checkup(
+        pi2_version=_read_version(),
+        python_version=platform.python_version(),
+        machine=machine,
+        storage=inspect_storage(folder / "stores"),
+        tvm=detect_tvm(),
+        linkers=find_programs(LINKERS),
+        emulators=find_programs(EMULATORS),
+        opencl=detect_opencl(),
+        kernel_cache=inspect_folder(find_kernel_cache()),
+        backends=backends,
+        plans=tuple(
+            judge_plan(path, path.relative_to(folder).as_posix(), machine, backends)
+            for path in sorted(folder.rglob("*.plan.toml"))
+        ),
+    )
+
+
+def find_obstacles(name: str, machine: Machine) -> list[str]:
+    """What keeps the backend ``name`` from running on ``machine``."""
+    try:
+        backend = cast(Backend, importlib.import_module(f"pi2.backends.{name}"))
+    except ImportError as error:
+        return [f"cannot import it: {error}"]
+    return backend.find_obstacles(frozenset[str](machine.features), machine.architecture)
+
+
+def judge_plan(
+    path: Path, name: str, machine: Machine, backends: Mapping[str, Sequence[str]]
+) -> PlanVerdict:
+    """Validate a plan and hold it against ``machine``."""
+    try:
+        resolved = load_plan(path)
+    except UserError as error:
+        return PlanVerdict(name=name, findings=error.diagnostics)
+    return PlanVerdict(name=name, findings=tuple(judge_resolved(resolved, machine, backends)))
+
+
+def judge_resolved(
+    resolved: ResolvedPlan, machine: Machine, backends: Mapping[str, Sequence[str]]
+) -> list[Diagnostic]:
+    """What keeps a valid plan from running: backends, the device, the store."""
+    units = {unit for layer in resolved.layers for unit in layer.split}
+    kinds = {resolved.device.units[unit].kind for unit in units}
+    used = sorted({resolved.plan.backends[kind] for kind in kinds})
+    if used == ["null"]:
+        return []
+    findings = [
+        Diagnostic(code="P320", message=f"backend {name!r} cannot run here: {obstacle}")
+        for name in used
+        for obstacle in backends.get(name, ())
+    ]
+    plan = resolved.plan
+    findings += find_misfits(
+        resolved.device, machine, plan.memory.budget, threads=plan.threads.compute
+    )
+    if not (resolved.store_path / "manifest.json").is_file():
+        findings.append(
+            Diagnostic(
+                code="P501",
+                message=f"its neuron store {resolved.plan.store} is not on this machine",
+                help="convert a checkpoint of the model to it",
+            )
+        )
+    return findings
+
+
+def find_kernel_cache() -> Path:
+    """Folder of compiled kernels."""
+    from pi2.backends.kernels import cache
+
+    return cache.find_cache_folder()
+
+
+def inspect_folder(path: Path) -> Folder:
+    """Whether a folder can be written to, or made."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return Folder(path=path, writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK))
+
+
+def _read_version() -> str:
+    try:
+        return version("pi2")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,213 @@
+"""What this machine has, and which shipped plans can run here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pi2.checkup import Checkup, PlanVerdict
+    from pi2.machine import Machine, Storage
+    from pi2.machine.software import OpenCl, Tvm
+
+LABEL_COLUMNS = 12
+MAX_COLUMNS = 100
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> None:
+    """Say what this machine has and which shipped plans can run on it.
+
+    Exits with 1 if none of them can.
+    """
+    from pi2.checkup import examine_machine
+
+    checkup = examine_machine()
+    if as_json:
+        click.echo(json.dumps(describe_checkup(checkup), indent=2))
+    else:
+        click.echo("\n".join(write_checkup(checkup)))
+    if not any(plan.runs for plan in checkup.plans):
+        sys.exit(1)
+
+
+def describe_checkup(checkup: Checkup) -> dict[str, Any]:
+    """The checkup for machines."""
+    import dataclasses
+
+    described = dataclasses.asdict(checkup)
+    described["plans"] = [
+        {"name": plan.name, "runs": plan.runs, "findings": [vars_of(f) for f in plan.findings]}
+        for plan in checkup.plans
+    ]
+    return _simplify(described)
+
+
+def vars_of(finding: Any) -> dict[str, Any]:
+    """What a reader of a plan's verdict needs of a diagnostic."""
+    return {name: getattr(finding, name) for name in ("code", "severity", "message", "help")}
+
+
+def write_checkup(checkup: Checkup) -> Iterator[str]:
+    """The checkup for people, line by line."""
+    machine = checkup.machine
+    yield click.style(
+        f"pi2 {checkup.pi2_version}, Python {checkup.python_version}, {machine.system}", bold=True
+    )
+    yield ""
+    yield from _write("Processor", *describe_cpu(machine))
+    yield from _write("Memory", describe_memory(machine))
+    yield from _write("Storage", describe_storage(checkup.storage))
+    yield from _write("TVM", *describe_tvm(checkup.tvm))
+    yield from _write("Linkers", describe_programs(checkup.linkers))
+    yield from _write("Emulators", describe_programs(checkup.emulators))
+    yield from _write("OpenCL", describe_opencl(checkup.opencl))
+    cache = checkup.kernel_cache
+    yield from _write(
+        "Kernels", f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
+    )
+    for name, obstacles in checkup.backends.items():
+        yield from _write(f"  {name}", "; ".join(obstacles) or "can run here")
+    yield ""
+    yield click.style("Plans that come with pi2", bold=True)
+    for plan in checkup.plans:
+        yield from write_verdict(plan)
+
+
+def write_verdict(plan: PlanVerdict) -> Iterator[str]:
+    """A plan's line, and one for each finding."""
+    if plan.runs:
+        yield f"  {click.style('runs here', fg='green')}    {plan.name}"
+    else:
+        yield f"  {click.style('cannot run', fg='red')}   {plan.name}"
+    for finding in plan.findings:
+        text = f"{finding.severity}[{finding.code}]: {finding.message}"
+        yield from _wrap(text, 15)
+        if finding.help:
+            yield from _wrap(f"help: {finding.help}", 15)
+
+
+def describe_cpu(machine: Machine) -> Iterator[str]:
+    """Name, cores and features."""
+    cpu = machine.cpu
+    yield f"{cpu.name}, {cpu.architecture}"
+    cores = f"{cpu.cores} of {cpu.cores_online} cores may be used"
+    kinds = [
+        f"{cluster.cores}x {cluster.core or 'core'}"
+        + (f" at {cluster.max_hz / 1e9:.3g} GHz" if cluster.max_hz else "")
+        for cluster in cpu.clusters
+    ]
+    yield cores + (f": {', '.join(kinds)}" if len(kinds) > 1 or cpu.clusters[0].max_hz else "")
+    yield "features: " + (" ".join(sorted(cpu.features)) or "none that pi2 has kernels for")
+
+
+def describe_memory(machine: Machine) -> str:
+    """Installed, allowed and free."""
+    from pi2.plan.quantities import approximate_bytes
+
+    memory = machine.memory
+    parts = [f"{approximate_bytes(memory.installed_bytes)} installed"]
+    if memory.limit_bytes < memory.installed_bytes:
+        parts.append(f"{approximate_bytes(memory.limit_bytes)} allowed")
+    parts.append(f"{approximate_bytes(memory.available_bytes)} free")
+    return ", ".join(parts)
+
+
+def describe_storage(storage: Storage) -> str:
+    """File system, block size, direct reads, free space."""
+    from pi2.plan.quantities import approximate_bytes
+
+    parts = [storage.filesystem or "unknown file system"]
+    if storage.device is not None:
+        parts[0] += f" on {storage.device}"
+    if storage.block_bytes is not None:
+        parts.append(f"blocks of {storage.block_bytes} B")
+    direct = storage.direct
+    parts.append(
+        f"direct reads from {direct.align_bytes} B on"
+        if direct.works
+        else f"no direct reads: {direct.obstacle}"
+    )
+    if storage.free_bytes is not None:
+        parts.append(f"{approximate_bytes(storage.free_bytes)} free")
+    return ", ".join(parts)
+
+
+def describe_tvm(tvm: Tvm) -> Iterator[str]:
+    """Versions, and whether they are the ones to have."""
+    yield f"apache-tvm {tvm.version}" if tvm.version else "apache-tvm is not installed"
+    if tvm.ffi_version is None:
+        yield "apache-tvm-ffi is not installed"
+    elif tvm.ffi_wanted in (None, tvm.ffi_version):
+        yield f"apache-tvm-ffi {tvm.ffi_version}"
+    else:
+        yield (
+            f"apache-tvm-ffi {tvm.ffi_version}, but this pi2 needs {tvm.ffi_wanted}:"
+            f" pip install apache-tvm-ffi=={tvm.ffi_wanted}"
+        )
+    if tvm.runtime_library is None:
+        yield "its runtime library is not there"
+
+
+def describe_programs(programs: Mapping[str, str | None]) -> str:
+    """Which are there and which are not."""
+    found = [name for name, path in programs.items() if path]
+    missing = [name for name, path in programs.items() if not path]
+    parts = [", ".join(found)] if found else []
+    if missing:
+        parts.append(f"not found: {', '.join(missing)}")
+    return "; ".join(parts)
+
+
+def describe_opencl(opencl: OpenCl) -> str:
+    """Loader and drivers."""
+    if opencl.loader is None:
+        return "not found"
+    return f"{opencl.loader}, drivers: {', '.join(opencl.drivers) or 'none'}"
+
+
+def _write(label: str, *lines: str) -> Iterator[str]:
+    """A label, and what belongs to it beside it."""
+    for number, line in enumerate(lines):
+        wrapped = list(_wrap(line, LABEL_COLUMNS))
+        if number == 0:
+            head = click.style(label.ljust(LABEL_COLUMNS), fg="cyan")
+            wrapped[0] = head + wrapped[0][LABEL_COLUMNS:]
+        yield from wrapped
+
+
+def _wrap(text: str, indent: int) -> list[str]:
+    columns = min(shutil.get_terminal_size((MAX_COLUMNS, 24)).columns, MAX_COLUMNS)
+    if not sys.stdout.isatty():
+        columns = 10_000
+    pad = " " * indent
+    return textwrap.wrap(
+        text,
+        max(columns, indent + 20),
+        initial_indent=pad,
+        subsequent_indent=pad,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _simplify(value: Any) -> Any:
+    """Turn paths and sets into what JSON has."""
+    if isinstance(value, dict):
+        return {str(key): _simplify(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_simplify(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

@@ -1,0 +1,117 @@
+"""Software that pi2 can use on this machine: TVM, linkers, emulators, OpenCL.
+
+Nothing is imported or started: versions come from package metadata, programs from ``PATH``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LINKERS = ("ld", "ld.lld", "gcc", "clang")
+"""Programs that turn compiled kernels into libraries."""
+
+EMULATORS = ("qemu-aarch64", "qemu-hexagon")
+"""Programs that run kernels of other processors, for tests."""
+
+_LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib", "vendor/lib64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tvm:
+    """The installed TVM packages; None for what is missing."""
+
+    version: str | None
+    """Of ``apache-tvm``, the compiler and its runtime."""
+    ffi_version: str | None
+    """Of ``apache-tvm-ffi``, which loads and calls kernels."""
+    ffi_wanted: str | None
+    """The version that this pi2 was released with; others crashed in tests."""
+    runtime_library: Path | None
+    """``libtvm_runtime``: all of TVM that a run needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCl:
+    """OpenCL on this machine."""
+
+    loader: Path | None
+    """``libOpenCL``, through which programs find drivers."""
+    drivers: tuple[str, ...]
+    """Libraries that are registered as drivers."""
+
+    @property
+    def has_pocl(self) -> bool:
+        """Whether PoCL, OpenCL on a processor, is among them."""
+        return any("pocl" in driver for driver in self.drivers)
+
+
+def detect_tvm() -> Tvm:
+    """Find the TVM packages without importing them."""
+    return Tvm(
+        version=_read_version("apache-tvm"),
+        ffi_version=_read_version("apache-tvm-ffi"),
+        ffi_wanted=_find_pin("apache-tvm-ffi"),
+        runtime_library=_find_runtime_library(),
+    )
+
+
+def find_programs(names: Sequence[str]) -> Mapping[str, str | None]:
+    """Path of each program, None where it is missing; a ``-static`` build counts as well."""
+    return {name: shutil.which(name) or shutil.which(f"{name}-static") for name in names}
+
+
+def detect_opencl(root: Path = Path("/")) -> OpenCl:
+    """Find the OpenCL loader and its registered drivers below ``root``."""
+    # Debian puts libraries one level deeper, by architecture.
+    patterns = ("libOpenCL.so*", "*-linux-gnu*/libOpenCL.so*")
+    loaders = [
+        library
+        for folder in _LIBRARY_FOLDERS
+        for pattern in patterns
+        for library in sorted((root / folder).glob(pattern))
+    ]
+    drivers = []
+    for registration in sorted((root / "etc/OpenCL/vendors").glob("*.icd")):
+        try:
+            drivers.append(registration.read_text(encoding="utf-8", errors="replace").strip())
+        except OSError:
+            continue
+    return OpenCl(loader=loaders[0] if loaders else None, drivers=tuple(drivers))
+
+
+def _read_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _find_pin(package: str) -> str | None:
+    """Version that the installed pi2 demands exactly."""
+    try:
+        requirements = importlib.metadata.requires("pi2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in requirements:
+        match = re.match(rf"{re.escape(package)}\s*==\s*([^\s;,]+)", requirement)
+        if match:
+            return match[1]
+    return None
+
+
+def _find_runtime_library() -> Path | None:
+    spec = importlib.util.find_spec("tvm")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    for folder in folders:
+        library = Path(folder) / "lib" / f"libtvm_runtime.{suffix}"
+        if library.is_file():
+            return library
+    return None

@@ -1,0 +1,162 @@
+"""The wheel holds everything that pi2 needs at run time, inside the package, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Set
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("backends", "plans", "schemas")
+MAX_WHEEL_BYTES = 25 << 20
+
+pytestmark = pytest.mark.slow
+
+
+def build(kind: str, tree: Path, output: Path) -> Path:
+    """Build the ``wheel`` or ``sdist`` of ``tree`` with the setuptools that is here, offline."""
+    script = f"import sys, setuptools.build_meta as b; print(b.build_{kind}(sys.argv[1]))"
+    output.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(output)],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return output / done.stdout.splitlines()[-1]
+
+
+def list_files(folder: Path) -> set[str]:
+    """Files below ``folder`` that belong to the repository, relative to it."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, as a clean clone has them."""
+    copy = tmp_path_factory.mktemp("packaging") / "tree"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, copy)
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("pi2", *LINKED):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    return build("wheel", tree, tree.parent / "wheel")
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> Set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder with the wheel's contents, as site-packages would have them."""
+    folder = wheel.parent / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run_installed(
+    installed: Path, folder: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the installed package from ``folder``, which is not the repository."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from pi2.cli.main import main; main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script, str(installed), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_package_links_to_the_folder_of_the_repository(name: str) -> None:
+    link = ROOT / "pi2" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", name)
+
+
+def test_nothing_but_pi2_goes_into_site_packages(names: Set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pi2"}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_wheel_holds_the_folders_of_the_repository(names: Set[str], name: str) -> None:
+    wanted = {f"pi2/{name}/{file}" for file in list_files(ROOT / name)}
+    assert wanted <= names, f"not in the wheel: {sorted(wanted - names)}"
+
+
+def test_wheel_holds_modules_types_and_licence(names: Set[str]) -> None:
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "pi2").rglob("*.py")
+        if path.relative_to(ROOT / "pi2").parts[0] not in LINKED
+    }
+    assert modules <= names
+    assert "pi2/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert any(name.endswith("licenses/NOTICE") for name in names)
+
+
+def test_wheel_is_small_enough_to_pass_around(wheel: Path) -> None:
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+
+
+def test_wheel_from_the_sdist_is_the_same(tree: Path, names: Set[str]) -> None:
+    sdist = build("sdist", tree, tree.parent / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tree.parent / "unpacked", filter="data")
+    (unpacked,) = (tree.parent / "unpacked").iterdir()
+    again = build("wheel", unpacked, tree.parent / "wheel-again")
+    with zipfile.ZipFile(again) as archive:
+        assert set(archive.namelist()) == names
+
+
+def test_installed_package_finds_its_plans_from_any_folder(installed: Path, tmp_path: Path) -> None:
+    demo = installed / "pi2/plans/demo.plan.toml"
+    done = run_installed(installed, tmp_path, "validate", str(demo))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_installed_package_does_not_borrow_from_the_repository(
+    installed: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import pi2, pi2.backends.protocol as p;"
+        "print(pi2.__file__, p.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(installed)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [
+        str(installed / "pi2/__init__.py"),
+        str(installed / "pi2/backends/protocol.py"),
+    ]

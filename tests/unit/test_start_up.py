@@ -1,0 +1,88 @@
+"""Commands that only read plans start fast, because they leave heavy libraries alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "plans/demo.plan.toml"
+HEAVY = ("jinja2", "numpy", "pyarrow", "rich", "structlog", "tokenizers", "tvm", "tvm_ffi")
+
+RUN_AND_LIST = """
+import json, sys
+from pi2.cli.main import main
+sys.argv[0] = "pi2"
+code = 0
+try:
+    main()
+except SystemExit as end:
+    code = end.code or 0
+json.dump({"code": code, "modules": sorted(sys.modules)}, sys.stderr)
+"""
+
+
+def run_command(*arguments: str) -> tuple[int, set[str]]:
+    """Run ``pi2`` in a process of its own; return its exit code and the modules it imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_AND_LIST, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stderr.splitlines()[-1])
+    return report["code"], set(report["modules"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("run", "--help"),
+        ("validate", str(DEMO)),
+        ("show", str(DEMO)),
+    ],
+    ids=" ".join,
+)
+def test_reading_plans_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    code, modules = run_command(*arguments)
+    assert code == 0
+    assert "pi2.cli.main" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_doctor_does_not_import_tvm() -> None:
+    _, modules = run_command("doctor", "--json")
+    assert "pi2.checkup" in modules
+    assert [name for name in ("tvm", "tvm_ffi") if name in modules] == []
+
+
+def test_package_itself_is_light() -> None:
+    script = "import sys, pi2; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    modules = set(done.stdout.split())
+    assert [name for name in (*HEAVY, "pydantic", "click") if name in modules] == []
+
+
+def test_python_reports_no_heavy_import_for_validate() -> None:
+    """The check that the design states: ``python -X importtime -m pi2 validate``."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "pi2", "validate", str(DEMO)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pydantic" in imported
+    assert imported.isdisjoint({"tvm", "numpy", "pyarrow"})
