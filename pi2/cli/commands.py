@@ -1,0 +1,96 @@
+"""The commands of ``pi2``: modules of this folder with a ``command``, imported when called.
+
+``pi2 --help`` reads the first line of each module's docstring and imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+_FOLDER = Path(__file__).parent
+_COMMAND = re.compile(r"^(?:def command\(|command(?:: [\w.]+)? = )", re.MULTILINE)
+_SUMMARY = re.compile(r'\A"""(?P<line>[^\n"]+)')
+
+
+def list_commands() -> dict[str, str]:
+    """Help lines of the commands by name."""
+    found = {}
+    for path in sorted(_FOLDER.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if _COMMAND.search(text) is not None:
+            summary = _SUMMARY.match(text)
+            found[path.stem.replace("_", "-")] = summary["line"].rstrip(".") if summary else ""
+    return found
+
+
+class PipeClosed(Exception):
+    """Nobody reads the standard output any more."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules, found by file name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(list_commands())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in list_commands():
+            return None
+        module = importlib.import_module(f"pi2.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        if not any(item.name == "verbose" for item in command.params):
+            command.params.append(make_verbose_option())
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            ctx.fail(describe_unknown(name))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(list_commands().items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        # click would end the process with 1, which means findings here.
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise PipeClosed from error
+
+
+def describe_unknown(name: str) -> str:
+    """What to say of a command that does not exist."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list_commands(), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    if not near and name.endswith(".plan.toml"):
+        hint = f" To run a plan, write `pi2 run {name}`."
+    return f"There is no command {name!r}.{hint}"
+
+
+def make_verbose_option() -> click.Option:
+    """``-v``: say what happens."""
+    return click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        expose_value=False,
+        callback=_set_verbosity,
+        help="Say what happens; twice for every detail.",
+    )
+
+
+def _set_verbosity(ctx: click.Context, option: click.Parameter, count: int) -> None:
+    if count:
+        from pi2.logging import configure_logging
+
+        configure_logging(count)

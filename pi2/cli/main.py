@@ -1,0 +1,119 @@
+"""The program ``pi2``: exit codes, and what is printed when something goes wrong.
+
+Exit codes: 0 fine, 1 findings, 2 cannot run (usage, unreadable file, this machine), 3 a bug of
+pi2, 130 interrupted, 141 nobody reads the output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+# pydantic would look through all installed packages for plugins, 0.03 s.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+import click
+
+from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
+from pi2.diagnostics import UserError
+
+CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
+
+EPILOG = (
+    "Exit codes: 0 fine, 1 findings, 2 cannot run, 3 a bug of pi2, 130 interrupted.  "
+    "PLAN is the path of a *.plan.toml file."
+)
+
+
+def _print_version(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from pi2.cli.crash import find_version
+
+        click.echo(f"pi2 {find_version('pi2')}")
+        ctx.exit()
+
+
+group = LazyGroup(
+    "pi2",
+    help="Run large language models that do not fit into memory, from plan files.",
+    epilog=EPILOG,
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the version.",
+        ),
+        make_verbose_option(),
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main() -> NoReturn:
+    """Run the command line and end the process."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file name or a terminal without UTF-8 is no reason to fail.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = PIPE_CLOSED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == PIPE_CLOSED:
+        # Python flushes stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return the exit code."""
+    try:
+        result = group.main(list(arguments), prog_name="pi2", standalone_mode=False)
+        return result if type(result) is int else 0
+    except UserError as error:
+        print_user_error(error)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return CANNOT_RUN
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except PipeClosed:
+        return PIPE_CLOSED
+    except MemoryError:
+        print("error[P690]: this machine has not enough free memory", file=sys.stderr)
+        return CANNOT_RUN
+    except Exception as error:
+        from pi2.cli.crash import report_crash
+
+        report_crash(error, next((item for item in arguments if item[:1] != "-"), ""))
+        return BUG
+
+
+def print_user_error(error: UserError) -> None:
+    """Show the user's mistakes on stderr."""
+    from pi2.diagnostics import render
+
+    colour = wants_colour(sys.stderr)
+    text = render.full(error.diagnostics, colour=colour, sources=error.sources)
+    sys.stderr.write(text)
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Colours are for terminals only, and not for those who set NO_COLOR."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Check plans, devices and models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pi2.cli.main import wants_colour
+from pi2.diagnostics import Diagnostic
+from pi2.diagnostics.render import find_renderer, list_formats
+
+
+@click.command("validate")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--output-format",
+    type=click.Choice(list_formats()),
+    default="full",
+    show_default=True,
+    help="How findings are written.",
+)
+def command(files: tuple[str, ...], output_format: str) -> int:
+    """Check plans, devices and models.
+
+    FILE is a *.plan.toml, *.device.toml or *.model.toml; a plan is checked together with the
+    device and the model that it names.  Findings go to standard output, a summary to standard
+    error.  Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
+    """
+    from pi2.plan.check import check_file
+    from pi2.plan.source import CANNOT_READ, display_path
+
+    found: dict[Diagnostic, None] = {}
+    sources: dict[str, str] = {}
+    for file in files:
+        path = Path(file)
+        report = check_file(path, name=display_path(path))
+        found.update(dict.fromkeys(report.diagnostics))
+        sources.update(report.sources)
+    diagnostics = tuple(found)
+    render = find_renderer(output_format)
+    colour = wants_colour(sys.stdout)
+    sys.stdout.write(render(diagnostics, colour=colour, sources=sources))
+    sys.stdout.flush()
+    if diagnostics and output_format == "full":
+        click.echo(err=True)
+    click.echo(summarise(len(files), diagnostics), err=True)
+    if any(item.code in CANNOT_READ for item in diagnostics):
+        return 2
+    return 1 if any(item.severity == "error" for item in diagnostics) else 0
+
+
+def summarise(files: int, diagnostics: Sequence[Diagnostic]) -> str:
+    """One line: ``3 files, 1 error``."""
+    parts = [_count(files, "file")]
+    for severity in ("error", "warning", "note"):
+        number = sum(item.severity == severity for item in diagnostics)
+        if number:
+            parts.append(_count(number, severity))
+    if len(parts) == 1:
+        parts.append("no findings")
+    return ", ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
