@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model
-from pi2.plan.packing import dequantize
+from pi2.plan.packing import dequantize, unpack_bundles
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 NAME = "reference"
@@ -90,25 +90,6 @@ class ReferenceExecutor:
     def _layer(self, layer: int, kind: str) -> _F32:
         return self._matrix(name_layer_tensor(layer, kind))
 
-    def _neurons(self, bundles: npt.NDArray[np.uint8]) -> list[_F32]:
-        """Gate, up and down [n, hidden] of ``bundles`` [n, stride]."""
-        layout = self._request.bundle
-        weight_bytes = layout.parts[0].scales_offset - layout.parts[0].weights_offset
-        vectors = []
-        for part in layout.parts:
-            weights = bundles[:, part.weights_offset : part.weights_offset + weight_bytes]
-            scales = None
-            if layout.precision != "fp16":
-                groups = layout.hidden // 32
-                raw = bundles[:, part.scales_offset : part.scales_offset + 2 * groups]
-                scales = np.ascontiguousarray(raw).view(np.float16)
-            vectors.append(
-                dequantize(
-                    np.ascontiguousarray(weights), scales, layout.hidden, layout.precision
-                )
-            )
-        return vectors
-
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
         tensor = self._request.tensors[EMBEDDING]
         assert tensor.precision is not None
@@ -169,13 +150,13 @@ class ReferenceExecutor:
     def add_neurons(
         self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
     ) -> None:
-        gate, up, down = self._neurons(arena[slots])
+        gate, up, down = unpack_bundles(arena[slots], self._request.bundle)
         active = activate(self._model, self._u @ gate.T, self._u @ up.T)
         self._active += int(np.count_nonzero(active))
         self._y = self._y + active @ down
 
     def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
-        gate, up, down = self._neurons(bundles)
+        gate, up, down = unpack_bundles(bundles, self._request.bundle)
         self._y = self._y + activate(self._model, self._u @ gate.T, self._u @ up.T) @ down
 
     def end_ffn(self, layer: int) -> None:

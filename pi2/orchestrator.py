@@ -24,8 +24,10 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader
 from pi2.plan.device import Unit
+from pi2.plan.layout import scale_bytes, weight_bytes
+from pi2.plan.packing import slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
-from pi2.plan.sizes import STAGING_BUNDLES
+from pi2.plan.sizes import STAGED_NEURONS
 from pi2.store.reader import NeuronStore
 
 U8 = npt.NDArray[np.uint8]
@@ -63,7 +65,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             cleanup.callback(store.close)
             check_bundles(resolved, store)
             tokenizer = read_tokenizer(store.tokenizer_path)
-        budget = Budget(resolved.plan.memory.segments.model_dump(mode="python"))
+        budget = Budget(dict(resolved.plan.memory.segments))
         cache = allocate_cache(resolved, budget)
         request = describe_build(resolved, unit, machine, store, budget, progress)
         obstacles = backend.find_obstacles(request.features, request.architecture)
@@ -219,18 +221,17 @@ def allocate_gate_rows(
 ) -> tuple[U8, npt.NDArray[np.float16] | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
     bundle, neurons = resolved.bundle, resolved.model.shape.ffn
-    gate, up = bundle.parts[0], bundle.parts[1]
-    weights = budget.allocate("predictor", neurons * (gate.scales_offset - gate.weights_offset))
-    scale_bytes = up.weights_offset - gate.scales_offset
-    if scale_bytes == 0:
+    weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))
+    size = scale_bytes(bundle.hidden, bundle.precision)
+    if size == 0:
         return weights.reshape(neurons, -1), None
-    scales = budget.allocate("predictor", neurons * scale_bytes)
+    scales = budget.allocate("predictor", neurons * size)
     return weights.reshape(neurons, -1), scales.view(np.float16).reshape(neurons, -1)
 
 
 def allocate_staging(resolved: ResolvedPlan, budget: Budget) -> U8:
     """Two buffers [2, n, stride] for neurons that stream from flash."""
-    count = min(resolved.model.shape.ffn, STAGING_BUNDLES)
+    count = min(resolved.model.shape.ffn, STAGED_NEURONS)
     stride = resolved.bundle.stride
     return budget.allocate("workspace", 2 * count * stride).reshape(2, count, stride)
 
@@ -275,18 +276,14 @@ def load_neurons(
             reader.start_run(layer, 0, hot).result()
         if request.gate_rows is not None:
             weights, scales = request.gate_rows[layer]
-            gate = request.bundle.parts[0]
             size = staging.shape[1]
             for first in range(0, cache.neurons, size):
                 piece = staging[0, : min(size, cache.neurons - first)]
                 reader.start_run(layer, first, piece).result()
                 rows = slice(first, first + len(piece))
-                end = gate.weights_offset + weights.shape[1]
-                weights[rows] = piece[:, gate.weights_offset : end]
+                weights[rows], piece_scales = slice_part(piece, request.bundle, 0)
                 if scales is not None:
-                    end = gate.scales_offset + 2 * scales.shape[1]
-                    raw = np.ascontiguousarray(piece[:, gate.scales_offset : end])
-                    scales[rows] = raw.view(np.float16)
+                    scales[rows] = piece_scales
         progress("loading neurons", (layer + 1) / layers)
 
 

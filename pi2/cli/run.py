@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi2.diagnostics import UserError
-from pi2.plan.overrides import parse_overrides
+from pi2.plan.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.engine.generation import GenerationResult
@@ -50,7 +50,7 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
-    overrides = parse_overrides(settings)
+    overrides = parse_assignments(settings)
     text = read_prompt(prompt, prompt_file)
     with ProgressBar() as progress:
         model = load(plan, set=overrides, progress=progress)

@@ -1,0 +1,34 @@
+"""Every shipped plan runs through the whole engine with the null backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pi2
+
+PLANS = Path(__file__).parents[2] / "plans"
+SHIPPED = sorted(PLANS.rglob("*.plan.toml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(PLANS)))
+def test_a_shipped_plan_runs_dry(path: Path) -> None:
+    nothing = {"backends": {"cpu": "null", "gpu": "null", "npu": "null"}}
+    with pi2.load(path, set=nothing) as model:
+        shape = model.plan.model.shape
+        prompt = [1] * 8
+        assert model.logits(prompt).shape == (8, shape.vocab)
+        loaded = model.stats
+        assert model.logits([1, 2, 3], mode="decode").shape == (3, shape.vocab)
+        done = model.stats - loaded
+        if model.plan.plan.decode.predictor == "none":
+            assert done.flash_read_bytes > 0 or all(layer.hot == 1 for layer in model.plan.layers)
+        else:
+            assert done.possible_neurons == 3 * shape.layers * shape.ffn
+            assert done.cache_hits + done.cache_misses == done.predicted_neurons
+            assert done.flash_read_bytes == done.cache_misses * model.plan.bundle.stride
+
+
+def test_there_are_shipped_plans() -> None:
+    assert len(SHIPPED) >= 1

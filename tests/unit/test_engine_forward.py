@@ -1,0 +1,190 @@
+"""The engine with the reference backend, against a plain transformer written in ten lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from tests.helpers.models import TinyModel, make_tiny
+from tests.helpers.plans import write_plan
+
+FP16 = {
+    "quantization": {
+        "ffn": "fp16",
+        "attention": "fp16",
+        "embedding": "fp16",
+        "head": "fp16",
+        "predictor": "fp16",
+    }
+}
+KV_ROUNDING = 2e-4
+"""A difference of float32 rounding can move a key or value to the next fp16 number (5e-4 of it)."""
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 288, 21)]
+
+
+def activate(tiny: TinyModel, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    match tiny.model.ffn.activation:
+        case "drelu":
+            return np.maximum(gate, 0) * np.maximum(up, 0)
+        case "relu":
+            return np.maximum(gate, 0) * up
+        case "relu2":
+            return np.maximum(gate, 0) ** 2 * up
+        case "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        case "fatrelu":
+            return gate * (gate > tiny.model.ffn.threshold) * up
+
+
+def run_plain(tiny: TinyModel, tokens: list[int]) -> np.ndarray:
+    """Logits [tokens, vocab] in float64, from the checkpoint's weights, all at once."""
+    model, names = tiny.model, tiny.model.tensors
+    shape = model.shape
+    weights = {
+        name: value.astype(np.float16).astype(np.float64) if value.ndim == 2 else value
+        for name, value in tiny.weights.items()
+    }
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm.epsilon) * weight
+
+    def rope(x: np.ndarray) -> np.ndarray:
+        half = shape.head_dim // 2
+        angle = np.outer(np.arange(len(x)), model.rope.theta ** (-np.arange(half) / half))
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = weights[names.embedding][tokens]
+    for layer in range(shape.layers):
+
+        def get(name: str, layer: int = layer) -> np.ndarray:
+            return weights[getattr(names, name).format(layer=layer)]
+
+        u = norm(x, get("attention_norm"))
+        q, k, v = (u @ get(name).T for name in ("query", "key", "value"))
+        if model.attention.qkv_bias:
+            q, k, v = q + get("query_bias"), k + get("key_bias"), v + get("value_bias")
+        q = rope(q.reshape(len(x), shape.heads, -1))
+        k = rope(k.reshape(len(x), shape.kv_heads, -1))
+        group = shape.heads // shape.kv_heads
+        # The cache keeps keys and values as fp16.
+        k, v = (a.reshape(len(x), shape.kv_heads, -1).astype(np.float16) for a in (k, v))
+        k, v = (np.repeat(a.astype(np.float64), group, 1) for a in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(shape.head_dim)
+        distance = np.arange(len(x))[:, None] - np.arange(len(x))
+        hidden = (distance < 0) | (distance >= (model.attention.sliding_window or len(x)))
+        scores = np.exp(np.where(hidden, -np.inf, scores))
+        mixed = np.einsum("hts,shd->thd", scores / scores.sum(-1, keepdims=True), v)
+        x = x + mixed.reshape(len(x), -1) @ get("output").T
+        u = norm(x, get("ffn_norm"))
+        x = x + activate(tiny, u @ get("gate").T, u @ get("up").T) @ get("down").T
+    head = names.embedding if model.tied_head else names.head
+    return norm(x, weights[names.final_norm]) @ weights[head].T
+
+
+def compute_error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "drelu": {},
+    "relu, untied head, qkv bias": {
+        "ffn": {"activation": "relu"},
+        "tied_head": False,
+        "attention": {"qkv_bias": True},
+    },
+    "fatrelu, window": {
+        "ffn": {"activation": "fatrelu", "threshold": 0.3},
+        "attention": {"sliding_window": 5},
+    },
+    "relu2, no grouping": {"ffn": {"activation": "relu2"}, "shape": {"kv_heads": 4}},
+    "silu, one key head": {"ffn": {"activation": "silu"}, "shape": {"kv_heads": 1}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prefill_and_decode_agree_with_a_plain_transformer(tmp_path: Path, name: str) -> None:
+    tiny = make_tiny(tmp_path, {**FP16, **VARIANTS[name]})
+    plan = write_plan(tmp_path, tiny)
+    expected = run_plain(tiny, TOKENS)
+    lossless = ["none"] if tiny.model.ffn.activation == "silu" else ["none", "gate"]
+    for predictor in lossless:
+        with pi2.load(plan, set={"decode.predictor": predictor}) as model:
+            assert compute_error(model.logits(TOKENS), expected) < KV_ROUNDING
+            assert compute_error(model.logits(TOKENS, mode="decode"), expected) < KV_ROUNDING
+
+
+def test_a_predictor_that_names_every_neuron_changes_nothing(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "low-rank", "threshold": -1e9}})
+    with pi2.load(plan) as model:
+        # 84 cold neurons a layer go through a cache of 64 in waves.
+        assert compute_error(model.logits(TOKENS, mode="decode"), run_plain(tiny, TOKENS)) < KV_ROUNDING
+        assert model.stats.cache_evictions > 0
+
+
+def test_a_predictor_that_names_no_neuron_leaves_out_the_ffn(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "low-rank", "threshold": 1e9}})
+    for name in list(tiny.weights):
+        if "down_proj" in name:
+            tiny.weights[name][:] = 0  # type: ignore[index]
+    with pi2.load(plan) as model:
+        assert compute_error(model.logits(TOKENS, mode="decode"), run_plain(tiny, TOKENS)) < KV_ROUNDING
+        assert model.stats.predicted_neurons == 0
+
+
+def test_chunks_of_any_size_give_the_same_logits(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    plan = write_plan(tmp_path, tiny)
+    results = []
+    for chunk in (1, 5, 21, 64):
+        with pi2.load(plan, set={"prefill.chunk": chunk}) as model:
+            results.append(model.logits(TOKENS))
+    for result in results[1:]:
+        assert compute_error(result, results[0]) < KV_ROUNDING
+
+
+def test_int4_reads_the_same_neurons_from_memory_and_from_flash(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    with pi2.load(plan, set={"layers.hot": 1.0}) as model:
+        resident = model.logits(TOKENS, mode="decode")
+        assert model.stats.cache_misses == 0
+    with pi2.load(plan, set={"layers.hot": 0.0}) as model:
+        streamed = model.logits(TOKENS, mode="decode")
+        assert model.stats.cache_misses > 0
+    assert compute_error(streamed, resident) < KV_ROUNDING
+
+
+def test_the_same_seed_gives_the_same_text(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(plan) as model:
+        texts = [
+            model.generate("abc", max_tokens=12, temperature=1.0, seed=3).result.token_ids
+            for _ in range(2)
+        ]
+        assert texts[0] == texts[1]
+        pieces = model.generate("abc", max_tokens=12, temperature=1.0, seed=3)
+        assert "".join(pieces) == pieces.result.text
+
+
+def test_a_generation_ends_when_the_context_is_full(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"kv": {"context": 16}})
+    with pi2.load(plan) as model:
+        result = model.generate("0123456789", max_tokens=99, ignore_eos=True).result
+        assert result.finish_reason == "context"
+        assert result.prompt_tokens + len(result.token_ids) == 17
+        with pytest.raises(pi2.UserError, match="P601"):
+            model.generate("x" * 16)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [288], [-1]])
+def test_impossible_prompts_are_diagnostics(tmp_path: Path, prompt: str | list[int]) -> None:
+    tiny = make_tiny(tmp_path, {"tokenizer": {"add_bos": False}})
+    with pi2.load(write_plan(tmp_path, tiny)) as model, pytest.raises(pi2.UserError, match="P60"):
+        model.generate(prompt)
