@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pi2.plan.documents import Count, Document, Identifier, Origin, Table
+from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
 from pi2.plan.quantities import Bytes, BytesPerSecond, Hertz, Seconds, Watts
 
 IsaFeature = Literal[
@@ -41,6 +41,13 @@ class PowerFigure(Origin):
     """The power, for example ``"5.1 W"``."""
 
 
+class ShareFigure(Origin):
+    """A part of a whole and where it is known from."""
+
+    value: Share
+    """The part, from 0 to 1."""
+
+
 class ComputeFigure(Origin):
     """An arithmetic rate and where it comes from."""
 
@@ -63,6 +70,19 @@ class CpuCluster(Table):
     """Micro-architecture, for example ``"cortex-x4"``; chooses the compiler's schedule."""
 
 
+class Memory(Table):
+    """Main memory, or the memory of a graphics card."""
+
+    capacity: Bytes | None = None
+    """Installed memory; absent means *ask the machine*."""
+    usable: Bytes | None = None
+    """What the system leaves to one process, if less."""
+    read_bandwidth: RateFigure | None = None
+    """Rate that all units reach together."""
+    peak_bandwidth: RateFigure | None = None
+    """Rate of the memory's interface, which no program reaches."""
+
+
 class Unit(Table):
     """A compute unit: what a plan gives work to."""
 
@@ -80,21 +100,12 @@ class Unit(Table):
     """Kinds of cores of a CPU; empty means *ask the machine*."""
     read_bandwidth: RateFigure | None = None
     """Rate at which the whole unit reads main memory."""
+    memory: Memory | None = None
+    """Memory of its own, such as a graphics card's; absent means that it uses main memory."""
     compute: tuple[ComputeFigure, ...] = ()
     """Arithmetic rates by operand type."""
     power: PowerFigure | None = None
     """Power drawn while the unit works."""
-
-
-class Memory(Table):
-    """Main memory."""
-
-    capacity: Bytes | None = None
-    """Installed memory; absent means *ask the machine*."""
-    usable: Bytes | None = None
-    """What the system leaves to one process, if less."""
-    read_bandwidth: RateFigure | None = None
-    """Rate that all units reach together."""
 
 
 class ReadFigure(Origin):
@@ -129,6 +140,8 @@ class Storage(Table):
     """Number of command queues."""
     latency: Seconds | None = None
     """Time of one small read in an idle queue."""
+    reader_penalty: ShareFigure | None = None
+    """Part of the read rate that is lost where several cores issue reads instead of one."""
     reads: tuple[ReadFigure, ...] = ()
     """Measured or published read rates."""
 
@@ -144,3 +157,5 @@ class Device(Document):
     """Main memory."""
     storage: Storage = Storage()
     """Flash or disk."""
+    power: PowerFigure | None = None
+    """Power of the whole device while all of its units work."""

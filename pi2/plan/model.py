@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ class Shape(Table):
     hidden: Count
     """Width of the residual stream."""
     ffn: Count
-    """FFN neurons per layer."""
+    """FFN neurons per layer; in a mixture of experts, of one expert."""
     heads: Count
     """Query heads."""
     kv_heads: Count
@@ -81,6 +81,21 @@ class Ffn(Table):
     """Activations at or below it are zero (``fatrelu``)."""
 
 
+class Moe(Table):
+    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
+
+    experts: Annotated[int, Field(ge=2, le=4096)]
+    """FFNs of a layer, each of ``shape.ffn`` neurons."""
+    active_experts: Count
+    """How many of them compute a token."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's scores into weights."""
+    router_input: Literal["ffn", "layer"] = "ffn"
+    """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
+    normalise_weights: bool = True
+    """Whether the weights of the active experts are scaled to add up to 1."""
+
+
 class Tokenizer(Table):
     """How text becomes tokens."""
 
@@ -110,7 +125,8 @@ class Quantization(Table):
 
 
 class Tensors(Table):
-    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number."""
+    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number and, in a
+    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names."""
 
     embedding: str = "model.embed_tokens.weight"
     attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
@@ -127,6 +143,7 @@ class Tensors(Table):
     down: str = "model.layers.{layer}.mlp.down_proj.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
     predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
     predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
     predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
@@ -147,7 +164,7 @@ class Sparsity(Origin):
     """What is known of the FFN's activations."""
 
     active: Share
-    """Mean share of neurons that a token activates."""
+    """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
     skew: Share | None = None
     """Share of a layer's neurons that make 80 % of its activations."""
 
@@ -169,6 +186,8 @@ class Model(Document):
     """Attention."""
     ffn: Ffn
     """Feed-forward network."""
+    moe: Moe | None = None
+    """Mixture of experts; absent means one FFN per layer."""
     tied_head: bool = False
     """Whether the head is the embedding table."""
     tokenizer: Tokenizer = Tokenizer()
@@ -181,3 +200,8 @@ class Model(Document):
     """Activation predictors, if the model has them."""
     sparsity: Sparsity | None = None
     """Activation statistics."""
+
+    @property
+    def layer_neurons(self) -> int:
+        """FFN neurons of a layer, those of all experts together."""
+        return self.shape.ffn * (self.moe.experts if self.moe is not None else 1)
