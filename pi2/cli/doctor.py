@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.main import wants_colour
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -18,13 +21,12 @@ if TYPE_CHECKING:
     from pi2.machine import Machine, Storage
     from pi2.machine.software import OpenCl, Tvm
 
-LABEL_COLUMNS = 12
 MAX_COLUMNS = 100
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(as_json: bool) -> None:
+def command(as_json: bool) -> int:
     """Say what this machine has and which shipped plans can run on it.
 
     Exits with 1 if none of them can.
@@ -35,26 +37,16 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(describe_checkup(checkup), indent=2))
     else:
-        click.echo("\n".join(write_checkup(checkup)))
-    if not any(plan.runs for plan in checkup.plans):
-        sys.exit(1)
+        click.echo("\n".join(write_checkup(checkup)), color=wants_colour(sys.stdout))
+    return 0 if any(plan.runs for plan in checkup.plans) else 1
 
 
 def describe_checkup(checkup: Checkup) -> dict[str, Any]:
     """The checkup for machines."""
-    import dataclasses
-
-    described = dataclasses.asdict(checkup)
-    described["plans"] = [
-        {"name": plan.name, "runs": plan.runs, "findings": [vars_of(f) for f in plan.findings]}
-        for plan in checkup.plans
-    ]
-    return _simplify(described)
-
-
-def vars_of(finding: Any) -> dict[str, Any]:
-    """What a reader of a plan's verdict needs of a diagnostic."""
-    return {name: getattr(finding, name) for name in ("code", "severity", "message", "help")}
+    described: dict[str, Any] = _simplify(dataclasses.asdict(checkup))
+    for plan, entry in zip(checkup.plans, described["plans"], strict=True):
+        entry["runs"] = plan.runs
+    return described
 
 
 def write_checkup(checkup: Checkup) -> Iterator[str]:
@@ -75,8 +67,10 @@ def write_checkup(checkup: Checkup) -> Iterator[str]:
     yield from _write(
         "Kernels", f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
     )
+    yield ""
+    yield click.style("Backends", bold=True)
     for name, obstacles in checkup.backends.items():
-        yield from _write(f"  {name}", "; ".join(obstacles) or "can run here")
+        yield from _write(f"  {name}", "; ".join(obstacles) or "can run here", indent=14)
     yield ""
     yield click.style("Plans that come with pi2", bold=True)
     for plan in checkup.plans:
@@ -175,13 +169,13 @@ def describe_opencl(opencl: OpenCl) -> str:
     return f"{opencl.loader}, drivers: {', '.join(opencl.drivers) or 'none'}"
 
 
-def _write(label: str, *lines: str) -> Iterator[str]:
+def _write(label: str, *lines: str, indent: int = 12) -> Iterator[str]:
     """A label, and what belongs to it beside it."""
     for number, line in enumerate(lines):
-        wrapped = list(_wrap(line, LABEL_COLUMNS))
+        wrapped = _wrap(line, indent)
         if number == 0:
-            head = click.style(label.ljust(LABEL_COLUMNS), fg="cyan")
-            wrapped[0] = head + wrapped[0][LABEL_COLUMNS:]
+            head = click.style(label.ljust(indent), fg="cyan")
+            wrapped[0] = head + wrapped[0][indent:]
         yield from wrapped
 
 

@@ -44,12 +44,7 @@ class OpenCl:
     loader: Path | None
     """``libOpenCL``, through which programs find drivers."""
     drivers: tuple[str, ...]
-    """Libraries that are registered as drivers."""
-
-    @property
-    def has_pocl(self) -> bool:
-        """Whether PoCL, OpenCL on a processor, is among them."""
-        return any("pocl" in driver for driver in self.drivers)
+    """Libraries that are registered as drivers; PoCL is OpenCL on a processor, for tests."""
 
 
 def detect_tvm() -> Tvm:

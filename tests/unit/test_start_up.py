@@ -59,7 +59,8 @@ def test_reading_plans_imports_nothing_heavy(arguments: tuple[str, ...]) -> None
 
 
 def test_doctor_does_not_import_tvm() -> None:
-    _, modules = run_command("doctor", "--json")
+    code, modules = run_command("doctor", "--json")
+    assert code in (0, 1)
     assert "pi2.checkup" in modules
     assert [name for name in ("tvm", "tvm_ffi") if name in modules] == []
 

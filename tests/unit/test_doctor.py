@@ -1,0 +1,201 @@
+"""`pi2 doctor`: what it finds, how it says it, and what it makes of plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_folder, judge_plan
+from pi2.cli.doctor import command, write_checkup
+from pi2.diagnostics import Diagnostic
+from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
+from pi2.machine.software import OpenCl, Tvm, detect_opencl, detect_tvm, find_programs
+from pi2.machine.storage import DirectReads
+from pi2.plan.references import find_shipped_folder
+
+GIB = 1 << 30
+GOLDEN = Path(__file__).resolve().parents[1] / "golden/doctor.txt"
+PHONE = Machine(
+    system="Linux 5.15",
+    cpu=Cpu(
+        name="Acme SoC",
+        architecture="aarch64",
+        features=frozenset({"neon", "dotprod"}),
+        cores_online=8,
+        cores=6,
+        quota_cores=None,
+        clusters=(
+            CpuCores(cores=1, max_hz=3.3e9, core="cortex-x4"),
+            CpuCores(cores=7, max_hz=2.0e9),
+        ),
+    ),
+    memory=Memory(installed_bytes=12 * GIB, limit_bytes=8 * GIB, available_bytes=3 * GIB),
+)
+CHECKUP = Checkup(
+    pi2_version="9.9",
+    python_version="3.11.2",
+    machine=PHONE,
+    storage=Storage(
+        path=Path("/data"),
+        filesystem="f2fs",
+        device="sda",
+        block_bytes=4096,
+        free_bytes=40 * GIB,
+        direct=DirectReads(works=False, obstacle="the file system refuses O_DIRECT"),
+    ),
+    tvm=Tvm(version=None, ffi_version="0.1.15", ffi_wanted="0.1.14.post0", runtime_library=None),
+    linkers={"ld": None, "gcc": "/usr/bin/gcc"},
+    emulators={"qemu-aarch64": None},
+    opencl=OpenCl(loader=None, drivers=()),
+    kernel_cache=Folder(path=Path("/cache/kernels"), writable=False),
+    backends={"null": (), "cpu": ("TVM is not installed",)},
+    plans=(
+        PlanVerdict(name="demo.plan.toml", findings=()),
+        PlanVerdict(
+            name="acme/big.plan.toml",
+            findings=(Diagnostic(code="P303", message="too big", help="make it smaller"),),
+        ),
+    ),
+)
+
+
+def read(checkup: Checkup) -> str:
+    """The report without colours."""
+    return click.unstyle("\n".join(write_checkup(checkup)))
+
+
+def test_report_for_people() -> None:
+    assert read(CHECKUP) + "\n" == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_report_of_this_machine() -> None:
+    checkup = examine_machine()
+    text = read(checkup)
+    assert checkup.machine.cpu.name in text
+    assert "demo.plan.toml" in text
+    assert checkup.tvm.version is not None
+    assert checkup.tvm.ffi_version == checkup.tvm.ffi_wanted
+    assert checkup.tvm.runtime_library is not None
+    assert set(checkup.backends) >= {"null", "reference", "cpu"}
+
+
+def run_doctor(monkeypatch: pytest.MonkeyPatch, checkup: Checkup, *arguments: str) -> Any:
+    """Run the command with a made-up machine."""
+    monkeypatch.setattr("pi2.checkup.examine_machine", lambda: checkup)
+    return CliRunner().invoke(command, arguments, standalone_mode=False)
+
+
+def test_report_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run_doctor(monkeypatch, CHECKUP, "--json")
+    report = json.loads(done.output)
+    assert report["machine"]["cpu"]["features"] == ["dotprod", "neon"]
+    assert report["machine"]["memory"]["limit_bytes"] == 8 * GIB
+    assert report["storage"]["path"] == "/data"
+    assert [(plan["name"], plan["runs"]) for plan in report["plans"]] == [
+        ("demo.plan.toml", True),
+        ("acme/big.plan.toml", False),
+    ]
+    assert report["plans"][1]["findings"][0]["code"] == "P303"
+
+
+def test_exit_code_says_whether_any_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_doctor(monkeypatch, CHECKUP).return_value == 0
+    none = dataclasses.replace(CHECKUP, plans=CHECKUP.plans[1:])
+    assert run_doctor(monkeypatch, none).return_value == 1
+
+
+def test_no_colours_where_nobody_reads_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b" not in run_doctor(monkeypatch, CHECKUP).output
+
+
+DEMO = find_shipped_folder() / "demo.plan.toml"
+
+
+def judge(machine: Machine, **backends: tuple[str, ...]) -> PlanVerdict:
+    """The demo plan on ``machine``."""
+    return judge_plan(DEMO, DEMO.name, machine, {"cpu": (), **backends})
+
+
+def test_demo_plan_fits_a_phone() -> None:
+    assert [f.code for f in judge(PHONE).findings if f.code != "P501"] == []
+
+
+def test_backend_that_cannot_run_keeps_a_plan_from_running() -> None:
+    verdict = judge(PHONE, cpu=("no linker",))
+    assert not verdict.runs
+    assert "backend 'cpu' cannot run here: no linker" in [f.message for f in verdict.findings]
+
+
+def test_budget_beyond_the_memory_keeps_a_plan_from_running() -> None:
+    memory = Memory(installed_bytes=GIB // 16, limit_bytes=GIB // 16, available_bytes=GIB // 16)
+    verdict = judge(dataclasses.replace(PHONE, memory=memory))
+    assert "P303" in [finding.code for finding in verdict.findings]
+    assert not verdict.runs
+
+
+def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
+    broken = tmp_path / "x.plan.toml"
+    broken.write_text("schema_version = 1\n")
+    verdict = judge_plan(broken, "x", PHONE, {})
+    assert not verdict.runs
+    assert verdict.findings
+
+
+def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
+    plan = tmp_path / "x.plan.toml"
+    text = DEMO.read_text(encoding="utf-8")
+    plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
+    verdict = judge_plan(plan, "x", PHONE, {"cpu": ()})
+    assert [finding.code for finding in verdict.findings] == ["P501"]
+    assert "nowhere" in verdict.findings[0].message
+
+
+def test_plan_that_only_counts_needs_nothing_of_the_machine(tmp_path: Path) -> None:
+    plan = tmp_path / "x.plan.toml"
+    text = DEMO.read_text(encoding="utf-8").replace('cpu = "cpu"', 'cpu = "null"')
+    plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
+    assert judge_plan(plan, "x", PHONE, {"null": ()}).findings == ()
+
+
+def test_folder_that_is_not_there_yet_is_writable_if_it_can_be_made(tmp_path: Path) -> None:
+    assert inspect_folder(tmp_path / "a/b").writable
+    (tmp_path / "file").write_text("")
+    assert not inspect_folder(tmp_path / "file/b").writable
+
+
+def test_tvm_is_found_without_importing_it() -> None:
+    tvm = detect_tvm()
+    assert tvm.version is not None
+    assert tvm.version.startswith("0.27.")
+    assert tvm.runtime_library is not None
+    assert tvm.runtime_library.name.startswith("libtvm_runtime.")
+
+
+def test_programs_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ld", "qemu-aarch64-static"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_programs(("ld", "gcc", "qemu-aarch64")) == {
+        "ld": str(tmp_path / "ld"),
+        "gcc": None,
+        "qemu-aarch64": str(tmp_path / "qemu-aarch64-static"),
+    }
+
+
+def test_opencl_with_pocl(tmp_path: Path) -> None:
+    assert detect_opencl(tmp_path) == OpenCl(loader=None, drivers=())
+    loader = tmp_path / "usr/lib/x86_64-linux-gnu/libOpenCL.so.1"
+    registration = tmp_path / "etc/OpenCL/vendors/pocl.icd"
+    for path, text in ((loader, ""), (registration, "libpocl.so.2\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    opencl = detect_opencl(tmp_path)
+    assert opencl.loader == loader
+    assert opencl.drivers == ("libpocl.so.2",)
