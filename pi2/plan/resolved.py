@@ -87,7 +87,7 @@ def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:
         ResolvedLayer(
             split=MappingProxyType(split),
             hot=hot,
-            hot_neurons=round(hot * model.shape.ffn),
+            hot_neurons=round(hot * model.layer_neurons),
             split_path=split_path,
             hot_path=hot_path,
         )

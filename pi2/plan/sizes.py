@@ -1,8 +1,9 @@
 """Bytes that a plan's segments need, from the model's shape and quantisation.
 
 Pure arithmetic over `pi2.plan.layout`; the engine allocates by the same formulas.  Symbols:
-L layers, d hidden, f FFN neurons of a layer, h query heads, k key and value heads, w head width,
-V vocabulary, C tokens of a prefill chunk, S bytes from one neuron to the next (stride).
+L layers, d hidden, f FFN neurons of a layer, or of an expert where a layer has e of them, h query
+heads, k key and value heads, w head width, V vocabulary, C tokens of a prefill chunk, S bytes from
+one neuron to the next (stride).
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _need_attention(model: Model) -> Need:
     """Dense weights.
 
     embedding V x d; per layer qkv (h + 2k) w x d, output d x h w, two norms of d floats, and
-    (h + 2k) w floats of bias where the model has them; final norm d floats; head V x d if untied.
-    Every tensor is rounded up to 64 bytes.
+    (h + 2k) w floats of bias and a router of e x d floats where the model has them; final norm
+    d floats; head V x d if untied.  Every tensor is rounded up to 64 bytes.
     """
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -85,6 +86,8 @@ def _need_attention(model: Model) -> Need:
     layer += _align(matrix_bytes(shape.hidden, query, precision.attention)) + 2 * norm
     if model.attention.qkv_bias:
         layer += _align(4 * qkv)
+    if model.moe is not None:
+        layer += _align(4 * model.moe.experts * shape.hidden)
     embedding = _align(matrix_bytes(shape.vocab, shape.hidden, precision.embedding))
     head = 0
     if not model.tied_head:
@@ -114,14 +117,14 @@ def _need_kv(plan: Plan, model: Model) -> Need:
 def _need_predictor(plan: Plan, model: Model) -> Need:
     """What finds the active neurons.
 
-    low-rank: per layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and scales of
-    all f gate rows; none: nothing.
+    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and
+    scales of all gate rows; none: nothing.
     """
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
-        layer = _align(shape.ffn * weight_bytes(shape.hidden, precision))
-        layer += _align(shape.ffn * scale_bytes(shape.hidden, precision))
+        layer = _align(model.layer_neurons * weight_bytes(shape.hidden, precision))
+        layer += _align(model.layer_neurons * scale_bytes(shape.hidden, precision))
         return Need(
             shape.layers * layer,
             f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
@@ -130,6 +133,7 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
         precision, rank = model.quantization.predictor, model.predictor.rank
         layer = _align(matrix_bytes(rank, shape.hidden, precision))
         layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
+        layer *= model.layer_neurons // shape.ffn
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
@@ -155,8 +159,10 @@ def _need_cold(resolved: Resolved) -> Need:
     if plan.decode.predictor == "none":
         return Need(0, "predictor is 'none': cold neurons stream through the workspace")
     share = _expect_active(plan, model)
-    wanted = max(MIN_COLD_NEURONS, ceil(share * model.shape.ffn))
-    neurons = max(min(model.shape.ffn - layer.hot_neurons, wanted) for layer in resolved.layers)
+    computed = model.shape.ffn * (model.moe.active_experts if model.moe is not None else 1)
+    wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
+    absent = max(model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    neurons = min(absent, wanted)
     stride = resolved.bundle.stride
     return Need(
         neurons * stride,
@@ -198,9 +204,9 @@ def _need_workspace(resolved: Resolved) -> Need:
 
 
 def count_ffn_bytes(resolved: Resolved) -> int:
-    """Bytes of all neurons in the store: L f S."""
-    shape = resolved.model.shape
-    return shape.layers * shape.ffn * resolved.bundle.stride
+    """Bytes of all neurons in the store: L e f S."""
+    model = resolved.model
+    return model.shape.layers * model.layer_neurons * resolved.bundle.stride
 
 
 def _align(size: int) -> int:
