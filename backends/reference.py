@@ -45,13 +45,13 @@ def activate(model: Model, gate: _F32, up: _F32) -> _F32:
         case "relu2":
             return np.square(np.maximum(gate, 0)) * up
         case "silu":
-            return gate / (1 + np.exp(-gate)) * up
+            return np.asarray(gate / (1 + np.exp(-gate)) * up)
 
 
 def normalize(x: _F32, weight: _F32, epsilon: float) -> _F32:
     """RMSNorm over the last axis: x / sqrt(mean(x^2) + epsilon) * weight."""
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+    return np.asarray(x / np.sqrt(mean_square + np.float32(epsilon)) * weight)
 
 
 def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:

@@ -19,6 +19,7 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel, Parts
 from pi2.fit import find_misfits
+from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -86,6 +87,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             predictor=resolved.plan.decode.predictor,
             threshold=resolved.plan.decode.threshold,
         )
+        report_build(resolved, request, name, cache, reader)
         forward = Forward(
             executor,
             feed_forward,
@@ -285,6 +287,30 @@ def load_neurons(
                 if scales is not None:
                     scales[rows] = piece_scales
         progress("loading neurons", (layer + 1) / layers)
+
+
+def report_build(
+    resolved: ResolvedPlan,
+    request: BuildRequest,
+    backend: str,
+    cache: NeuronCache,
+    reader: FlashReader | NullReader,
+) -> None:
+    """Log what was built."""
+    log = get_logger(plan_digest=resolved.digest[:12])
+    log.info(
+        "model loaded",
+        plan=str(resolved.path),
+        backend=backend,
+        threads=request.threads,
+        architecture=request.architecture,
+        hot_neurons=sum(len(slots) for slots in cache.hot_slots),
+        cold_slots=cache.cold_capacity,
+        neurons=cache.neurons * len(cache.hot_slots),
+        predictor=resolved.plan.decode.predictor,
+    )
+    if reader.fallback is not None:
+        log.warning("neurons are read through the page cache", reason=reader.fallback)
 
 
 def _ignore_progress(label: str, share: float) -> None:

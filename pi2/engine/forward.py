@@ -61,7 +61,8 @@ class Forward:
         """
         self._check_room(1)
         self._run(np.array([token], np.int32), dense=self._feed_forward.decode_is_dense())
-        return self._executor.logits(0)[0]
+        logits: F32 = self._executor.logits(0)[0]
+        return logits
 
     def _check_room(self, count: int) -> None:
         if self.position + count > self._context:

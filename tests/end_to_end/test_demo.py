@@ -1,0 +1,159 @@
+"""The demo plan as a user runs it: the issue's own words, one test each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+
+ROOT = Path(__file__).parents[2]
+PLAN = ROOT / "plans" / "demo.plan.toml"
+PROMPT = "def read_lines(path):\n"
+
+
+def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pi2", "run", *arguments],
+        capture_output=True,
+        text=True,
+        input=text,
+        stdin=subprocess.DEVNULL if text is None else None,
+        timeout=120,
+        check=False,
+    )
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    done = run(str(PLAN), "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_run_reads_neurons_from_flash_and_stays_within_its_budget() -> None:
+    result = run_json("--prompt", "def ", "--seed", "1", "--max-tokens", "200", "--ignore-eos")
+    assert len(result["token_ids"]) == 200
+    assert result["flash_read_generation_bytes"] > 0
+    assert 0 < result["peak_rss_bytes"] <= result["budget_bytes"]
+    assert 0.0 < result["cache_hit_rate"] < 1.0
+    assert result["predicted_share"] < 0.3
+
+
+def test_the_budget_is_smaller_than_the_ffn() -> None:
+    with pi2.load(PLAN) as model:
+        plan = model.plan
+        ffn_bytes = plan.model.shape.layers * plan.model.shape.ffn * plan.bundle.stride
+        segments = plan.plan.memory.segments
+        assert segments.hot + segments.cold < ffn_bytes
+
+
+def test_the_same_command_gives_the_same_text() -> None:
+    arguments = ["--prompt", "def ", "--seed", "1", "--temperature", "0.8"]
+    first, second = run_json(*arguments), run_json(*arguments)
+    assert first["text"] == second["text"]
+    assert first["plan_digest"] == second["plan_digest"]
+
+
+def generate(backend: str, predictor: str, tokens: int = 64) -> tuple[int, ...]:
+    settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
+    with pi2.load(PLAN, set=settings) as model:
+        return model.generate(PROMPT, max_tokens=tokens, ignore_eos=True).result.token_ids
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_exact_modes_agree_token_for_token(backend: str) -> None:
+    assert generate(backend, "none") == generate(backend, "gate")
+
+
+def test_reference_and_cpu_agree_in_text() -> None:
+    assert generate("reference", "low-rank") == generate("cpu", "low-rank")
+
+
+@pytest.mark.parametrize(("predictor", "mode"), [("none", "prefill"), ("gate", "decode")])
+def test_reference_and_cpu_agree_in_logits(predictor: str, mode: Any) -> None:
+    logits = []
+    for backend in ("reference", "cpu"):
+        settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
+        with pi2.load(PLAN, set=settings) as model:
+            ids = model.encode((ROOT / "pi2" / "orchestrator.py").read_text("utf-8"))[:200]
+            logits.append(model.logits(ids, mode=mode))
+    reference, cpu = logits
+    errors = np.linalg.norm(cpu - reference, axis=1) / np.linalg.norm(reference, axis=1)
+    assert errors.max() < 1e-2
+
+
+def test_the_prompt_may_come_from_standard_input_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("class Stack:\n")
+    arguments = [str(PLAN), "--max-tokens", "8"]
+    piped = run(*arguments, text="class Stack:\n")
+    read = run(*arguments, "-f", str(file))
+    given = run(*arguments, "--prompt", "class Stack:\n")
+    assert piped.returncode == read.returncode == given.returncode == 0
+    assert piped.stdout == read.stdout == given.stdout
+    assert "within the budget" in given.stderr
+
+
+def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pi2", "run", str(PLAN), "--prompt", "def ", "--max-tokens", "1000"]
+        + ["--ignore-eos", "--set", 'backends.cpu="reference"'],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # it has begun to write
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    command = f'"{sys.executable}" -m pi2 run "{PLAN}" --prompt x | head -c 1'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_text_is_streamed_as_it_is_made() -> None:
+    with pi2.load(PLAN, set={"backends": {"cpu": "reference"}}) as model:
+        start = time.perf_counter()
+        generation = model.generate(PROMPT, max_tokens=60, ignore_eos=True)
+        next(generation)
+        first = time.perf_counter() - start
+        for _ in generation:
+            pass
+        assert first < (time.perf_counter() - start) / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--prompt", "x" * 9000], 2, "P601"),
+        (["--prompt", ""], 2, "P603"),
+        (["--prompt", "x", "--temperature", "-1"], 2, "P604"),
+        (["--prompt", "x", "--set", "store=nowhere"], 2, "P501"),
+        (["--prompt", "x", "--set", 'memory.segments.workspace="64 KiB"'], 1, "workspace"),
+        (["--prompt", "x", "--set", 'memory.budget="8 MiB"'], 1, "budget"),
+        (["--prompt", "x", "--set", "decode.predictr=gate"], 1, "decode.predictor"),
+        (["--prompt", "x", "-f", "x"], 2, "not both"),
+        (["-f", os.devnull], 2, "P603"),
+        (["-f", str(ROOT)], 2, "P607"),
+    ],
+)
+def test_a_mistake_is_a_diagnostic(arguments: list[str], code: int, words: str) -> None:
+    done = run(str(PLAN), *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
