@@ -9,14 +9,18 @@ from typing import Any
 
 from pi2.plan.model import Model
 
+_PARTS = ("shape", "norm", "rope", "attention", "ffn", "moe", "tied_head", "quantization")
+
 
 def describe_weights(model: Model) -> dict[str, Any]:
-    """Return those parts as plain JSON values: shape, operators, precisions, predictor rank."""
-    parts = model.model_dump(
-        mode="json",
-        include={"shape", "norm", "rope", "attention", "ffn", "tied_head", "quantization"},
-    )
-    parts["predictor"] = None if model.predictor is None else {"rank": model.predictor.rank}
+    """Return those parts as plain JSON values: shape, operators, precisions, predictor rank.
+
+    What is absent from the document is left out, so that an option which a later pi2 adds does
+    not change the digest of models that do not use it.
+    """
+    parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
+    if model.predictor is not None:
+        parts["predictor"] = {"rank": model.predictor.rank}
     return parts
 
 

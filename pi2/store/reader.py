@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.layout import GROUP, BundleLayout
-from pi2.plan.model import Model
+from pi2.plan.model import Model, Tokenizer
 from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -77,10 +77,12 @@ class StoredLayer:
 class NeuronStore:
     """An open store.  Arrays stay valid as long as somebody refers to them."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, tokenizer_file: str) -> None:
         """Use `NeuronStore.open`."""
         self.path = path
         self.manifest = manifest
+        self.tokenizer_path = path / tokenizer_file
+        """File of the tokenizer; a synthetic store may have none."""
         self.bundle: BundleLayout = manifest.bundle.layout
         self.layers: tuple[StoredLayer, ...] = tuple(
             StoredLayer(path, _find(manifest, name_layer_file(layer)), self.bundle.stride)
@@ -99,7 +101,8 @@ class NeuronStore:
         if model is not None:
             _check_model(folder, manifest, model)
         _check_files(folder, manifest)
-        return cls(folder, manifest)
+        tokenizer = model.tokenizer if model is not None else Tokenizer()
+        return cls(folder, manifest, tokenizer.file)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -109,11 +112,6 @@ class NeuronStore:
         return MappingProxyType(
             {tensor.name: _view_tensor(content, tensor) for tensor in self.manifest.tensors}
         )
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """File of the tokenizer; it may be missing from a synthetic store."""
-        return self.path / "tokenizer.json"
 
     def close(self) -> None:
         """Let go of the mappings; they end when the last array does."""

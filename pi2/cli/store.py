@@ -1,0 +1,138 @@
+"""Look into a neuron store, or check its files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pi2.store.manifest import Manifest
+
+MIB = 1024 * 1024
+
+
+@click.group("store")
+def command() -> None:
+    """Look into a neuron store, or check its files."""
+
+
+@command.command("info")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
+def show_info(path: Path, as_json: bool) -> None:
+    """Say what the neuron store at PATH holds.
+
+    Reads the manifest alone and compares the sizes of files; `pi2 store verify` reads them.
+    """
+    from pi2.store.reader import NeuronStore
+
+    with NeuronStore.open(path) as store:
+        if as_json:
+            click.echo(json.dumps(store.manifest.model_dump(mode="json"), indent=2))
+        else:
+            print_tables(path, store.manifest)
+
+
+@command.command("verify")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(path: Path, as_json: bool) -> int:
+    """Read every file of the neuron store at PATH and compare it with the manifest.
+
+    Exit code 0 if all is well, 1 with one finding per bad file, 2 if there is no store.
+    """
+    from pi2.cli.main import wants_colour
+    from pi2.cli.progress import ProgressBar
+    from pi2.diagnostics import render
+    from pi2.store.manifest import read_manifest
+    from pi2.store.verification import verify_store
+
+    with ProgressBar() as progress:
+        findings = verify_store(path, progress)
+    if as_json:
+        bad = [
+            {
+                "code": item.code,
+                "file": item.span.file if item.span else "",
+                "problem": item.message,
+            }
+            for item in findings
+        ]
+        click.echo(json.dumps({"path": str(path), "findings": bad}, indent=2))
+    elif findings:
+        click.echo(render.full(findings, colour=wants_colour(sys.stdout), sources={}), nl=False)
+    else:
+        manifest = read_manifest(path)
+        size_mib = sum(entry.bytes for entry in manifest.files) / MIB
+        click.echo(f"{path}: {len(manifest.files)} files, {size_mib:.1f} MiB, all as written")
+    return 1 if findings else 0
+
+
+def print_tables(path: Path, manifest: Manifest) -> None:
+    """Print the manifest for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A file or a pipe gets whole lines.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
+    facts = Table.grid(padding=(0, 2))
+    for name, text in list_facts(path, manifest):
+        facts.add_row(name, text)
+    console.print(facts)
+    console.print()
+    table = Table("file", "MiB", "holds", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, size_bytes, content in list_files(manifest):
+        table.add_row(name, f"{size_bytes / MIB:.2f}", content)
+    console.print(table)
+
+
+def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What is to be known of a store, as name and text."""
+    bundle, shape = manifest.bundle, manifest.model.parts["shape"]
+    yield "store", str(path)
+    yield "model", manifest.model.id
+    yield "digest", manifest.model.digest
+    sizes = {
+        "layers": shape["layers"],
+        "hidden": shape["hidden"],
+        "neurons per layer": shape["ffn"],
+        "vocabulary": shape["vocab"],
+    }
+    yield "shape", ", ".join(f"{name} {size}" for name, size in sizes.items())
+    precisions = manifest.model.parts["quantization"]
+    yield "precision", ", ".join(f"{name} {precisions[name]}" for name in precisions)
+    parts = ", ".join(f"{part.name} at {part.weights_offset}" for part in bundle.parts)
+    yield "bundle", f"{bundle.stride} bytes apart, {bundle.used_bytes} used: {parts}"
+    order = {"hotness": "most active first", "index": "as in the checkpoint"}
+    yield "order", order[manifest.order]
+    ranks = manifest.predictor.rank if manifest.predictor is not None else ()
+    yield "predictor", f"rank {describe_ranks(ranks)}" if ranks else "none"
+    yield "weights", "random, for measuring only" if manifest.synthetic else "of a checkpoint"
+    yield "written by", f"{manifest.created_by}, format version {manifest.format_version}"
+
+
+def describe_ranks(ranks: tuple[int, ...]) -> str:
+    """``64``, or ``32 to 128`` where layers differ."""
+    low, high = min(ranks), max(ranks)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
+    """Files as path, bytes and contents; layer files of one size are taken together."""
+    layers = [entry for entry in manifest.files if entry.bundles_offset is not None]
+    for entry in manifest.files:
+        if entry.bundles_offset is not None:
+            if entry is layers[0]:
+                size_bytes = sum(layer.bytes for layer in layers)
+                name = entry.path if len(layers) == 1 else f"{entry.path} to {layers[-1].path}"
+                yield name, size_bytes, f"{entry.rows} neurons each"
+        elif entry.rows is not None:
+            yield entry.path, entry.bytes, f"{entry.rows} dense tensors"
+        else:
+            yield entry.path, entry.bytes, ""

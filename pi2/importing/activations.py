@@ -1,0 +1,59 @@
+"""Activation counts, and the order of neurons that follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+def read_counts(path: Path, layers: int, neurons: int) -> I64:
+    """Read a Parquet file with the columns layer, neuron, count: int64 [layers, neurons].
+
+    Raises `UserError` P540 if it is not such a file, or not of this model.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = ("layer", "neuron", "count")
+    try:
+        table = pq.read_table(path, columns=list(columns))
+        layer, neuron, count = (
+            table.column(name).cast(pa.int64()).to_numpy().astype(np.int64) for name in columns
+        )
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _bad_counts(path, reason) from None
+    if len(layer) != layers * neurons:
+        problem = f"{len(layer)} rows, not one for each of {layers} layers x {neurons} neurons"
+        raise _bad_counts(path, problem)
+    inside = (layer >= 0) & (layer < layers) & (neuron >= 0) & (neuron < neurons)
+    if not inside.all():
+        raise _bad_counts(path, f"a layer or neuron outside of {layers} x {neurons}")
+    place = layer * neurons + neuron
+    if len(np.unique(place)) != len(place):
+        raise _bad_counts(path, "a neuron that is listed twice")
+    if (count < 0).any():
+        raise _bad_counts(path, "a negative count")
+    counts = np.empty(layers * neurons, np.int64)
+    counts[place] = count
+    return counts.reshape(layers, neurons)
+
+
+def order_neurons(counts: I64) -> I32:
+    """Stored order int32 [layers, neurons]: most active first, equals as in the checkpoint."""
+    return np.argsort(-counts, axis=1, kind="stable").astype(np.int32)
+
+
+def _bad_counts(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P540",
+        f"{path} does not have the activation counts of this model: {problem}",
+        help="give a Parquet file with the columns layer, neuron and count",
+    )

@@ -1,0 +1,124 @@
+"""Opens a Hugging Face checkpoint folder: its configuration and all its tensors' places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.importing.safetensors_file import SourceTensor, list_safetensors
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint folder; no weight is in memory."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor]
+    files: tuple[Path, ...]
+    """Weight files."""
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read ``config.json`` and the headers of all weight files.
+
+    Raises `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file,
+    P533 a tensor that the index names is missing, P536 a tensor twice, P538 an index that names
+    files outside the folder.
+    """
+    if not folder.is_dir():
+        raise UserError.of(
+            "P530", f"there is no checkpoint folder at {folder}", help="correct the path"
+        )
+    config = _read_json(folder / "config.json")
+    files = find_weight_files(folder)
+    tensors: dict[str, SourceTensor] = {}
+    for file in files:
+        for name, tensor in list_safetensors(file).items():
+            if name in tensors:
+                raise UserError.of(
+                    "P536",
+                    f"tensor {name!r} is in {tensors[name].file} and in {file}",
+                    help="download or export the checkpoint again",
+                )
+            tensors[name] = tensor
+    _check_index(folder, tensors)
+    return Checkpoint(folder=folder, config=config, tensors=tensors, files=tuple(files))
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """The single weight file, or those that the index names, in order of their names."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
+        names = sorted(set(_read_weight_map(folder).values()))
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        names = [file.name for file in found]
+        problem = f"{len(names)} weight files and no {INDEX}"
+        raise UserError.of("P531", f"{folder} has {problem}", help=f"add {INDEX}")
+    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+    raise UserError.of(
+        "P531",
+        f"{folder} has no safetensors files",
+        help="save the model as safetensors; pickled weights are not read"
+        if pickles
+        else "give the folder that has config.json and model.safetensors",
+    )
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    file = folder / INDEX
+    weight_map = _read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError.of("P532", f"{file} has no weight_map", file=str(file))
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+            raise UserError.of(
+                "P538",
+                f"the index puts tensor {tensor!r} into {name!r}, which is not a file name",
+                help="weight files must lie in the checkpoint's own folder",
+                file=str(file),
+            )
+    return weight_map
+
+
+def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
+    """Each tensor must be in the file that the index names, where there is one."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return
+    for name, file in _read_weight_map(folder).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError.of(
+                "P533",
+                f"{folder / file} has no tensor {name!r}, although {INDEX} says so",
+                help="download or export the checkpoint again",
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UserError.of(
+            "P530",
+            f"there is no {file}",
+            help="give a Hugging Face folder: config.json, safetensors files and tokenizer.json",
+        ) from None
+    except OSError as error:
+        raise UserError.of("P532", f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError.of("P532", f"{file} is not JSON", file=str(file)) from None
+    if not isinstance(value, dict):
+        raise UserError.of("P532", f"{file} is not a JSON object", file=str(file))
+    return value

@@ -1,0 +1,295 @@
+"""Turns a checkpoint into a neuron store, tensor by tensor.
+
+At most the three FFN matrices of one layer are in memory at once, as they are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.importing.activations import order_neurons, read_counts
+from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.predictors import LayerPredictor, find_predictors
+from pi2.importing.requirements import check_checkpoint, fill_layer
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.layout import BundleLayout
+from pi2.plan.model import Model
+from pi2.plan.packing import pack_bundles, quantize
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD
+from pi2.store.identity import describe_weights
+from pi2.store.manifest import Manifest
+from pi2.store.tensors import DenseTensor, StoredPrecision
+from pi2.store.writer import StoreWriter, TensorPieces
+
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+Progress = Callable[[str, float], None]
+
+Packed = tuple[npt.NDArray[np.generic], npt.NDArray[np.float16] | None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_PIECE_WEIGHTS = 2**20
+"""Weights that are quantised and written together."""
+
+_FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+"""Tensors of the store that are several in the checkpoint, one after another."""
+
+
+def ignore_progress(label: str, share: float) -> None:
+    """Tell nobody."""
+
+
+def convert_checkpoint(
+    checkpoint: Path,
+    model: Model,
+    output: Path,
+    *,
+    predictors: Path | None = None,
+    activations: Path | None = None,
+    extras: Mapping[str, Path] | None = None,
+    stride: int | None = None,
+    replace: bool = False,
+    progress: Progress = ignore_progress,
+) -> Manifest:
+    """Make the neuron store ``output`` from the Hugging Face folder ``checkpoint``.
+
+    ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
+    ``activations``: Parquet file of counts; neurons are then stored most active first, and the
+    file is kept in the store.  ``extras``: further files to keep, by their path in the store.
+    ``progress`` is called with a label and the share of bytes read.
+
+    Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
+    that was killed or interrupted goes on where it was when called again.
+    """
+    source = open_checkpoint(checkpoint)
+    check_checkpoint(source, model)
+    found = find_predictors(source, model, predictors)
+    order = _choose_order(model, activations)
+    files = _read_extra_files(source, model, activations, extras or {})
+    inputs = [*source.files, *([predictors] if predictors is not None else [])]
+    job = _describe_job(model, order, inputs, stride)
+    with StoreWriter(
+        output,
+        model,
+        ranks=None if found is None else [predictor.rank for predictor in found],
+        order="index" if activations is None else "hotness",
+        stride=stride,
+        replace=replace,
+        job=job,
+    ) as writer:
+        conversion = _Conversion(source, model, found, order, progress)
+        with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
+            conversion.write_layers(writer, pool)
+            writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
+        for path, content in files.items():
+            writer.add_file(path, content)
+        manifest = writer.finish()
+    progress("converting", 1.0)
+    return manifest
+
+
+class _Conversion:
+    """One run of `convert_checkpoint`."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        model: Model,
+        predictors: list[LayerPredictor] | None,
+        order: I32,
+        progress: Progress,
+    ) -> None:
+        self._source = source
+        self._model = model
+        self._predictors = predictors
+        self._order = order
+        self._progress = progress
+        self._total_bytes = sum(tensor.size_bytes for tensor in source.tensors.values())
+        self._read_bytes = 0
+
+    def write_layers(self, writer: StoreWriter, pool: ThreadPoolExecutor) -> None:
+        """Write the neurons of every layer."""
+        for layer in range(self._model.shape.layers):
+            order = self._order[layer]
+            writer.write_layer(layer, order, self._pack_layer(layer, order, writer.bundle, pool))
+
+    def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
+        """Rows of a dense tensor of the store, quantised."""
+        whole = {EMBEDDING: "embedding", FINAL_NORM: "final_norm", HEAD: "head"}
+        if tensor.name in whole:
+            return self._quantize_rows(tensor, [self._find(whole[tensor.name])], pool)
+        layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
+        if kind.startswith("predictor_"):
+            return [self._quantize_predictor(tensor, layer, kind)]
+        keys = _FUSED.get(kind, (kind,))
+        sources = [self._find(key, layer) for key in keys]
+        return self._quantize_rows(tensor, sources, pool)
+
+    def _pack_layer(
+        self, layer: int, order: I32, bundle: BundleLayout, pool: ThreadPoolExecutor
+    ) -> Iterator[U8]:
+        """Bundles uint8 [n, stride] of a layer in stored order."""
+        sources = [self._find(key, layer) for key in ("gate", "up", "down")]
+        for source in sources:
+            self._advance(source)
+        gate, up, down = (source.read_raw() for source in sources)
+        # Columns become rows once, in the narrow type: gathering columns would be far slower.
+        columns = np.ascontiguousarray(down.T)
+        del down
+        matrices = list(zip(sources, (gate, up, columns), strict=True))
+        step = max(1, _PIECE_WEIGHTS // bundle.hidden)
+
+        def pack(start: int) -> U8:
+            neurons = order[start : start + step]
+            rows = [source.widen(raw[neurons]) for source, raw in matrices]
+            try:
+                return pack_bundles(rows[0], rows[1], rows[2], bundle)
+            except ValueError:
+                # Say which of the three it is.
+                for source, part in zip(sources, rows, strict=True):
+                    _quantize(part, bundle.precision, source)
+                raise
+
+        yield from _map_in_order(pool, pack, range(0, len(order), step))
+
+    def _quantize_rows(
+        self, tensor: DenseTensor, sources: list[SourceTensor], pool: ThreadPoolExecutor
+    ) -> TensorPieces:
+        for source in sources:
+            self._advance(source)
+        if len(sources[0].shape) == 1:
+            parts = [_quantize(source.read()[None], "fp32", source)[0] for source in sources]
+            yield np.concatenate(parts, axis=1), None
+            return
+        step = max(1, _PIECE_WEIGHTS // tensor.length)
+        pieces = [
+            (source, start, min(start + step, source.shape[0]))
+            for source in sources
+            for start in range(0, source.shape[0], step)
+        ]
+
+        def pack(piece: tuple[SourceTensor, int, int]) -> Packed:
+            source, start, stop = piece
+            return _quantize(source.read(start, stop), tensor.precision, source)
+
+        yield from _map_in_order(pool, pack, pieces)
+
+    def _quantize_predictor(self, tensor: DenseTensor, layer: int, kind: str) -> Packed:
+        assert self._predictors is not None
+        predictor, order = self._predictors[layer], self._order[layer]
+        if kind == "predictor_in":
+            return _quantize(predictor.read_inner(), tensor.precision, predictor.inner)
+        if kind == "predictor_out":
+            return _quantize(predictor.read_outer()[order], tensor.precision, predictor.outer)
+        bias = predictor.read_bias()[order][None]
+        return _quantize(bias, tensor.precision, predictor.bias or predictor.outer)
+
+    def _find(self, key: str, layer: int = 0) -> SourceTensor:
+        return self._source.tensors[fill_layer(getattr(self._model.tensors, key), layer)]
+
+    def _advance(self, source: SourceTensor) -> None:
+        self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
+        self._read_bytes += source.size_bytes
+
+
+def _map_in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """Results in order; only a few pieces are in memory, unlike with ``pool.map``."""
+    running: deque[Future[Result]] = deque()
+    for item in items:
+        running.append(pool.submit(work, item))
+        if len(running) > 2 * (os.cpu_count() or 1):
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+def _quantize(rows: F32, precision: StoredPrecision, source: SourceTensor) -> Packed:
+    """Quantise rows of ``source``; `UserError` P539 if they hold what cannot be stored."""
+    try:
+        if precision != "fp32":
+            return quantize(rows, precision)
+        if not np.isfinite(rows).all():
+            raise ValueError("a weight is not a finite number")
+    except ValueError as error:
+        raise UserError.of(
+            "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
+        ) from None
+    return rows, None
+
+
+def _choose_order(model: Model, activations: Path | None) -> I32:
+    """Original neuron at every stored place, int32 [layers, ffn]."""
+    layers, neurons = model.shape.layers, model.shape.ffn
+    if activations is None:
+        return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
+    return order_neurons(read_counts(activations, layers, neurons))
+
+
+def _read_extra_files(
+    source: Checkpoint, model: Model, activations: Path | None, extras: Mapping[str, Path]
+) -> dict[str, bytes]:
+    """Contents of the small files that go into the store, by their path in it."""
+    name = model.tokenizer.file
+    if name != Path(name).name:
+        raise UserError.of(
+            "P543",
+            f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
+            help='set tokenizer.file = "tokenizer.json" in the model document',
+        )
+    paths = {name: source.folder / name, **extras}
+    if activations is not None:
+        paths["activations.parquet"] = activations
+    contents = {}
+    for path, file in paths.items():
+        try:
+            contents[path] = file.read_bytes()
+        except OSError as error:
+            raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+    _check_tokenizer(source.folder / name, contents[name], model)
+    return contents
+
+
+def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
+    """The tokenizer must be readable, and may not make tokens that the model lacks."""
+    from tokenizers import Tokenizer
+
+    try:
+        size = Tokenizer.from_buffer(content).get_vocab_size()
+    except Exception as error:  # the library raises plain Exception for everything
+        raise UserError.of("P543", f"cannot read the tokenizer {file}: {error}") from None
+    if size > model.shape.vocab:
+        raise UserError.of(
+            "P543",
+            f"the tokenizer {file} has {size} tokens, the model only {model.shape.vocab}",
+            help="give the tokenizer that belongs to the model",
+        )
+
+
+def _describe_job(model: Model, order: I32, inputs: list[Path], stride: int | None) -> str:
+    """A key that is equal where the same call would write the same files."""
+    stats = [(file, file.stat()) for file in inputs]
+    fields: dict[str, Any] = {
+        "version": version("pi2"),
+        "model": describe_weights(model),
+        "tensors": model.tensors.model_dump(mode="json"),
+        "inputs": [[str(file.resolve()), at.st_size, at.st_mtime_ns] for file, at in stats],
+        "order": hashlib.sha256(order.tobytes()).hexdigest(),
+        "stride": stride,
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""Finds the activation predictors of a checkpoint and brings them to a rank that can be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.requirements import (
+    Requirement,
+    describe_shape_problem,
+    fill_layer,
+    raise_findings,
+)
+from pi2.importing.safetensors_file import SourceTensor, list_safetensors
+from pi2.plan.layout import GROUP, round_up
+from pi2.plan.model import Model
+
+F32 = npt.NDArray[np.float32]
+
+_HELP = "give their file with --predictors, or remove [predictor] from the model document"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPredictor:
+    """The predictor of one layer: fc2 relu(fc1 u) + bias."""
+
+    inner: SourceTensor
+    """fc1 [rank, hidden]."""
+    outer: SourceTensor
+    """fc2 [ffn, rank]."""
+    bias: SourceTensor | None
+    """[ffn]; None stands for zeros."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the store: the next multiple of 32."""
+        return round_up(self.inner.shape[0], GROUP)
+
+    def read_inner(self) -> F32:
+        """fc1 float32 [rank, hidden]; rows that were added are zero."""
+        rows = self.inner.read()
+        return np.pad(rows, ((0, self.rank - len(rows)), (0, 0)))
+
+    def read_outer(self) -> F32:
+        """fc2 float32 [ffn, rank]; columns that were added are zero."""
+        rows = self.outer.read()
+        return np.pad(rows, ((0, 0), (0, self.rank - rows.shape[1])))
+
+    def read_bias(self) -> F32:
+        """float32 [ffn]."""
+        if self.bias is None:
+            return np.zeros(self.outer.shape[0], np.float32)
+        return self.bias.read()
+
+
+def find_predictors(
+    checkpoint: Checkpoint, model: Model, file: Path | None
+) -> list[LayerPredictor] | None:
+    """Find the predictors of every layer in ``file``, or else in the checkpoint itself.
+
+    None where the model has no predictors.  Raises `UserError`: P533 missing, P534 wrong shape,
+    P542 predictors that the model document does not announce.
+    """
+    if model.predictor is None:
+        if file is not None:
+            raise UserError.of(
+                "P542",
+                "predictors are given, but the model document has none",
+                help="add a [predictor] table with their rank to the model document",
+            )
+        return None
+    layers = model.shape.layers
+    tensors = checkpoint.tensors if file is None else list_safetensors(file)
+    place = checkpoint.folder if file is None else file
+    if not any(fill_layer(model.tensors.predictor_in, n) in tensors for n in range(layers)):
+        raise UserError.of(
+            "P533",
+            f"{place} has no predictors, such as {fill_layer(model.tensors.predictor_in, 0)!r}",
+            help=_HELP,
+        )
+    findings: list[Diagnostic] = []
+    found = []
+    for layer in range(layers):
+        predictor = _find_layer(tensors, model, layer, place, findings)
+        if predictor is not None:
+            found.append(predictor)
+    raise_findings(findings)
+    largest = max(predictor.rank for predictor in found)
+    if largest != model.predictor.rank:
+        raise UserError.of(
+            "P534",
+            f"the largest predictor in {place} has the rank {largest} (a multiple of {GROUP}), "
+            f"the model document says {model.predictor.rank}",
+            help=f"set predictor.rank = {largest} in the model document",
+        )
+    return found
+
+
+def _find_layer(
+    tensors: Mapping[str, SourceTensor],
+    model: Model,
+    layer: int,
+    place: Path,
+    findings: list[Diagnostic],
+) -> LayerPredictor | None:
+    names, shape = model.tensors, model.shape
+    patterns = {key: getattr(names, key) for key in ("predictor_in", "predictor_out")}
+    missing = [key for key in patterns if fill_layer(patterns[key], layer) not in tensors]
+    for key in missing:
+        findings.append(
+            Diagnostic(
+                code="P533",
+                message=f"{place} has no tensor {fill_layer(patterns[key], layer)!r}",
+                help=_HELP,
+            )
+        )
+    if missing:
+        return None
+    inner = tensors[fill_layer(names.predictor_in, layer)]
+    outer = tensors[fill_layer(names.predictor_out, layer)]
+    bias = tensors.get(fill_layer(names.predictor_bias, layer))
+    rank = inner.shape[0] if inner.shape else 0
+    shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
+        ("predictor_in", inner, (max(rank, 1), shape.hidden)),
+        ("predictor_out", outer, (shape.ffn, rank)),
+        ("predictor_bias", bias, (shape.ffn,)),
+    ]
+    wrong = [
+        describe_shape_problem(tensor, Requirement(key=key, name=tensor.name, shape=size))
+        for key, tensor, size in shapes
+        if tensor is not None and tensor.shape != size
+    ]
+    findings += wrong
+    return None if wrong else LayerPredictor(inner=inner, outer=outer, bias=bias)

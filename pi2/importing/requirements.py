@@ -1,0 +1,153 @@
+"""What a model document demands of its checkpoint, and whether the checkpoint has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.layout import GROUP
+from pi2.plan.model import Model
+
+_SHOWN = 20
+"""Most findings that are listed: a wrong model document contradicts every tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A tensor that must be there; ``key`` is where the model document names it."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+
+
+def fill_layer(pattern: str, layer: int) -> str:
+    """Put the layer's number into a name pattern of ``model.tensors``."""
+    return pattern.replace("{layer}", str(layer))
+
+
+def list_requirements(model: Model) -> Iterator[Requirement]:
+    """Every tensor but the predictors, with its shape in the checkpoint."""
+    shape, names = model.shape, model.tensors
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, ffn = shape.hidden, shape.ffn
+    layered: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "query": (queries, hidden),
+        "key": (keys, hidden),
+        "value": (keys, hidden),
+        "output": (hidden, queries),
+        "ffn_norm": (hidden,),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
+    if model.attention.qkv_bias:
+        layered |= {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
+    yield Requirement(key="embedding", name=names.embedding, shape=(shape.vocab, hidden))
+    for layer in range(shape.layers):
+        for key, size in layered.items():
+            yield Requirement(key=key, name=fill_layer(getattr(names, key), layer), shape=size)
+    yield Requirement(key="final_norm", name=names.final_norm, shape=(hidden,))
+    if not model.tied_head:
+        yield Requirement(key="head", name=names.head, shape=(shape.vocab, hidden))
+
+
+def check_checkpoint(checkpoint: Checkpoint, model: Model) -> None:
+    """`UserError` with all findings: P533 missing, P534 wrong shape, P537 contradiction to
+    ``config.json``, P541 sizes that cannot be converted."""
+    findings = [*_check_sizes(model), *_compare_config(checkpoint, model)]
+    for need in list_requirements(model):
+        finding = find_tensor_problem(checkpoint, need)
+        if finding is not None:
+            findings.append(finding)
+    raise_findings(findings)
+
+
+def raise_findings(findings: list[Diagnostic]) -> None:
+    """Raise the first findings as one `UserError`, if there are any."""
+    if len(findings) > _SHOWN:
+        rest = Diagnostic(
+            code=findings[-1].code,
+            severity="note",
+            message=f"and {len(findings) - _SHOWN} more problems like these",
+        )
+        findings = [*findings[:_SHOWN], rest]
+    if findings:
+        raise UserError(findings, exit_code=2)
+
+
+def find_tensor_problem(checkpoint: Checkpoint, need: Requirement) -> Diagnostic | None:
+    """Say that a tensor is missing or of the wrong shape."""
+    tensor = checkpoint.tensors.get(need.name)
+    if tensor is None:
+        return Diagnostic(
+            code="P533",
+            message=f"{checkpoint.folder} has no tensor {need.name!r}",
+            help=f"check tensors.{need.key} and the shape in the model document",
+        )
+    if tensor.shape != need.shape:
+        return describe_shape_problem(tensor, need)
+    return None
+
+
+def describe_shape_problem(tensor: SourceTensor, need: Requirement) -> Diagnostic:
+    """A P534 that names file, tensor and both shapes."""
+    return Diagnostic(
+        code="P534",
+        message=(
+            f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, "
+            f"the model document says {list(need.shape)}"
+        ),
+        help="correct the shape in the model document, or give another checkpoint",
+    )
+
+
+def _check_sizes(model: Model) -> Iterator[Diagnostic]:
+    shape = model.shape
+    if model.moe is not None:
+        yield Diagnostic(code="P541", message="a mixture of experts cannot be converted yet")
+    for key, size in (
+        ("shape.hidden", shape.hidden),
+        ("shape.heads * shape.head_dim", shape.heads * shape.head_dim),
+    ):
+        if size % GROUP:
+            yield Diagnostic(
+                code="P541",
+                message=f"{key} is {size}: weights are packed in groups of {GROUP}",
+                help="only models with a multiple of 32 can be converted",
+            )
+
+
+def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:
+    """Compare ``config.json`` with the document where it states a value."""
+    shape = model.shape
+    rope = checkpoint.config.get("rope_parameters")
+    stated = {**checkpoint.config, **(rope if isinstance(rope, Mapping) else {})}
+    document: dict[str, tuple[str, Any]] = {
+        "num_hidden_layers": ("shape.layers", shape.layers),
+        "hidden_size": ("shape.hidden", shape.hidden),
+        "intermediate_size": ("shape.ffn", shape.ffn),
+        "num_attention_heads": ("shape.heads", shape.heads),
+        "num_key_value_heads": ("shape.kv_heads", shape.kv_heads),
+        "head_dim": ("shape.head_dim", shape.head_dim),
+        "vocab_size": ("shape.vocab", shape.vocab),
+        "rms_norm_eps": ("norm.epsilon", model.norm.epsilon),
+        "rope_theta": ("rope.theta", model.rope.theta),
+        "tie_word_embeddings": ("tied_head", model.tied_head),
+    }
+    for key, (path, value) in document.items():
+        if stated.get(key) is not None and stated[key] != value:
+            yield Diagnostic(
+                code="P537",
+                message=(
+                    f"{key} is {stated[key]!r} in {checkpoint.folder / 'config.json'}, "
+                    f"but {path} is {value!r} in the model document"
+                ),
+                help=f"correct {path}, or give another checkpoint",
+                path=path,
+            )

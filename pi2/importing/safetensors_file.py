@@ -1,0 +1,148 @@
+"""Reads safetensors files: the header at once, tensors by rows.
+
+Read here and not with the `safetensors` package, because its numpy interface has no bfloat16 and
+its errors name neither file nor tensor.  Format: 8 bytes little-endian header size, JSON header
+``{name: {dtype, shape, data_offsets}}``, data.  https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+
+F32 = npt.NDArray[np.float32]
+Raw = npt.NDArray[np.generic]
+
+_STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTensor:
+    """A tensor of a checkpoint and where it lies; nothing of it is in memory."""
+
+    file: Path
+    name: str
+    dtype: str
+    """As the file states it: ``F32``, ``BF16`` ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Byte of its first element in the file."""
+    size_bytes: int
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows ``start`` to ``stop`` as stored [rows, ...] (bfloat16 as uint16).
+
+        Raises `UserError` P535 for a type that is not a float, P532 if the bytes are missing.
+        """
+        storage = _STORAGE.get(self.dtype)
+        if storage is None:
+            raise UserError.of(
+                "P535",
+                f"tensor {self.name!r} in {self.file} has the type {self.dtype}",
+                help=f"convert it to one of {', '.join(_STORAGE)}",
+            )
+        stop = self.shape[0] if stop is None else stop
+        width = math.prod(self.shape[1:])
+        skip = start * width * np.dtype(storage).itemsize
+        count = (stop - start) * width
+        try:
+            flat = np.fromfile(self.file, storage, count, offset=self.offset + skip)
+        except OSError as error:
+            raise UserError.of(
+                "P532", f"cannot read tensor {self.name!r} of {self.file}: {error.strerror}"
+            ) from None
+        if len(flat) != count:
+            raise UserError.of("P532", f"{self.file} ends inside tensor {self.name!r}")
+        return flat.reshape(stop - start, *self.shape[1:])
+
+    def widen(self, raw: Raw) -> F32:
+        """Turn what `read_raw` returned, or rows of it, into float32."""
+        if self.dtype == "BF16":
+            # bfloat16 is the upper half of a float32.
+            wide = raw.astype(np.uint32)
+            wide <<= np.uint32(16)
+            return wide.view(np.float32)
+        with np.errstate(over="ignore"):
+            return raw.astype(np.float32, copy=False)
+
+    def read(self, start: int = 0, stop: int | None = None) -> F32:
+        """Rows ``start`` to ``stop`` in float32."""
+        return self.widen(self.read_raw(start, stop))
+
+
+def list_safetensors(path: Path) -> dict[str, SourceTensor]:
+    """Read the header of ``path``; `UserError` P532 or P536 says what is wrong with the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+                raise _bad_file(path, "it is cut, or not a safetensors file")
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise _bad_file(path, error.strerror or str(error)) from None
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _reject_twins(path, pairs))
+    except (ValueError, RecursionError):
+        raise _bad_file(path, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _bad_file(path, "its header is not a table of tensors")
+    data_start = 8 + header_bytes
+    return {
+        name: _read_entry(path, name, entry, data_start, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _reject_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise UserError.of("P536", f"{path} has tensor {twin!r} twice")
+    return table
+
+
+def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> SourceTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+        if not isinstance(dtype, str) or not all(type(number) is int for number in numbers):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise _bad_file(path, f"the header's entry of tensor {name!r} is malformed") from None
+    if min(numbers) < 0 or begin > end:
+        raise _bad_file(path, f"tensor {name!r} has a negative size")
+    if data_start + end > size:
+        raise _bad_file(
+            path, f"it is cut: {size} bytes, but tensor {name!r} ends at {data_start + end}"
+        )
+    storage = _STORAGE.get(dtype)
+    if storage is not None and math.prod(shape) * np.dtype(storage).itemsize != end - begin:
+        raise _bad_file(path, f"tensor {name!r} has not the bytes that its shape needs")
+    return SourceTensor(
+        file=path,
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offset=data_start + begin,
+        size_bytes=end - begin,
+    )
+
+
+def _bad_file(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P532", f"cannot read {path}: {problem}", help="download or export the checkpoint again"
+    )

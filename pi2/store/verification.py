@@ -1,0 +1,130 @@
+"""Checks every byte of a neuron store against its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pi2.diagnostics import Diagnostic, Span
+from pi2.store.files import hash_file
+from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
+
+Progress = Callable[[str, float], None]
+
+
+def verify_store(path: Path, progress: Progress = lambda label, share: None) -> list[Diagnostic]:
+    """Hash every file and compare what an Arrow reader sees with the manifest.
+
+    Returns one finding per bad file: P506 missing or of the wrong size, P507 other contents,
+    P508 unreadable, P510 not the Arrow file that the manifest describes.  Raises `UserError`
+    P501-P504 if there is no manifest to compare with.
+    """
+    manifest = read_manifest(path)
+    total_bytes = max(1, sum(entry.bytes for entry in manifest.files))
+    done_bytes = 0
+
+    def advance(count: int) -> None:
+        nonlocal done_bytes
+        done_bytes += count
+        progress("verifying", min(1.0, done_bytes / total_bytes))
+
+    return [
+        finding
+        for entry in manifest.files
+        for finding in _check_file(path / entry.path, entry, manifest, advance)
+    ]
+
+
+def _check_file(
+    file: Path, entry: StoredFile, manifest: Manifest, advance: Callable[[int], None]
+) -> Iterator[Diagnostic]:
+    try:
+        size = file.stat().st_size
+        if size != entry.bytes:
+            yield _report("P506", file, f"it has {size} bytes instead of {entry.bytes}")
+            return
+        if hash_file(file, advance) != entry.sha256:
+            yield _report("P507", file, "its contents have changed: the SHA-256 differs")
+            return
+    except FileNotFoundError:
+        yield _report("P506", file, "it is missing")
+        return
+    except OSError as error:
+        yield _report("P508", file, f"it cannot be read: {error.strerror}")
+        return
+    problem = None
+    if entry.path == DENSE_FILE:
+        problem = _compare_dense(file, manifest)
+    elif entry.bundles_offset is not None:
+        problem = _compare_layer(file, entry, manifest.bundle.stride)
+    if problem is not None:
+        yield _report("P510", file, problem)
+
+
+def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
+    """Compare the columns that Arrow finds with the manifest's offsets."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            start = source.read_buffer(1).address
+            source.seek(0)
+            batch = pa.ipc.open_file(source).get_batch(0)
+            columns = {name: batch.column(name) for name in ("bundle", "neuron", "check")}
+    except (pa.ArrowException, KeyError, OSError) as error:
+        return f"Arrow cannot read it: {error}"
+    if columns["bundle"].type != pa.binary(stride) or batch.num_rows != entry.rows:
+        return f"it is not {entry.rows} bundles of {stride} bytes"
+    offsets = tuple(column.buffers()[1].address - start for column in columns.values())
+    if offsets != (entry.bundles_offset, entry.neurons_offset, entry.checks_offset):
+        return f"its columns begin at {offsets}, the manifest says otherwise"
+    original = np.sort(columns["neuron"].to_numpy())
+    if not np.array_equal(original, np.arange(len(original))):
+        return "its original indices do not name every neuron once"
+    return None
+
+
+def _compare_dense(file: Path, manifest: Manifest) -> str | None:
+    """Compare the tensors that Arrow finds with the manifest's."""
+    import pyarrow as pa
+
+    found = []
+    try:
+        with pa.memory_map(str(file)) as source:
+            start = source.read_buffer(1).address
+            source.seek(0)
+            reader = pa.ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                name, precision, rows, length = (
+                    batch.column(index)[0].as_py() for index in range(4)
+                )
+                weights, scales = (
+                    batch.column(index).buffers()[2].address - start for index in (4, 5)
+                )
+                found.append((name, precision, rows, length, weights, scales))
+    except (pa.ArrowException, IndexError, OSError) as error:
+        return f"Arrow cannot read it: {error}"
+    listed = [
+        (
+            tensor.name,
+            tensor.precision,
+            tensor.rows,
+            tensor.length,
+            tensor.weights_offset,
+            tensor.scales_offset,
+        )
+        for tensor in manifest.tensors
+    ]
+    return None if found == listed else "its tensors are not those of the manifest"
+
+
+def _report(code: str, file: Path, problem: str) -> Diagnostic:
+    return Diagnostic(
+        code=code,
+        message=f"{file.name}: {problem}",
+        help="make the store again, or copy it again as a whole",
+        span=Span(str(file), 1, 1, 1, 1),
+    )
