@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Set
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("backends", "plans", "schemas")
@@ -160,3 +165,45 @@ def test_installed_package_does_not_borrow_from_the_repository(
         str(installed / "pi2/__init__.py"),
         str(installed / "pi2/backends/protocol.py"),
     ]
+
+
+def read_constraints() -> dict[str, str]:
+    """Pinned version by normalised name."""
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, separator, version = line.partition("==")
+            assert separator, f"not a name and a version: {line!r}"
+            pins[canonicalize_name(name)] = str(Version(version))
+    return pins
+
+
+def read_requirements() -> list[Requirement]:
+    """What pyproject.toml asks for, development included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [Requirement(text) for text in project["dependencies"]] + [
+        Requirement(text) for text in project["optional-dependencies"]["dev"]
+    ]
+
+
+def test_constraints_pin_versions_that_pyproject_allows() -> None:
+    pins = read_constraints()
+    for requirement in read_requirements():
+        pinned = pins[canonicalize_name(requirement.name)]
+        assert pinned in requirement.specifier, requirement
+
+
+def test_constraints_pin_what_dependencies_depend_on() -> None:
+    pins = read_constraints()
+    waiting = [canonicalize_name(requirement.name) for requirement in read_requirements()]
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                waiting.append(canonicalize_name(needed.name))
+    assert seen <= set(pins), f"not pinned: {sorted(seen - set(pins))}"
