@@ -11,9 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-# pydantic would look through all installed packages for plugins, 0.03 s.
-os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-
 import click
 
 from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option

@@ -53,5 +53,7 @@ class UserError(Exception):
     ) -> UserError:
         """Make an error of one diagnostic; ``file`` is what it is about, as a whole."""
         span = None if file is None else Span(file, 1, 1, 1, 1)
-        diagnostic = Diagnostic(code=code, message=message, help=help, span=span, notes=tuple(notes))
+        diagnostic = Diagnostic(
+            code=code, message=message, help=help, span=span, notes=tuple(notes)
+        )
         return cls([diagnostic], exit_code=exit_code)

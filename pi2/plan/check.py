@@ -133,9 +133,7 @@ class _Check:
 
     def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
         """Run the rules whose needs are met and that did not run before."""
-        known = Facts(
-            known=facts, files={kind: source.path for kind, source in self.files.items()}
-        )
+        known = Facts(known=facts, files={kind: source.path for kind, source in self.files.items()})
         for rule in load_rules():
             if rule.code in done or not set(rule.needs) <= set(facts):
                 continue
@@ -270,7 +268,7 @@ def check_plan(
     check.follow("model")
 
     done: set[str] = set()
-    facts: dict[Fact, object] = {kind: item for kind, item in check.documents.items()}
+    facts: dict[Fact, object] = dict(check.documents.items())
     check.run_rules(facts, done)
     resolved = _resolve(check.documents)
     if resolved is not None:

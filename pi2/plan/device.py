@@ -153,9 +153,9 @@ class Device(Document):
     """Short name, the same as the file's."""
     units: Annotated[dict[Identifier, Unit], Field(min_length=1)]
     """Compute units by name; plans use these names."""
-    memory: Memory = Memory()
+    memory: Memory = Memory.default()
     """Main memory."""
-    storage: Storage = Storage()
+    storage: Storage = Storage.default()
     """Flash or disk."""
     power: PowerFigure | None = None
     """Power of the whole device while all of its units work."""

@@ -19,21 +19,21 @@ below a threshold (ProSparse); relu2 is the square of ReLU."""
 class Shape(Table):
     """Sizes, in elements."""
 
-    layers: Count
+    layers: Annotated[int, Field(ge=1, le=1024)]
     """Number of transformer blocks."""
-    hidden: Count
+    hidden: Annotated[int, Field(ge=1, le=2**20)]
     """Width of the residual stream."""
-    ffn: Count
+    ffn: Annotated[int, Field(ge=1, le=2**22)]
     """FFN neurons per layer; in a mixture of experts, of one expert."""
-    heads: Count
+    heads: Annotated[int, Field(ge=1, le=2**14)]
     """Query heads."""
-    kv_heads: Count
+    kv_heads: Annotated[int, Field(ge=1, le=2**14)]
     """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
-    head_dim: Count
+    head_dim: Annotated[int, Field(ge=1, le=2**14)]
     """Width of one head."""
-    vocab: Count
+    vocab: Annotated[int, Field(ge=1, le=2**24)]
     """Tokens of the vocabulary."""
-    context: Count
+    context: Annotated[int, Field(ge=1, le=2**27)]
     """Longest sequence the model was made for, in tokens."""
 
 
@@ -178,11 +178,11 @@ class Model(Document):
     """Licence of the weights."""
     shape: Shape
     """Sizes."""
-    norm: Norm = Norm()
+    norm: Norm = Norm.default()
     """Normalisation."""
-    rope: Rope = Rope()
+    rope: Rope = Rope.default()
     """Positions."""
-    attention: Attention = Attention()
+    attention: Attention = Attention.default()
     """Attention."""
     ffn: Ffn
     """Feed-forward network."""
@@ -190,11 +190,11 @@ class Model(Document):
     """Mixture of experts; absent means one FFN per layer."""
     tied_head: bool = False
     """Whether the head is the embedding table."""
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: Tokenizer = Tokenizer.default()
     """Tokenizer."""
-    quantization: Quantization = Quantization()
+    quantization: Quantization = Quantization.default()
     """Precisions."""
-    tensors: Tensors = Tensors()
+    tensors: Tensors = Tensors.default()
     """Names in the checkpoint."""
     predictor: Predictor | None = None
     """Activation predictors, if the model has them."""

@@ -124,7 +124,7 @@ def _report_unknown(path: Path, index: int, span: Span) -> Diagnostic:
 
 def apply_overrides(values: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return ``values`` with every override in its place; tables on the way are made."""
-    result = _copy(values)
+    result: dict[str, Any] = _copy(values)
     for item in overrides.items:
         current: Any = result
         for part in item.path[:-1]:

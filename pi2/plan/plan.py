@@ -12,7 +12,10 @@ from pi2.plan.quantities import Bytes
 Reference = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 """A relative path, or the short name of a shipped document."""
 
-Selector = Annotated[str, StringConstraints(pattern=r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$")]
+Selector = Annotated[
+    str,
+    StringConstraints(pattern=r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$", max_length=500),
+]
 """Layers: numbers and ranges, both ends included, such as ``"0-7,28-31"``."""
 
 BackendName = Literal["null", "reference", "cpu"]
@@ -77,7 +80,7 @@ class LayerOverride(Table):
 class Layers(LayerSettings):
     """Settings of all layers, and exceptions."""
 
-    overrides: tuple[LayerOverride, ...] = ()
+    overrides: Annotated[tuple[LayerOverride, ...], Field(max_length=256)] = ()
     """Exceptions; no two may set the same key of the same layer."""
 
 
@@ -140,13 +143,13 @@ class Plan(Document):
     """Neuron bundles."""
     layers: Layers
     """Per-layer split."""
-    io: Io = Io()
+    io: Io = Io.default()
     """Reads from flash."""
-    threads: Threads = Threads()
+    threads: Threads = Threads.default()
     """Compute threads."""
-    prefill: Prefill = Prefill()
+    prefill: Prefill = Prefill.default()
     """Prompt processing."""
-    decode: Decode = Decode()
+    decode: Decode = Decode.default()
     """Token generation."""
     kv: Kv
     """Context."""

@@ -20,9 +20,7 @@ from pi2.plan.source import CANNOT_READ
 __all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 
 
-def load_plan(
-    path: str | Path, *, overrides: Mapping[str, object] | None = None
-) -> ResolvedPlan:
+def load_plan(path: str | Path, *, overrides: Mapping[str, object] | None = None) -> ResolvedPlan:
     """Load, resolve and validate the plan at ``path``.
 
     ``overrides`` replaces values of the plan by dotted key path, such as
@@ -37,6 +35,4 @@ def load_plan(
 def make_error(report: Report) -> UserError:
     """The exception for a report with errors."""
     unread = any(item.code in CANNOT_READ for item in report.diagnostics)
-    return UserError(
-        report.diagnostics, exit_code=2 if unread else 1, sources=report.sources
-    )
+    return UserError(report.diagnostics, exit_code=2 if unread else 1, sources=report.sources)

@@ -114,8 +114,9 @@ def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[Path, Diag
             continue
         container[key] = None
         span = source.spans.find_value(path)
-        yield path, Diagnostic(
-            code=code, message=message, help=help_text, span=span, path=name_path(path)
+        yield (
+            path,
+            Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path)),
         )
 
 
@@ -148,14 +149,11 @@ def _find_path(values: Any, loc: tuple[str | int, ...]) -> Path:
     for number, part in enumerate(loc):
         if part == "[key]":
             continue
-        if isinstance(current, dict) and part in current:
-            path.append(part)
-            current = current[part]
-        elif isinstance(current, list) and isinstance(part, int) and part < len(current):
+        is_key = isinstance(current, dict) and part in current
+        is_index = isinstance(current, list) and isinstance(part, int) and 0 <= part < len(current)
+        if is_key or is_index:
             path.append(part)
             current = current[part]
         elif number == len(loc) - 1 and isinstance(current, dict):
             path.append(part)
     return tuple(path)
-
-

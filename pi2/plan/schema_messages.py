@@ -79,9 +79,7 @@ def explain_violation(
         limit = context.get("max_length", context.get("min_length"))
         word = "at most" if kind == "string_too_long" else "at least"
         message = f"`{shown}` has {word} {limit} characters, got {len(str(value))}"
-    return Diagnostic(
-        code=code, message=message, help=help_text, span=span, path=name_path(path)
-    )
+    return Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path))
 
 
 _LIMITS = {
@@ -119,7 +117,7 @@ def _name_table(path: Path) -> str:
 def _explain_missing(source: SourceFile, document: type[BaseModel], path: Path) -> Diagnostic:
     parent, name = path[:-1], str(path[-1])
     help_text = _suggest_line(document, path)
-    misspelt = [key for key in _list_unknown(source, document, parent)]
+    misspelt = _list_unknown(source, document, parent)
     if suggest(name, misspelt) is not None:
         help_text = f"`{suggest(name, misspelt)}` may be meant for it"
     return Diagnostic(
@@ -229,9 +227,9 @@ def _join(items: Any) -> str:
 def _suggest_conversion(kind: str, value: object) -> str | None:
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"write {value.lower()} without quotes"
-    if kind in ("int_type", "float_type") and isinstance(value, str):
-        if re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", value):
-            return f"write {value.strip()} without quotes"
+    is_number = isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", value)
+    if kind in ("int_type", "float_type") and is_number:
+        return f"write {str(value).strip()} without quotes"
     if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         return f'write "{value}"'
     if kind in ("tuple_type", "list_type") and isinstance(value, str | int | float | dict):

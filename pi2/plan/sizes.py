@@ -16,6 +16,7 @@ from pi2.plan.layout import matrix_bytes, round_up, scale_bytes, weight_bytes
 from pi2.plan.quantities import approximate_bytes
 
 if TYPE_CHECKING:
+    from pi2.plan.device import Device
     from pi2.plan.model import Model
     from pi2.plan.plan import Plan
     from pi2.plan.resolved import Resolved
@@ -30,6 +31,8 @@ STAGING_BUFFERS = 2
 """One is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
+DEFAULT_BLOCK_BYTES = 512
+"""Block of a device that states none: the smallest that drives have."""
 UNKNOWN_ACTIVE = 0.25
 """Share of active neurons that is assumed of a model that states none."""
 
@@ -172,9 +175,9 @@ def _need_cold(resolved: Resolved) -> Need:
 
 def _expect_active(plan: Plan, model: Model) -> float:
     """Share of a layer's neurons that decoding a token takes."""
-    if plan.decode.predictor == "low-rank" and model.predictor is not None:
-        if model.predictor.active is not None:
-            return model.predictor.active
+    predictor = model.predictor if plan.decode.predictor == "low-rank" else None
+    if predictor is not None and predictor.active is not None:
+        return predictor.active
     if model.sparsity is not None:
         return model.sparsity.active
     return UNKNOWN_ACTIVE
@@ -209,7 +212,19 @@ def count_ffn_bytes(resolved: Resolved) -> int:
     return model.shape.layers * model.layer_neurons * resolved.bundle.stride
 
 
+def find_block_bytes(device: Device) -> int:
+    """Bytes of the device's block, a multiple of 512; direct reads are multiples of it."""
+    block = device.storage.block_size
+    if block is None or block <= 0 or block % DEFAULT_BLOCK_BYTES:
+        return DEFAULT_BLOCK_BYTES
+    return block
+
+
+def round_for_people(size: int) -> int:
+    """Round up to three binary digits: a size that is easy to read and not much larger."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return round_up(size, step)
+
+
 def _align(size: int) -> int:
     return round_up(size, ALIGNMENT)
-
-

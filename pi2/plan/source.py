@@ -130,9 +130,7 @@ def _finding(
 
 
 def _nesting_finding(name: str) -> Diagnostic:
-    return _finding(
-        "P012", f"tables and arrays are nested more than {MAX_DEPTH} levels deep", name
-    )
+    return _finding("P012", f"tables and arrays are nested more than {MAX_DEPTH} levels deep", name)
 
 
 def _huge_number_finding(name: str, text: str) -> Diagnostic:

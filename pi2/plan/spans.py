@@ -178,8 +178,7 @@ class _Indexer:
                 if child.type == "pair":
                     self.walk_pair(path, child)
         elif node.type == "array":
-            items = [child for child in node.named_children]
-            items = [child for child in items if child.type not in ("comment", "ERROR")]
+            items = (c for c in node.named_children if c.type not in ("comment", "ERROR"))
             for number, child in enumerate(items):
                 item = (*path, number)
                 self.index.keys[item] = self.index.values[item] = self.locate(child)

@@ -10,15 +10,19 @@ import tomli
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.spans import format_path, index_spans
 
-_DUPLICATE_MESSAGES = ("Cannot overwrite", "Cannot declare", "Duplicate inline", "Cannot mutate")
+_DUPLICATE_MESSAGES = (
+    "Cannot overwrite",
+    "Cannot declare",
+    "Duplicate inline",
+    "Cannot mutate",
+)
 
-_BARE_QUANTITY = re.compile(r"=\s*(?P<value>[0-9][0-9_.]*\s*(?:[kKMGT]i?B|B|[kMG]?Hz|[num]?s|m?W)\b(?:/s)?)")
+_UNIT = r"(?:[kKMGT]i?B|B|[kMG]?Hz|[num]?s|m?W)"
+_BARE_QUANTITY = re.compile(rf"=\s*(?P<value>[0-9][0-9_.]*\s*{_UNIT}\b(?:/s)?)")
 _BARE_TEXT = re.compile(r"=\s*(?P<value>[A-Za-z][\w./+-]*)")
 
 
-def explain_syntax_error(
-    name: str, text: str, error: tomli.TOMLDecodeError
-) -> list[Diagnostic]:
+def explain_syntax_error(name: str, text: str, error: tomli.TOMLDecodeError) -> list[Diagnostic]:
     """Findings for a text that tomli refused."""
     if str(error).startswith(_DUPLICATE_MESSAGES):
         duplicates = _report_duplicates(name, text)
@@ -42,9 +46,7 @@ def _report_duplicates(name: str, text: str) -> list[Diagnostic]:
     ]
 
 
-def _describe(
-    name: str, text: str, error: tomli.TOMLDecodeError
-) -> tuple[str, str | None, Span]:
+def _describe(name: str, text: str, error: tomli.TOMLDecodeError) -> tuple[str, str | None, Span]:
     lines = text.split("\n")
     number = min(max(error.lineno, 1), len(lines))
     column = error.colno
@@ -74,8 +76,7 @@ def _describe(
     explain = _EXPLANATIONS.get(error.msg.split("'")[0].strip())
     if explain is None:
         return reason, None, span
-    message, help_text = explain(line)
-    return message, help_text, span
+    return *explain(line), span
 
 
 def _span_of(name: str, number: int, match: re.Match[str]) -> Span:

@@ -1,0 +1,41 @@
+"""The bundle's stride is a multiple of the device's block.
+
+Why: direct reads begin and end at blocks, so only then is a neuron one read into its place.
+
+Example: ``stride = "448 B"`` for a device with blocks of 512 bytes.
+
+Fix: round up to the next multiple.  Where a device states no block, it is 512 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.findings import Facts, Finding, Origin
+from pi2.plan.layout import round_up
+from pi2.plan.quantities import format_bytes
+from pi2.plan.sizes import find_block_bytes
+
+CODE = "P221"
+SEVERITY = "error"
+NEEDS = ("plan", "device")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Divide the stride by the block."""
+    stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
+    if stride > 0 and stride % block == 0:
+        return
+    origins: tuple[Origin, ...] = ()
+    if facts.device.storage.block_size is not None:
+        path = ("storage", "block_size")
+        origins = (
+            Origin(document="device", path=path, text=f'block_size = "{format_bytes(block)}"'),
+        )
+    yield Finding(
+        path=("bundle", "stride"),
+        message=f"the stride of {stride} bytes is no multiple of the device's block of "
+        f"{block} bytes",
+        help=f'write stride = "{format_bytes(max(round_up(stride, block), block))}"',
+        origins=origins,
+    )
