@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TextIO
 
 import click
 
 from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
-from pi2.diagnostics import UserError
+from pi2.diagnostics import Diagnostic, UserError
 
 CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
 
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
         result = group.main(list(arguments), prog_name="pi2", standalone_mode=False)
         return result if type(result) is int else 0
     except UserError as error:
-        print_user_error(error)
+        print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code
     except click.ClickException as error:
         error.show()
@@ -96,13 +96,15 @@ def run(arguments: Sequence[str]) -> int:
         return BUG
 
 
-def print_user_error(error: UserError) -> None:
-    """Show the user's mistakes on stderr."""
-    from pi2.diagnostics import render
+def print_diagnostics(
+    diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
+) -> None:
+    """Show what the user should know on stderr."""
+    if diagnostics:
+        from pi2.diagnostics import render
 
-    colour = wants_colour(sys.stderr)
-    text = render.full(error.diagnostics, colour=colour, sources=error.sources)
-    sys.stderr.write(text)
+        colour = wants_colour(sys.stderr)
+        sys.stderr.write(render.full(diagnostics, colour=colour, sources=sources))
 
 
 def wants_colour(stream: TextIO) -> bool:

@@ -86,9 +86,11 @@ class _Check:
             self.diagnostics.append(_report_kind(source.spans.find_key(()), kind, other))
             return
         if kind == "plan" and self.overrides.items:
+            values, misplaced = apply_overrides(source.values, self.overrides)
+            self.diagnostics += misplaced
             source = replace(
                 source,
-                values=apply_overrides(source.values, self.overrides),
+                values=values,
                 replaced={
                     item.path: (item.key_span, item.value_span) for item in self.overrides.items
                 },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -13,6 +14,7 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.fields import find_type, list_known_keys, suggest
 from pi2.plan.plan import Plan
 from pi2.plan.spans import Path, format_path
+from pi2.plan.toml_text import write_value
 
 SET = "--set"
 """Name of the source that overridden values come from."""
@@ -34,13 +36,6 @@ class Overrides:
 
     items: tuple[Override, ...]
     text: str
-
-    def find(self, path: Path) -> Override | None:
-        """The override that sets ``path`` or a table above it."""
-        for item in reversed(self.items):
-            if path[: len(item.path)] == item.path:
-                return item
-        return None
 
 
 def parse_assignments(texts: tuple[str, ...]) -> dict[str, object]:
@@ -79,7 +74,13 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
     """Check that the keys exist in plans, and write the text that diagnostics show."""
     items, findings, lines = [], [], []
     for number, (key, value) in enumerate(values.items(), start=1):
-        shown = write_value(value)
+        reason: str | None = None
+        plain: object = None
+        try:
+            plain = _make_plain(value)
+            shown = write_value(plain)
+        except TypeError as error:
+            shown, reason = f"<{type(value).__name__}>", str(error)
         lines.append(f"{key} = {shown}")
         key_span = Span(SET, number, 1, number, len(key) + 1)
         value_span = Span(SET, number, len(key) + 4, number, len(key) + 4 + len(shown))
@@ -87,8 +88,10 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
         unknown = _find_unknown(path)
         if unknown is not None:
             findings.append(_report_unknown(path, unknown, key_span))
-            continue
-        items.append(Override(path, value, key_span, value_span))
+        elif reason is not None:
+            findings.append(Diagnostic(code="P016", message=reason, span=value_span, path=key))
+        else:
+            items.append(Override(path, plain, key_span, value_span))
     return Overrides(tuple(items), "\n".join(lines)), findings
 
 
@@ -122,28 +125,42 @@ def _report_unknown(path: Path, index: int, span: Span) -> Diagnostic:
     )
 
 
-def apply_overrides(values: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """Return ``values`` with every override in its place; tables on the way are made."""
+def apply_overrides(
+    values: dict[str, Any], overrides: Overrides
+) -> tuple[dict[str, Any], list[Diagnostic]]:
+    """Return ``values`` with every override in its place, and what has no place.
+
+    Tables on the way are made; items of arrays must be there.
+    """
     result: dict[str, Any] = _copy(values)
+    findings = []
     for item in overrides.items:
         current: Any = result
-        for part in item.path[:-1]:
-            if isinstance(part, int):
-                if not isinstance(current, list) or part >= len(current):
-                    break
-                current = current[part]
-            elif isinstance(current, dict):
-                current = current.setdefault(part, {})
-            else:
+        for number, part in enumerate(item.path):
+            if isinstance(part, int) and isinstance(current, list) and part >= len(current):
+                findings.append(_report_index(item, number, len(current)))
                 break
-        else:
-            last = item.path[-1]
-            if isinstance(last, int):
-                if isinstance(current, list) and last < len(current):
-                    current[last] = item.value
-            elif isinstance(current, dict):
-                current[last] = item.value
-    return result
+            fits = isinstance(current, dict if isinstance(part, str) else list)
+            if not fits:
+                break  # the plan itself is at fault, and that is reported
+            if number == len(item.path) - 1:
+                current[part] = _copy(item.value)
+            elif isinstance(part, int):
+                current = current[part]
+            else:
+                is_array = isinstance(item.path[number + 1], int)
+                current = current.setdefault(part, [] if is_array else {})
+    return result, findings
+
+
+def _report_index(item: Override, number: int, length: int) -> Diagnostic:
+    entries = "no entries" if length == 0 else f"the entries 0 to {length - 1}"
+    return Diagnostic(
+        code="P017",
+        message=f"`{format_path(item.path[:number])}` has {entries} in this plan",
+        span=item.key_span,
+        path=format_path(item.path),
+    )
 
 
 def _copy(value: Any) -> Any:
@@ -154,35 +171,14 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def write_value(value: object) -> str:
-    """Write a plain value as TOML on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float | datetime.date | datetime.time):
-        return str(value)
-    if isinstance(value, str):
-        return write_text(value)
+def _make_plain(value: object) -> object:
+    """Turn Python values into what TOML has; TypeError if there is no such thing."""
+    if isinstance(value, bool | int | float | str | datetime.date | datetime.time):
+        return value
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{write_key(str(k))} = {write_value(v)}" for k, v in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
+        return {str(key): _make_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(write_value(item) for item in value) + "]"
-    return repr(value)
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
-
-def write_text(value: str) -> str:
-    """Write a TOML basic string."""
-    written = (
-        _ESCAPES.get(char) or (char if char.isprintable() else f"\\U{ord(char):08x}")
-        for char in value
-    )
-    return '"' + "".join(written) + '"'
-
-
-def write_key(key: str) -> str:
-    """Write a TOML key, quoted where it has to be."""
-    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if plain else write_text(key)
+        return [_make_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"no TOML value: {type(value).__name__}")

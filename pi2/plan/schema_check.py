@@ -34,7 +34,7 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     for path, finding in _check_scalars(source, values):
         odd_paths.add(path)
         findings.append(finding)
-    text = json.dumps(values, default=lambda value: None, ensure_ascii=False)
+    text = json.dumps(values, default=lambda value: None)
     try:
         result: D | None = document.model_validate_json(text)
     except ValidationError as error:
@@ -107,6 +107,9 @@ def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[Path, Diag
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             message, help_text = f"`{format_path(path)}` does not fit into 64 bits", None
             code = "P108"
+        elif isinstance(value, str) and not _is_utf8(value):
+            message, help_text = f"`{format_path(path)}` is not UTF-8", None
+            code = "P108"
         elif isinstance(value, float) and not math.isfinite(value):
             message, help_text = f"`{format_path(path)}` is not a finite number", None
             code = "P108"
@@ -118,6 +121,11 @@ def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[Path, Diag
             path,
             Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path)),
         )
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether ``text`` has no half characters, which only come from a command line."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _walk(values: dict[str, Any]) -> Iterator[tuple[Path, Any, Any]]:
