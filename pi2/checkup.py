@@ -16,7 +16,7 @@ from typing import cast, get_args
 
 from pi2.backends.protocol import Backend
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fit import find_misfits
+from pi2.fit import find_plan_misfits, list_backends
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.machine.software import (
     EMULATORS,
@@ -121,20 +121,15 @@ def judge_resolved(
     resolved: ResolvedPlan, machine: Machine, backends: Mapping[str, Sequence[str]]
 ) -> list[Diagnostic]:
     """What keeps a valid plan from running: backends, the device, the store."""
-    units = {unit for layer in resolved.layers for unit in layer.split}
-    kinds = {resolved.device.units[unit].kind for unit in units}
-    used = sorted({resolved.plan.backends[kind] for kind in kinds})
-    if used == ["null"]:
+    used = list_backends(resolved)
+    if used == {"null"}:
         return []
     findings = [
         Diagnostic(code="P320", message=f"backend {name!r} cannot run here: {obstacle}")
-        for name in used
+        for name in sorted(used)
         for obstacle in backends.get(name, ())
     ]
-    plan = resolved.plan
-    findings += find_misfits(
-        resolved.device, machine, plan.memory.budget, threads=plan.threads.compute
-    )
+    findings += find_plan_misfits(resolved, machine)
     if not (resolved.store_path / "manifest.json").is_file():
         findings.append(
             Diagnostic(

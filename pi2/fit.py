@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Machine
 from pi2.plan.device import Device, Unit
 from pi2.plan.quantities import approximate_bytes
+from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.source import SourceFile, display_path, read_source
+
+_PORTABLE = frozenset({"null", "reference"})
+"""Backends without compiled kernels: what the processor can do does not matter to them."""
 
 _ELSEWHERE = "run it on such a machine, or take a plan whose device is this one (`pi2 doctor`)"
 
 
+def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
+    """What keeps a plan from running on ``machine``, with the places in the plan's file.
+
+    A plan that only counts (backend ``null``) runs everywhere; one for numpy only (``reference``)
+    runs on every processor.
+    """
+    backends = list_backends(resolved)
+    if backends == {"null"}:
+        return []
+    found = find_misfits(
+        resolved.device,
+        machine,
+        resolved.plan.memory.budget,
+        threads=resolved.plan.threads.compute,
+        native=not backends <= _PORTABLE,
+    )
+    return _locate(found, resolved.path) if found else []
+
+
+def list_backends(resolved: ResolvedPlan) -> frozenset[str]:
+    """Backends of the units that the plan gives layers to."""
+    units = {unit for layer in resolved.layers for unit in layer.split}
+    return frozenset(resolved.plan.backends[resolved.device.units[unit].kind] for unit in units)
+
+
 def find_misfits(
-    device: Device, machine: Machine, budget_bytes: int, *, threads: int | None = None
+    device: Device,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    threads: int | None = None,
+    native: bool = True,
 ) -> list[Diagnostic]:
     """What keeps a plan for ``device`` from running on ``machine``; empty if nothing does.
 
     Whatever the document leaves open is asked of the machine and so fits.  ``budget_bytes`` is the
-    plan's budget and ``threads`` its compute threads, where it states them.  Errors mean that the
-    plan cannot run here; warnings that it will run, but not as it was planned.
+    plan's budget and ``threads`` its compute threads, where it states them; ``native`` says whether
+    it uses compiled kernels.  Errors mean that the plan cannot run here; warnings that it will run,
+    but not as it was planned.
 
     - P301: another architecture
     - P302: the processor lacks features that kernels of this device may use
@@ -28,15 +66,15 @@ def find_misfits(
     - P305 (warning): the budget is more than what is free now
     """
     found: list[Diagnostic] = []
-    for name, unit in device.units.items():
-        if unit.kind == "cpu":
-            found += _check_processor(device.id, name, unit, machine)
+    for unit in device.units.values():
+        if unit.kind == "cpu" and native:
+            found += _check_processor(device.id, unit, machine)
             found += _check_cores(unit, machine, threads)
     found += _check_memory(machine, budget_bytes)
     return found
 
 
-def _check_processor(device: str, name: str, unit: Unit, machine: Machine) -> Iterator[Diagnostic]:
+def _check_processor(device: str, unit: Unit, machine: Machine) -> Iterator[Diagnostic]:
     """Compare instruction sets; features say nothing where the architecture already differs."""
     if unit.architecture not in (None, machine.architecture):
         yield Diagnostic(
@@ -44,7 +82,7 @@ def _check_processor(device: str, name: str, unit: Unit, machine: Machine) -> It
             message=f"device {device!r} has an {unit.architecture} processor,"
             f" this machine has {machine.architecture}",
             help=_ELSEWHERE,
-            path=f"units.{name}.architecture",
+            path="device",
         )
         return
     missing = sorted(set(unit.features or ()) - machine.features)
@@ -54,7 +92,7 @@ def _check_processor(device: str, name: str, unit: Unit, machine: Machine) -> It
             message=f"this machine's processor lacks {', '.join(missing)},"
             f" which device {device!r} states",
             help=_ELSEWHERE,
-            path=f"units.{name}.features",
+            path="device",
         )
 
 
@@ -91,3 +129,14 @@ def _check_memory(machine: Machine, budget_bytes: int) -> Iterator[Diagnostic]:
             help="end other programs, or lower memory.budget and its segments",
             path="memory.budget",
         )
+
+
+def _locate(found: list[Diagnostic], path: Path) -> list[Diagnostic]:
+    """Add the places in the plan's file."""
+    source = read_source(path, display_path(path))
+    if not isinstance(source, SourceFile):  # changed or gone since it was loaded
+        return found
+    return [
+        replace(item, span=source.spans.find_value(tuple((item.path or "").split("."))))
+        for item in found
+    ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import Diagnostic
-from pi2.fit import find_misfits
+from pi2.fit import find_misfits, find_plan_misfits
 from pi2.machine import Cpu, CpuCores, Machine, Memory
 from pi2.plan.device import Device
+from pi2.plan.references import find_shipped_folder
+from pi2.plan.resolve import ResolvedPlan, load_plan
 
 GIB = 1 << 30
 
@@ -79,7 +82,7 @@ def test_missing_features_are_named() -> None:
     (finding,) = find(device, make_machine())
     assert (finding.code, finding.severity) == ("P302", "error")
     assert "lacks avx512f, avx512vnni, which" in finding.message
-    assert finding.path == "units.cpu.features"
+    assert finding.path == "device"
 
 
 def test_budget_beyond_the_memory() -> None:
@@ -124,3 +127,41 @@ def test_all_misfits_are_reported_at_once() -> None:
     device = make_device(architecture="aarch64", clusters=({"id": "a", "cores": 8},))
     codes = [finding.code for finding in find(device, make_machine(), 100 * GIB)]
     assert codes == ["P301", "P304", "P303"]
+
+
+def test_processor_does_not_matter_without_compiled_kernels() -> None:
+    device = make_device(architecture="aarch64", clusters=({"id": "a", "cores": 8},))
+    assert find(device, make_machine(), native=False) == []
+    assert [f.code for f in find(device, make_machine(), 9 * GIB, native=False)] == ["P303"]
+
+
+def resolve_demo(tmp_path: Path, backend: str) -> ResolvedPlan:
+    """The demo plan for a device with an Arm processor, on ``backend``."""
+    demo = find_shipped_folder() / "demo.plan.toml"
+    text = demo.read_text(encoding="utf-8").replace('"host"', '"arm.device.toml"')
+    text = text.replace('cpu = "cpu"', f'cpu = "{backend}"')
+    (tmp_path / "x.plan.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "arm.device.toml").write_text(
+        'schema_version = 1\nid = "arm"\n[units.cpu]\nkind = "cpu"\narchitecture = "aarch64"\n'
+    )
+    return load_plan(tmp_path / "x.plan.toml")
+
+
+def test_misfit_of_a_plan_points_into_its_file(tmp_path: Path) -> None:
+    resolved = resolve_demo(tmp_path, "cpu")
+    (finding,) = find_plan_misfits(resolved, make_machine())
+    assert finding.code == "P301"
+    assert finding.span is not None
+    lines = resolved.path.read_text(encoding="utf-8").splitlines()
+    line = lines[finding.span.line - 1]
+    assert line[finding.span.column - 1 : finding.span.end_column - 1] == '"arm.device.toml"'
+
+
+def test_plan_for_another_processor_runs_on_numpy_and_on_the_counting_backend(
+    tmp_path: Path,
+) -> None:
+    small = make_machine(limit=GIB // 64, available=GIB // 64)
+    assert find_plan_misfits(resolve_demo(tmp_path, "reference"), make_machine()) == []
+    numpy_only = find_plan_misfits(resolve_demo(tmp_path, "reference"), small)
+    assert [finding.code for finding in numpy_only] == ["P303"]
+    assert find_plan_misfits(resolve_demo(tmp_path, "null"), small) == []
