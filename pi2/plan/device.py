@@ -51,7 +51,7 @@ class ShareFigure(Origin):
 class ComputeFigure(Origin):
     """An arithmetic rate and where it comes from."""
 
-    giga_ops: float = Field(gt=0.0)
+    giga_ops: float = Field(gt=0.0, examples=[350.0])
     """Operations per second, in units of 1e9; a multiply-add counts as two."""
     precision: Literal["int4", "int8", "fp16", "fp32"]
     """Type of the operands."""
@@ -66,7 +66,7 @@ class CpuCluster(Table):
     """Number of cores."""
     frequency: Hertz | None = None
     """Highest sustained clock."""
-    core: str | None = None
+    core: str | None = Field(default=None, examples=["cortex-x4"])
     """Micro-architecture, for example ``"cortex-x4"``; chooses the compiler's schedule."""
 
 
@@ -88,13 +88,13 @@ class Unit(Table):
 
     kind: Literal["cpu", "gpu", "npu"]
     """What it is; a plan's backends serve kinds."""
-    model: str = Field(default="", max_length=120)
+    model: str = Field(default="", max_length=120, examples=["Adreno 750"])
     """Its commercial name."""
     architecture: (
         Literal["x86-64", "aarch64", "opencl", "cuda", "metal", "vulkan", "hexagon"] | None
     ) = None
     """Instruction set or programming interface; for a CPU, absent means *ask the machine*."""
-    features: tuple[IsaFeature, ...] | None = None
+    features: tuple[IsaFeature, ...] | None = Field(default=None, examples=[["neon", "dotprod"]])
     """CPU features that kernels may use; absent means *ask the machine*."""
     clusters: tuple[CpuCluster, ...] = ()
     """Kinds of cores of a CPU; empty means *ask the machine*."""
@@ -123,7 +123,7 @@ class ReadFigure(Origin):
     """Reads in flight at the same time."""
     threads: Count | None = None
     """Threads that issue them."""
-    core: str | None = None
+    core: str | None = Field(default=None, examples=["big"])
     """CPU cluster that issues them, where it matters."""
 
 

@@ -8,13 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 SCHEMA_VERSION = 1
 
-Identifier = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+Identifier = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64),
+    Field(examples=["cpu"]),
+]
 """A short name: lower-case letters, digits, ``.``, ``_`` and ``-``."""
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0, examples=[0.25])]
 """A part of a whole, from 0 to 1."""
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1, examples=[4])]
 """A whole number, one or more."""
 
 
@@ -41,9 +45,9 @@ class Document(Table):
 
     schema_version: Literal[1]
     """Version of the plan language that the file is written in."""
-    name: str = Field(default="", max_length=120)
+    name: str = Field(default="", max_length=120, examples=["Demo"])
     """What people call it."""
-    description: str = Field(default="", max_length=4000)
+    description: str = Field(default="", max_length=4000, examples=["The demo model here."])
     """One or two sentences for the reader."""
 
 
@@ -56,9 +60,9 @@ class Origin(Table):
 
     status: Provenance
     """``measured`` (on the device), ``vendor-claimed``, ``published`` or ``estimated``."""
-    source: str = Field(min_length=1, max_length=500)
+    source: str = Field(min_length=1, max_length=500, examples=["PowerInfer-2, section 2.3.2"])
     """The tool, page or paper that states it."""
     samples: Count | None = None
     """Number of measurements behind a measured figure."""
-    spread: float | None = Field(default=None, ge=0.0)
+    spread: float | None = Field(default=None, ge=0.0, examples=[0.02])
     """Standard deviation of the measurements relative to their mean."""

@@ -55,5 +55,6 @@ def list_known_keys(root: type[BaseModel], path: Sequence[str | int]) -> list[st
 def suggest(word: str, known: Iterable[str]) -> str | None:
     """The known name nearest to ``word``, if one is near."""
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.6)
+    cutoff = 0.6 if len(word) > 3 else 0.7  # two letters of three are no likeness: cpu, gpu
+    near = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
     return names[near[0]] if near else None

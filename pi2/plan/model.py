@@ -19,21 +19,21 @@ below a threshold (ProSparse); relu2 is the square of ReLU."""
 class Shape(Table):
     """Sizes, in elements."""
 
-    layers: Annotated[int, Field(ge=1, le=1024)]
+    layers: Annotated[int, Field(ge=1, le=1024, examples=[32])]
     """Number of transformer blocks."""
-    hidden: Annotated[int, Field(ge=1, le=2**20)]
+    hidden: Annotated[int, Field(ge=1, le=2**20, examples=[4096])]
     """Width of the residual stream."""
-    ffn: Annotated[int, Field(ge=1, le=2**22)]
+    ffn: Annotated[int, Field(ge=1, le=2**22, examples=[11008])]
     """FFN neurons per layer; in a mixture of experts, of one expert."""
-    heads: Annotated[int, Field(ge=1, le=2**14)]
+    heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
     """Query heads."""
-    kv_heads: Annotated[int, Field(ge=1, le=2**14)]
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
     """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
-    head_dim: Annotated[int, Field(ge=1, le=2**14)]
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
     """Width of one head."""
-    vocab: Annotated[int, Field(ge=1, le=2**24)]
+    vocab: Annotated[int, Field(ge=1, le=2**24, examples=[32000])]
     """Tokens of the vocabulary."""
-    context: Annotated[int, Field(ge=1, le=2**27)]
+    context: Annotated[int, Field(ge=1, le=2**27, examples=[4096])]
     """Longest sequence the model was made for, in tokens."""
 
 
@@ -84,7 +84,7 @@ class Ffn(Table):
 class Moe(Table):
     """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
 
-    experts: Annotated[int, Field(ge=2, le=4096)]
+    experts: Annotated[int, Field(ge=2, le=4096, examples=[8])]
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
     """How many of them compute a token."""
@@ -101,9 +101,9 @@ class Tokenizer(Table):
 
     file: str = "tokenizer.json"
     """File of the `tokenizers` library, relative to the neuron store."""
-    bos: int | None = Field(default=None, ge=0)
+    bos: int | None = Field(default=None, ge=0, examples=[1])
     """Id of the token that begins a sequence."""
-    eos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = Field(default=(), examples=[[2]])
     """Ids that end a generation."""
     add_bos: bool = False
     """Whether a prompt begins with ``bos``."""
@@ -129,24 +129,43 @@ class Tensors(Table):
     mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names."""
 
     embedding: str = "model.embed_tokens.weight"
+    """Embedding table [vocab, hidden]."""
     attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
+    """Norm before attention [hidden]."""
     query: str = "model.layers.{layer}.self_attn.q_proj.weight"
+    """Query projection [heads x head_dim, hidden]."""
     key: str = "model.layers.{layer}.self_attn.k_proj.weight"
+    """Key projection [kv_heads x head_dim, hidden]."""
     value: str = "model.layers.{layer}.self_attn.v_proj.weight"
+    """Value projection [kv_heads x head_dim, hidden]."""
     output: str = "model.layers.{layer}.self_attn.o_proj.weight"
+    """Output projection of attention [hidden, heads x head_dim]."""
     query_bias: str = "model.layers.{layer}.self_attn.q_proj.bias"
+    """Bias of the query projection."""
     key_bias: str = "model.layers.{layer}.self_attn.k_proj.bias"
+    """Bias of the key projection."""
     value_bias: str = "model.layers.{layer}.self_attn.v_proj.bias"
+    """Bias of the value projection."""
     ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    """Norm before the FFN [hidden]."""
     gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
+    """Gate projection [ffn, hidden]."""
     up: str = "model.layers.{layer}.mlp.up_proj.weight"
+    """Up projection [ffn, hidden]."""
     down: str = "model.layers.{layer}.mlp.down_proj.weight"
+    """Down projection [hidden, ffn]."""
     final_norm: str = "model.norm.weight"
+    """Norm after the last layer [hidden]."""
     head: str = "lm_head.weight"
+    """Output head [vocab, hidden], where it is not tied."""
     router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
+    """Router of a mixture of experts [experts, hidden]."""
     predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
+    """First matrix of the activation predictor [rank, hidden]."""
     predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
+    """Second matrix of the activation predictor [ffn, rank]."""
     predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
+    """Bias of the activation predictor [ffn]."""
 
 
 class Predictor(Table):
@@ -174,7 +193,7 @@ class Model(Document):
 
     id: Identifier
     """Short name, the same as the file's."""
-    licence: str = Field(default="", max_length=200)
+    licence: str = Field(default="", max_length=200, examples=["Apache-2.0"])
     """Licence of the weights."""
     shape: Shape
     """Sizes."""

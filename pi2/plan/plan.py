@@ -9,14 +9,24 @@ from pydantic import Field, StringConstraints
 from pi2.plan.documents import Count, Document, Identifier, Share, Table
 from pi2.plan.quantities import Bytes
 
-Reference = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Reference = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=500),
+    Field(examples=["host", "../my.device.toml"]),
+]
 """A relative path, or the short name of a shipped document."""
 
 Selector = Annotated[
     str,
     StringConstraints(pattern=r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$", max_length=500),
+    Field(examples=["0-7,28-31"]),
 ]
 """Layers: numbers and ranges, both ends included, such as ``"0-7,28-31"``."""
+
+Split = Annotated[
+    dict[Identifier, Share], Field(min_length=1, examples=[{"cpu": 0.25, "npu": 0.75}])
+]
+"""Shares by unit."""
 
 BackendName = Literal["null", "reference", "cpu"]
 """A backend of ``backends/``."""
@@ -60,7 +70,7 @@ class Bundle(Table):
 class LayerSettings(Table):
     """Settings of a layer."""
 
-    split: Annotated[dict[Identifier, Share], Field(min_length=1)]
+    split: Split
     """Share of the layer's neurons that each unit computes; adds up to 1."""
     hot: Share
     """Share of the layer's neurons that stay resident."""
@@ -71,7 +81,7 @@ class LayerOverride(Table):
 
     select: Selector
     """Which layers, such as ``"0-7,28-31"``."""
-    split: Annotated[dict[Identifier, Share], Field(min_length=1)] | None = None
+    split: Split | None = None
     """Replaces ``layers.split``."""
     hot: Share | None = None
     """Replaces ``layers.hot``."""
@@ -96,7 +106,7 @@ class Io(Table):
 class Threads(Table):
     """Compute threads."""
 
-    compute: Annotated[int, Field(ge=1, le=1024)] | None = None
+    compute: Annotated[int, Field(ge=1, le=1024, examples=[4])] | None = None
     """Number of compute threads; absent means one per core of the device."""
 
 
@@ -133,7 +143,7 @@ class Plan(Document):
     """Device document: relative path or short name."""
     model: Reference
     """Model document: relative path or short name."""
-    store: Reference
+    store: Annotated[Reference, Field(examples=["stores/pi2-demo"])]
     """Neuron store: a folder, relative to the plan file."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
     """Backend by kind of unit."""
