@@ -10,7 +10,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents import Count, Identifier, Table
@@ -27,6 +27,18 @@ DENSE_FILE = "dense.arrow"
 
 Offset = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+def check_store_path(text: str) -> str:
+    """Return ``text`` if it is a plain path inside a store; else `ValueError`."""
+    path = PurePosixPath(text)
+    safe = not path.is_absolute() and ".." not in path.parts and "\\" not in text
+    if not safe or str(path) != text or "\0" in text or text in ("", ".", MANIFEST):
+        raise ValueError(f"the file {text!r} is not a plain path inside the store")
+    return text
+
+
+StorePath = Annotated[str, StringConstraints(max_length=500), AfterValidator(check_store_path)]
 
 
 def name_layer_file(layer: int) -> str:
@@ -117,7 +129,7 @@ class StoredPredictor(Table):
 class StoredFile(Table):
     """A file of the store."""
 
-    path: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    path: StorePath
     """Its path inside the store, with ``/``."""
     bytes: Offset
     """Its size."""
@@ -197,8 +209,6 @@ class Manifest(Table):
         paths = [entry.path for entry in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("a file is listed twice")
-        for path in paths:
-            _check_path(path)
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             raise ValueError("a tensor is listed twice")
@@ -243,13 +253,6 @@ class Manifest(Table):
             assert offset is not None
             if offset % multiple or offset + size > entry.bytes:
                 raise ValueError(f"{path} is too short for its contents, or they are misplaced")
-
-
-def _check_path(text: str) -> None:
-    path = PurePosixPath(text)
-    safe = not path.is_absolute() and ".." not in path.parts and "\\" not in text
-    if not safe or str(path) != text or "\0" in text or text == MANIFEST:
-        raise ValueError(f"the file {text!r} is not a plain path inside the store")
 
 
 def _check_tensor(tensor: StoredTensor, file_bytes: int) -> None:

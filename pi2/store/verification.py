@@ -97,14 +97,14 @@ def _compare_dense(file: Path, manifest: Manifest) -> str | None:
             source.seek(0)
             reader = pa.ipc.open_file(source)
             for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                name, precision, rows, length = (
-                    batch.column(index)[0].as_py() for index in range(4)
-                )
-                weights, scales = (
-                    batch.column(index).buffers()[2].address - start for index in (4, 5)
-                )
-                found.append((name, precision, rows, length, weights, scales))
+                columns = reader.get_batch(number).columns
+                values = [column[0].as_py() for column in columns[:4]]
+                # An empty buffer has no address.
+                places = [
+                    column.buffers()[2].address - start if len(column[0].as_buffer()) else None
+                    for column in columns[4:]
+                ]
+                found.append((*values, *places))
     except (pa.ArrowException, IndexError, OSError) as error:
         return f"Arrow cannot read it: {error}"
     listed = [
@@ -114,7 +114,7 @@ def _compare_dense(file: Path, manifest: Manifest) -> str | None:
             tensor.rows,
             tensor.length,
             tensor.weights_offset,
-            tensor.scales_offset,
+            tensor.scales_offset if tensor.dense.row_scale_bytes else None,
         )
         for tensor in manifest.tensors
     ]

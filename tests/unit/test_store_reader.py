@@ -1,0 +1,357 @@
+"""`NeuronStore`: what an open store gives, and what it says of a broken one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm_ffi
+
+from pi2.diagnostics import UserError
+from pi2.plan.layout import Precision
+from pi2.plan.packing import dequantize, pack_bundles, quantize
+from pi2.store.reader import NeuronStore
+from tests.helpers.models import TinyModel, gather_rows, make_model, make_tiny
+
+PRECISIONS: list[Precision] = ["int4", "int8", "fp16"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyModel:
+    return make_tiny(tmp_path)
+
+
+def expect_error(path: Path, code: str, *words: str, **options: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        NeuronStore.open(path, **options)
+    assert [item.code for item in caught.value.diagnostics] == [code]
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert caught.value.exit_code == 2
+
+
+def change_manifest(store: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = store / "manifest.json"
+    fields = json.loads(file.read_text())
+    change(fields)
+    file.write_text(json.dumps(fields))
+
+
+# What an open store gives
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bundles_are_the_quantised_neurons_in_stored_order(
+    tmp_path: Path, precision: Precision
+) -> None:
+    tiny = make_tiny(tmp_path, {"quantization": {"ffn": precision}})
+    with NeuronStore.open(tiny.store, model=tiny.model) as store:
+        assert store.bundle.precision == precision
+        for number, layer in enumerate(store.layers):
+            order = layer.original
+            np.testing.assert_array_equal(order, tiny.original[number])
+            gate = tiny.weights[f"model.layers.{number}.mlp.gate_proj.weight"][order]
+            up = tiny.weights[f"model.layers.{number}.mlp.up_proj.weight"][order]
+            down = tiny.weights[f"model.layers.{number}.mlp.down_proj.weight"].T[order]
+            expected = pack_bundles(gate, up, np.ascontiguousarray(down), store.bundle)
+            np.testing.assert_array_equal(layer.bundles, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tensors_are_the_quantised_ones_of_the_checkpoint(
+    tmp_path: Path, precision: Precision
+) -> None:
+    quantization = dict.fromkeys(("attention", "embedding", "head", "predictor"), precision)
+    changes = {
+        "quantization": quantization,
+        "tied_head": False,
+        "attention": {"qkv_bias": True},
+    }
+    tiny = make_tiny(tmp_path, changes)
+    with NeuronStore.open(tiny.store, model=tiny.model) as store:
+        assert {"head", "layers.2.qkv_bias", "layers.0.predictor_out"} <= set(store.tensors)
+        for name, tensor in store.tensors.items():
+            rows = gather_rows(tiny.model, tiny.weights, tiny.original, name)
+            assert (tensor.rows, tensor.length) == rows.shape
+            if tensor.precision is None:
+                np.testing.assert_array_equal(tensor.weights, rows)
+                continue
+            assert tensor.precision == precision
+            weights, scales = quantize(rows, precision)
+            np.testing.assert_array_equal(tensor.weights, weights)
+            if scales is None:
+                assert tensor.scales is None
+            else:
+                assert tensor.scales is not None
+                np.testing.assert_array_equal(tensor.scales, scales)
+
+
+def test_dequantised_weights_are_close_to_the_checkpoint(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        tensor = store.tensors["layers.1.output"]
+        assert tensor.precision is not None
+        restored = dequantize(
+            tensor.weights.view(np.uint8), tensor.scales, tensor.length, tensor.precision
+        )
+    error = restored - tiny.weights["model.layers.1.self_attn.o_proj.weight"]
+    assert np.abs(error).max() < 0.05
+
+
+def test_a_model_without_predictors_has_no_predictor_tensors(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, {"predictor": None})
+    with NeuronStore.open(tiny.store, model=tiny.model) as store:
+        assert not [name for name in store.tensors if "predictor" in name]
+        assert store.manifest.predictor is None
+
+
+def test_weights_and_scales_are_64_byte_aligned_and_bundles_begin_at_a_page(
+    tiny: TinyModel,
+) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        for tensor in store.tensors.values():
+            assert tensor.weights.ctypes.data % 64 == 0
+            assert tensor.scales is None or tensor.scales.ctypes.data % 64 == 0
+        for layer in store.layers:
+            assert layer.bundles_offset % 4096 == 0
+            assert layer.bundles.ctypes.data % 4096 == 0
+
+
+def test_a_direct_read_at_the_offset_gives_the_bundle(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        layer = store.layers[1]
+        content = layer.path.read_bytes()
+        for neuron in (0, 1, 95):
+            begin = layer.bundles_offset + neuron * layer.stride
+            assert content[begin : begin + layer.stride] == layer.bundles[neuron].tobytes()
+
+
+def test_every_bundle_has_its_crc32(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        for layer in store.layers:
+            assert [zlib.crc32(bundle) for bundle in layer.bundles] == layer.checks.tolist()
+
+
+def test_arrays_are_not_copied_and_kernels_accept_them(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        arrays = [store.layers[0].bundles, *(item.weights for item in store.tensors.values())]
+        for array in arrays:
+            assert not array.flags.owndata
+            tvm_ffi.from_dlpack(array)  # refuses read-only arrays
+
+
+def test_writing_to_an_array_leaves_the_store_as_it_is(tiny: TinyModel) -> None:
+    before = (tiny.store / "layers/ffn-000.arrow").read_bytes()
+    with NeuronStore.open(tiny.store) as store:
+        store.layers[0].bundles[:] = 0
+    assert (tiny.store / "layers/ffn-000.arrow").read_bytes() == before
+
+
+def test_arrays_outlive_the_store(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        bundles, weights = store.layers[0].bundles, store.tensors["embedding"].weights
+    assert bundles.sum() > 0
+    assert weights.any()
+
+
+def test_opening_reads_no_weights_and_loads_no_arrow(tiny: TinyModel) -> None:
+    for file in [tiny.store / "dense.arrow", *tiny.store.glob("layers/*")]:
+        size = file.stat().st_size
+        file.write_bytes(b"")
+        with file.open("r+b") as stream:
+            stream.truncate(size)  # garbage of the right size
+    code = (
+        "import sys\nfrom pi2.store.reader import NeuronStore\n"
+        f"store = NeuronStore.open({str(tiny.store)!r})\nstore.tensors, store.layers[0].bundles\n"
+        "assert 'pyarrow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tokenizer_is_the_file_that_the_model_names(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store, model=tiny.model) as store:
+        assert store.tokenizer_path == tiny.store / "tokenizer.json"
+        assert store.tokenizer_path.is_file()
+    other = make_model({"tokenizer": {"file": "words.json"}})
+    with NeuronStore.open(tiny.store, model=other) as store:
+        assert store.tokenizer_path == tiny.store / "words.json"
+
+
+# Broken stores
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    expect_error(tmp_path / "nowhere", "P501", "nowhere", "pi2 convert")
+
+
+def test_a_file_is_not_a_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    expect_error(tmp_path / "file", "P501", "not a folder")
+
+
+def test_a_store_without_manifest_is_unfinished(tiny: TinyModel) -> None:
+    (tiny.store / "manifest.json").unlink()
+    expect_error(tiny.store, "P502", "not a finished one")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b'{"format": "other"}',
+        b"[" * 100_000,
+        b'{"format": "pi2-store", "format_version": 1}',
+    ],
+)
+def test_garbage_instead_of_a_manifest(tiny: TinyModel, content: bytes) -> None:
+    (tiny.store / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        NeuronStore.open(tiny.store)
+    assert {item.code for item in caught.value.diagnostics} == {"P503"}
+
+
+def test_a_newer_format_asks_for_a_newer_pi2(tiny: TinyModel) -> None:
+    change_manifest(tiny.store, lambda fields: fields.update(format_version=2, new_key=[]))
+    expect_error(tiny.store, "P504", "format version 2", "newer pi2")
+
+
+def test_another_model_is_named_with_the_values_that_differ(tiny: TinyModel) -> None:
+    other = make_model({"id": "other", "shape": {"ffn": 128}, "ffn": {"activation": "relu"}})
+    expect_error(
+        tiny.store,
+        "P505",
+        "shape.ffn is 96 in the store, 128 in the model document",
+        'ffn.activation is "drelu" in the store, "relu" in the model document',
+        "'other'",
+        model=other,
+    )
+
+
+def test_a_model_that_lost_its_predictor_differs(tiny: TinyModel) -> None:
+    expect_error(
+        tiny.store,
+        "P505",
+        "predictor.rank is 32 in the store, absent in the model document",
+        model=make_model({"predictor": None}),
+    )
+
+
+def test_what_does_not_decide_weights_does_not_matter(tiny: TinyModel) -> None:
+    renamed = make_model({"id": "renamed", "name": "Renamed", "tokenizer": {"eos": [1, 2]}})
+    NeuronStore.open(tiny.store, model=renamed).close()
+
+
+@pytest.mark.parametrize("file", ["dense.arrow", "layers/ffn-001.arrow", "tokenizer.json"])
+def test_a_truncated_file_is_named_with_both_sizes(tiny: TinyModel, file: str) -> None:
+    path = tiny.store / file
+    size = path.stat().st_size
+    with path.open("r+b") as stream:
+        stream.truncate(size - 1)
+    expect_error(tiny.store, "P506", file, str(size), str(size - 1))
+
+
+def test_a_missing_file_is_named(tiny: TinyModel) -> None:
+    (tiny.store / "layers/ffn-002.arrow").unlink()
+    expect_error(tiny.store, "P506", "ffn-002.arrow", "missing")
+
+
+def test_a_file_that_shrinks_after_opening_is_noticed_when_it_is_mapped(tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        store.layers[0].path.write_bytes(b"short")
+        with pytest.raises(UserError, match="P506"):
+            _ = store.layers[0].bundles
+
+
+def set_first_layer(**values: object) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        entry = next(item for item in fields["files"] if item["path"] == "layers/ffn-000.arrow")
+        entry.update(values)
+
+    return change
+
+
+def set_tensor(**values: object) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields["tensors"][1].update(values)
+
+
+CONTRADICTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a path that leads out": set_first_layer(path="../ffn-000.arrow"),
+    "an absolute path": set_first_layer(path="/etc/passwd"),
+    "a path through the parent": set_first_layer(path="layers/../../ffn-000.arrow"),
+    "a path with a backslash": set_first_layer(path="layers\\ffn-000.arrow"),
+    "the manifest itself": set_first_layer(path="manifest.json"),
+    "bundles at an odd byte": set_first_layer(bundles_offset=512),
+    "bundles beyond the file": set_first_layer(bundles_offset=4096 * 1000),
+    "a negative offset": set_first_layer(neurons_offset=-4),
+    "indices beyond the file": set_first_layer(neurons_offset=2**62),
+    "too many neurons": set_first_layer(rows=10**9),
+    "fewer neurons than the model": set_first_layer(rows=95),
+    "no offsets": set_first_layer(bundles_offset=None),
+    "a hash that is none": set_first_layer(sha256="beef"),
+    "a size as text": set_first_layer(bytes="many"),
+    "a tensor beyond the file": set_tensor(weights_offset=2**40),
+    "a tensor that is not aligned": set_tensor(weights_offset=65),
+    "a tensor of other size": set_tensor(rows=7),
+    "a tensor of unknown type": set_tensor(precision="int3"),
+    "a tensor with another's name": set_tensor(name="embedding"),
+    "a missing tensor": lambda fields: fields["tensors"].pop(),
+    "a missing layer": lambda fields: fields["files"].pop(1),
+    "a file listed twice": lambda fields: fields["files"].append(fields["files"][0]),
+    "a wrong stride": lambda fields: fields["bundle"].update(stride=64),
+    "a stride that is not aligned": lambda fields: fields["bundle"].update(stride=513),
+    "a larger stride": lambda fields: fields["bundle"].update(stride=1024),
+    "other bytes in a bundle": lambda fields: fields["bundle"].update(used_bytes=9),
+    "another hidden size": lambda fields: fields["bundle"].update(hidden=96),
+    "misplaced parts": lambda fields: fields["bundle"]["parts"].reverse(),
+    "a digest of something else": lambda fields: fields["model"].update(digest="0" * 64),
+    "changed model parts": lambda fields: fields["model"]["parts"]["shape"].update(ffn=64),
+    "model parts that are no model": lambda fields: fields["model"].update(parts={"a": 1}),
+    "too few ranks": lambda fields: fields["predictor"].update(rank=[32]),
+    "an unknown key": lambda fields: fields.update(surprise=1),
+    "not a number": lambda fields: fields["model"]["parts"].update(norm=float("nan")),
+    "a number as version": lambda fields: fields.update(format_version="1"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_manifest_that_contradicts_itself_is_refused(tiny: TinyModel, name: str) -> None:
+    change_manifest(tiny.store, CONTRADICTIONS[name])
+    with pytest.raises(UserError) as caught:
+        NeuronStore.open(tiny.store)
+    assert {item.code for item in caught.value.diagnostics} == {"P503"}
+    assert "make the store again" in str(caught.value)
+
+
+def test_a_manifest_with_a_fitting_digest_is_still_held_against_the_files(
+    tiny: TinyModel,
+) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        parts = fields["model"]["parts"]
+        parts["shape"]["hidden"] = 96
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        fields["model"]["digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    change_manifest(tiny.store, change)
+    expect_error(tiny.store, "P503", "the bundles do not fit the model")
+
+
+def test_a_store_reached_through_links_opens(tiny: TinyModel, tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    shutil.copytree(tiny.store, linked)
+    (linked / "dense.arrow").unlink()
+    (linked / "dense.arrow").symlink_to(tiny.store / "dense.arrow")
+    (tmp_path / "alias").symlink_to(linked)
+    with NeuronStore.open(tmp_path / "alias") as store:
+        assert store.tensors["embedding"].rows == 288
