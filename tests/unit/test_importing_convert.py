@@ -1,0 +1,341 @@
+"""Converting a checkpoint: the store holds its weights, quantised, in the chosen order."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pi2.diagnostics import UserError
+from pi2.importing.convert import convert_checkpoint
+from pi2.plan.model import Model
+from pi2.plan.packing import pack_bundles, quantize
+from pi2.store.reader import NeuronStore
+from pi2.store.verification import verify_store
+from tests.helpers.checkpoints import (
+    Dtype,
+    narrow,
+    write_checkpoint,
+    write_counts,
+    write_safetensors,
+)
+from tests.helpers.models import draw_weights, gather_rows, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+Weights = dict[str, npt.NDArray[np.float32]]
+I32 = npt.NDArray[np.int32]
+
+
+def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> None:
+    """The store at ``path`` is what `model` and ``weights`` demand, neurons as ``original``."""
+    names = model.tensors
+    with NeuronStore.open(path, model=model) as store:
+        for number, layer in enumerate(store.layers):
+            order = original[number]
+            np.testing.assert_array_equal(layer.original, order)
+            gate = weights[names.gate.format(layer=number)][order]
+            up = weights[names.up.format(layer=number)][order]
+            down = np.ascontiguousarray(weights[names.down.format(layer=number)].T[order])
+            bundles = pack_bundles(gate, up, down, store.bundle)
+            np.testing.assert_array_equal(layer.bundles, bundles)
+        for name, tensor in store.tensors.items():
+            rows = gather_rows(model, weights, original, name)
+            if tensor.precision is None:
+                np.testing.assert_array_equal(tensor.weights, rows)
+                continue
+            packed, scales = quantize(rows, tensor.precision)
+            np.testing.assert_array_equal(tensor.weights, packed)
+            if scales is not None:
+                assert tensor.scales is not None
+                np.testing.assert_array_equal(tensor.scales, scales)
+    assert verify_store(path) == []
+
+
+def index_order(model: Model) -> I32:
+    return np.tile(np.arange(model.shape.ffn, dtype=np.int32), (model.shape.layers, 1))
+
+
+def split_predictors(model: Model, weights: Weights) -> tuple[Weights, Weights]:
+    inside = {name: values for name, values in weights.items() if "predictor" not in name}
+    outside = {name: values for name, values in weights.items() if "predictor" in name}
+    return inside, outside
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all defaults": {},
+    "no predictors": {"predictor": None},
+    "a head of its own": {"tied_head": False},
+    "biases of q, k and v": {"attention": {"qkv_bias": True}},
+    "int8 neurons": {"quantization": {"ffn": "int8", "attention": "fp16"}},
+    "fp16 throughout": {
+        "quantization": dict.fromkeys(
+            ("ffn", "attention", "embedding", "head", "predictor"), "fp16"
+        ),
+        "tied_head": False,
+    },
+    "odd sizes": {"shape": {"hidden": 96, "ffn": 33, "heads": 3, "kv_heads": 1, "head_dim": 32}},
+    "heads wider than hidden": {"shape": {"head_dim": 32}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_store_holds_the_quantised_checkpoint(tmp_path: Path, case: str) -> None:
+    model = make_model(CASES[case])
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
+    assert manifest.order == "index"
+    assert not manifest.synthetic
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_types_and_shards(tmp_path: Path, dtype: Dtype, shards: int) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(
+        tmp_path / "checkpoint", model, weights, dtype=dtype, shards=shards
+    )
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    narrowed = {name: narrow(values, dtype) for name, values in weights.items()}
+    expect_store(tmp_path / "store", model, narrowed, index_order(model))
+
+
+def test_pieces_of_large_tensors_come_together(tmp_path: Path) -> None:
+    # More weights than are quantised at a time, so that tensors come in several pieces.
+    changes = {"shape": {"layers": 1, "hidden": 512, "ffn": 2100, "vocab": 2500}}
+    model = make_model({**changes, "predictor": None})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+def test_other_tensor_names_are_read_where_the_model_says(tmp_path: Path) -> None:
+    tensors = {"gate": "h.{layer}.w1", "embedding": "wte", "predictor_out": "p{layer}.out"}
+    model = make_model({"tensors": tensors})
+    weights = draw_weights(model)
+    assert {"h.2.w1", "wte", "p0.out"} <= set(weights)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+def test_tensors_that_the_model_does_not_name_are_ignored(tmp_path: Path) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    extra = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, extra)
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+# Order
+
+
+def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    shape = (model.shape.layers, model.shape.ffn)
+    counts = np.random.default_rng(5).permutation(np.prod(shape)).reshape(shape).astype(np.int64)
+    file = write_counts(tmp_path / "counts.parquet", counts)
+    manifest = convert_checkpoint(checkpoint, model, tmp_path / "store", activations=file)
+    assert manifest.order == "hotness"
+    with NeuronStore.open(tmp_path / "store") as store:
+        original = np.stack([layer.original for layer in store.layers])
+    for layer, order in enumerate(original):
+        assert (np.diff(counts[layer][order]) < 0).all()
+    expect_store(tmp_path / "store", model, weights, original)
+    kept = tmp_path / "store/activations.parquet"
+    assert kept.read_bytes() == file.read_bytes()
+
+
+def test_equally_active_neurons_stay_in_the_checkpoints_order(tmp_path: Path) -> None:
+    model = make_model()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    counts = np.zeros((model.shape.layers, model.shape.ffn), np.int64)
+    counts[:, 50] = 7
+    file = write_counts(tmp_path / "counts.parquet", counts)
+    convert_checkpoint(checkpoint, model, tmp_path / "store", activations=file)
+    with NeuronStore.open(tmp_path / "store") as store:
+        assert store.layers[1].original.tolist() == [50, *range(50), *range(51, 96)]
+
+
+# Predictors
+
+
+def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    inside, outside = split_predictors(model, weights)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, inside)
+    write_safetensors(tmp_path / "predictors.safetensors", outside)
+    convert_checkpoint(
+        checkpoint,
+        model,
+        tmp_path / "store",
+        predictors=tmp_path / "predictors.safetensors",
+    )
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+def test_predictors_without_bias_have_a_zero_bias(tmp_path: Path) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    biasless = {name: values for name, values in weights.items() if "predictor.bias" not in name}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, biasless)
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    with NeuronStore.open(tmp_path / "store") as store:
+        assert not store.tensors["layers.1.predictor_bias"].weights.any()
+
+
+def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> None:
+    model = make_model({"predictor": {"rank": 64}})
+    weights = draw_weights(model)
+    for layer, rank in enumerate((40, 64, 7)):
+        inner = f"model.layers.{layer}.mlp.predictor.fc1.weight"
+        outer = f"model.layers.{layer}.mlp.predictor.fc2.weight"
+        weights[inner] = np.ascontiguousarray(weights[inner][:rank])
+        weights[outer] = np.ascontiguousarray(weights[outer][:, :rank])
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
+    assert manifest.predictor is not None
+    assert manifest.predictor.rank == (64, 64, 32)
+    padded = dict(weights)
+    for layer, rank in enumerate((64, 64, 32)):
+        inner = f"model.layers.{layer}.mlp.predictor.fc1.weight"
+        outer = f"model.layers.{layer}.mlp.predictor.fc2.weight"
+        padded[inner] = np.zeros((rank, 64), np.float32)
+        padded[inner][: len(weights[inner])] = weights[inner]
+        padded[outer] = np.zeros((96, rank), np.float32)
+        padded[outer][:, : weights[outer].shape[1]] = weights[outer]
+    expect_store(tmp_path / "store", model, padded, index_order(model))
+
+
+# The whole
+
+
+def test_the_tokenizer_and_extra_files_come_along(tmp_path: Path) -> None:
+    model = make_model()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    (tmp_path / "card.json").write_text("{}")
+    convert_checkpoint(
+        checkpoint, model, tmp_path / "store", extras={"training.json": tmp_path / "card.json"}
+    )
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        assert store.tokenizer_path.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+        assert store.manifest.find_file("training.json") is not None
+
+
+def test_equal_checkpoints_give_equal_stores(tmp_path: Path) -> None:
+    model = make_model()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    convert_checkpoint(checkpoint, model, tmp_path / "a")
+    convert_checkpoint(tmp_path / "copy", model, tmp_path / "b")
+    for path in sorted((tmp_path / "a").rglob("*")):
+        if path.is_file():
+            twin = tmp_path / "b" / path.relative_to(tmp_path / "a")
+            assert path.read_bytes() == twin.read_bytes(), path
+
+
+def test_progress_grows_to_one(tmp_path: Path) -> None:
+    model = make_model()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    shares: list[float] = []
+    convert_checkpoint(
+        checkpoint,
+        model,
+        tmp_path / "store",
+        progress=lambda label, share: shares.append(share),
+    )
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+
+
+def test_an_interrupted_conversion_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    calls = 0
+
+    def interrupt(label: str, share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:  # three tensors of two layers were read
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(checkpoint, model, tmp_path / "store", progress=interrupt)
+    finished = tmp_path / ".store.partial/layers/ffn-001.arrow"
+    number = finished.stat().st_ino
+    convert_checkpoint(checkpoint, model, tmp_path / "store")
+    assert (tmp_path / "store/layers/ffn-001.arrow").stat().st_ino == number
+    expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+def test_an_interrupted_conversion_of_another_checkpoint_is_not_continued(tmp_path: Path) -> None:
+    model = make_model()
+    first = write_checkpoint(tmp_path / "first", model, draw_weights(model, seed=1))
+    other = draw_weights(model, seed=2)
+    second = write_checkpoint(tmp_path / "second", model, other)
+    calls = 0
+
+    def interrupt(label: str, share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(first, model, tmp_path / "store", progress=interrupt)
+    convert_checkpoint(second, model, tmp_path / "store")
+    expect_store(tmp_path / "store", model, other, index_order(model))
+
+
+CONVERT = """
+import sys
+from pathlib import Path
+from pi2.importing.convert import convert_checkpoint
+from tests.helpers.models import make_model
+def tell(label, share):
+    print(share, flush=True)
+convert_checkpoint(Path(sys.argv[1]), make_model(), Path(sys.argv[2]), progress=tell)
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 5, 12])
+def test_a_killed_conversion_leaves_no_store_and_can_be_repeated(
+    tmp_path: Path, steps: int
+) -> None:
+    model = make_model()
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    store = tmp_path / "store"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONVERT, str(checkpoint), str(store)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    for _ in range(steps):
+        process.stdout.readline()
+    time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not store.exists():
+        with pytest.raises(UserError, match="P501"):
+            NeuronStore.open(store)
+        convert_checkpoint(checkpoint, model, store)
+    expect_store(store, model, weights, index_order(model))
