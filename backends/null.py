@@ -52,6 +52,7 @@ class NullExecutor:
         active = sparsity.active if sparsity is not None else 1.0
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
         self._chances = compute_hotness(request.neurons, active, skew)
+        self._moe = request.model.moe
         self._random = np.random.default_rng(0)
 
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
@@ -64,7 +65,13 @@ class NullExecutor:
         pass
 
     def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
-        fires = self._random.random(self._request.neurons) < self._chances
+        neurons = self._request.neurons
+        fires = self._random.random(neurons) < self._chances
+        if self._moe is not None:
+            # Stored order is by hotness, so that a layer's experts lie mixed.
+            chosen = np.zeros(self._moe.experts, bool)
+            chosen[self._random.permutation(self._moe.experts)[: self._moe.active_experts]] = True
+            fires &= chosen[np.arange(neurons) % self._moe.experts]
         return np.flatnonzero(fires).astype(np.int32)
 
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:

@@ -62,6 +62,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
         tokenizer = None
         if name != "null":
             check_fit(resolved, machine)
+            check_operators(resolved)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
             cleanup.callback(store.close)
             check_bundles(resolved, store)
@@ -144,6 +145,17 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
         raise UserError(errors, exit_code=2)
 
 
+def check_operators(resolved: ResolvedPlan) -> None:
+    """UserError P322 for what only the null backend and the simulator can do so far."""
+    if resolved.model.moe is not None:
+        raise UserError.of(
+            "P322",
+            f"model {resolved.model.id!r} is a mixture of experts, which no backend computes yet",
+            help='run it dry with the null backend: --set \'backends.cpu="null"\'',
+            file=str(resolved.path),
+        )
+
+
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     stride = store.manifest.bundle.stride
@@ -172,7 +184,7 @@ def allocate_cache(resolved: ResolvedPlan, budget: Budget) -> NeuronCache:
     """One arena for hot and cold neurons; the cold cache takes all of its segment."""
     stride = resolved.bundle.stride
     hot = [layer.hot_neurons for layer in resolved.layers]
-    neurons = resolved.model.shape.ffn
+    neurons = resolved.model.layer_neurons
     absent = sum(neurons - count for count in hot)
     cold_slots = min(resolved.plan.memory.segments.cold // stride, absent)
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
@@ -206,7 +218,7 @@ def describe_build(
         model=resolved.model,
         tensors=tensors,
         bundle=resolved.bundle,
-        neurons=resolved.model.shape.ffn,
+        neurons=resolved.model.layer_neurons,
         chunk=resolved.plan.prefill.chunk,
         context=resolved.plan.kv.context,
         gate_rows=gate_rows,
@@ -222,7 +234,7 @@ def allocate_gate_rows(
     resolved: ResolvedPlan, budget: Budget
 ) -> tuple[U8, npt.NDArray[np.float16] | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
-    bundle, neurons = resolved.bundle, resolved.model.shape.ffn
+    bundle, neurons = resolved.bundle, resolved.model.layer_neurons
     weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))
     size = scale_bytes(bundle.hidden, bundle.precision)
     if size == 0:
@@ -233,7 +245,7 @@ def allocate_gate_rows(
 
 def allocate_staging(resolved: ResolvedPlan, budget: Budget) -> U8:
     """Two buffers [2, n, stride] for neurons that stream from flash."""
-    count = min(resolved.model.shape.ffn, STAGED_NEURONS)
+    count = min(resolved.model.layer_neurons, STAGED_NEURONS)
     stride = resolved.bundle.stride
     return budget.allocate("workspace", 2 * count * stride).reshape(2, count, stride)
 
@@ -250,7 +262,7 @@ def open_reader(
             path=layer.path,
             bundles_offset=layer.bundles_offset,
             stride=stride,
-            count=resolved.model.shape.ffn,
+            count=resolved.model.layer_neurons,
         )
         for layer in store.layers
     ]
