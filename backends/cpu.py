@@ -1,0 +1,368 @@
+"""The cpu backend: TensorIR kernels, compiled for this machine's instruction set.
+
+Activations are quantised to 16 bits per group of 32 (two int8 planes, `kernels.quantize`).  The
+figures behind that choice are in `kernels.dots`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.kernels.cache import load_or_compile
+from pi2.backends.kernels.isa import ARCHITECTURES
+from pi2.backends.kernels.runtime import Library, find_runtime_library
+from pi2.backends.kernels.spec import KV_BLOCK, PANEL, UNPACKED, KernelSpec
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.rope import compute_rope_tables
+from pi2.plan.layout import GROUP, round_up
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+
+NAME = "cpu"
+PLANES = 2
+_MOST_ARENAS = 4096
+"""Views of arenas that are remembered."""
+
+_U8 = npt.NDArray[np.uint8]
+_I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+_F32 = npt.NDArray[np.float32]
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return what keeps the kernels from running here."""
+    obstacles = []
+    if architecture not in ARCHITECTURES:
+        obstacles.append(f"no kernels for architecture {architecture}")
+    if find_runtime_library() is None:
+        obstacles.append("apache-tvm is not installed")
+    if importlib.util.find_spec("tvm_ffi") is None:
+        obstacles.append("apache-tvm-ffi is not installed")
+    return obstacles
+
+
+def build(request: BuildRequest) -> CpuExecutor:
+    """Compile the kernels unless they are cached, and make the executor."""
+    spec = make_spec(request)
+    library = Library(load_or_compile(spec, request.progress), request.threads)
+    return CpuExecutor(request, spec, library)
+
+
+def make_spec(request: BuildRequest) -> KernelSpec:
+    """Return what the kernels for a request depend on."""
+    model, shape = request.model, request.model.shape
+    ranks = {
+        request.tensors[name].rows
+        for layer in range(shape.layers)
+        if (name := name_layer_tensor(layer, "predictor_in")) in request.tensors
+    }
+    return KernelSpec(
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        epsilon=model.norm.epsilon,
+        activation=model.ffn.activation,
+        threshold=model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0,
+        qkv_bias=model.attention.qkv_bias,
+        window=model.attention.sliding_window,
+        attention=model.quantization.attention,
+        embedding=model.quantization.embedding,
+        head=model.quantization.embedding if model.tied_head else model.quantization.head,
+        ffn=request.bundle.precision,
+        gate_rows=request.bundle.precision if request.gate_rows is not None else None,
+        predictor=model.quantization.predictor if ranks else None,
+        ranks=tuple(sorted(ranks)),
+        stride=request.bundle.stride,
+        threads=request.threads,
+        planes=PLANES,
+        architecture=request.architecture,
+        features=tuple(sorted(request.features)),
+    )
+
+
+class _Workspace:
+    """Arrays of the executor, taken from the plan's segments and wrapped for the kernels."""
+
+    def __init__(self, request: BuildRequest, library: Library) -> None:
+        self._request = request
+        self._library = library
+        self._kept: list[npt.NDArray[Any]] = []
+
+    def make(self, dtype: str, *shape: int, segment: str = "workspace") -> npt.NDArray[Any]:
+        """Return a zeroed array of the segment."""
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape)) * kind.itemsize
+        raw = self._request.allocate(segment, round_up(max(size, 1), 64))
+        return raw[:size].view(kind).reshape(shape)
+
+    def wrap(self, array: npt.NDArray[Any]) -> Any:
+        """Return a kernel's view of an array and keep the array."""
+        self._kept.append(array)
+        return self._library.wrap(array)
+
+    def wrap_tensor(self, name: str) -> tuple[Any, ...]:
+        """Return the kernels' views of a tensor of the store: weights, and scales if it has any.
+
+        fp16 weights have no scales: the weights stand in, and are not read as such.
+        """
+        tensor: Tensor = self._request.tensors[name]
+        if tensor.precision is None:
+            return (self.wrap(np.asarray(tensor.weights).view(np.float32)),)
+        weights = self.wrap(np.asarray(tensor.weights).view(np.uint8))
+        if tensor.scales is None:
+            return (weights, weights)
+        return (weights, self.wrap(np.asarray(tensor.scales).view(np.uint8)))
+
+    def make_activations(self, tokens: int, length: int, planes: int) -> tuple[Any, ...]:
+        """Return codes, scales, sums and values for ``tokens`` vectors."""
+        groups = length // GROUP
+        return (
+            self.wrap(self.make("int8", tokens, planes, length)),
+            self.wrap(self.make("float32", tokens, groups)),
+            self.wrap(self.make("int32", tokens, groups)),
+            self.wrap(self.make("float32", tokens, length)),
+        )
+
+
+class CpuExecutor:
+    """Executor of `pi2.backends.protocol`: one call of a kernel per method."""
+
+    def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
+        shape, chunk = request.model.shape, request.chunk
+        space = _Workspace(request, library)
+        self._space = space
+        self._library = library
+        self._spec = spec
+        self._tokens = 0
+        self._context = round_up(request.context, KV_BLOCK)
+        self._threads = spec.threads
+        neurons = request.neurons
+        self._neurons = neurons
+
+        x = space.wrap(space.make("float32", chunk, spec.hidden))
+        y = space.wrap(space.make("float32", chunk, spec.hidden))
+        hidden = space.make_activations(chunk, spec.hidden, spec.planes)
+        mixed = space.make_activations(chunk, spec.width, spec.planes)
+        qkv = space.wrap(space.make("float32", chunk, spec.qkv_rows))
+        tables = compute_rope_tables(request.model.rope, spec.head_dim, request.context)
+        rope = []
+        for table in tables:
+            copy = space.make("float32", *table.shape)
+            copy[:] = table
+            rope.append(space.wrap(copy))
+        self._ids = space.make("int32", chunk)
+        self._slots = space.make("int32", neurons)
+        self._indices = space.make("int32", neurons + 1)
+        self._found = space.make("int32", 1)
+        self._counts = space.make("int32", spec.threads + 1)
+        self._logits = space.make("float32", 1, spec.vocab)
+        scores = space.wrap(space.make("float32", neurons))
+        firing = space.wrap(space.make("int32", neurons))
+        partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
+        values = space.wrap(space.make("float32", chunk, PANEL))
+        unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED * 128))
+        self._every = space.make("int32", neurons)
+        self._every[:] = np.arange(neurons)
+
+        head = EMBEDDING if request.model.tied_head else HEAD
+        self._embed = library.find("embed")
+        self._embed_arguments = (*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x)
+        self._attend = library.find("attend")
+        self._attend_arguments = [
+            self._bind_attention(layer, x, rope, qkv, hidden, mixed)
+            for layer in range(shape.layers)
+        ]
+        self._begin = library.find("begin_ffn")
+        self._begin_arguments = [
+            (x, *space.wrap_tensor(name_layer_tensor(layer, "ffn_norm")), *hidden, y)
+            for layer in range(shape.layers)
+        ]
+        self._end = library.find("end_ffn")
+        self._end_arguments = (x, y)
+        self._gather = library.find("add_neurons")
+        self._gather_slots = space.wrap(self._slots)
+        self._gather_every = space.wrap(self._every)
+        scratch = (*hidden, scores, firing, partial)
+        self._gather_rest = (*scratch, space.wrap(self._counts), y)
+        # Neurons of a dense layer are not counted as predicted and active.
+        uncounted = space.make("int32", spec.threads + 1)
+        self._gather_uncounted = (*scratch, space.wrap(uncounted), y)
+        self._dense = library.find("add_dense")
+        self._dense_rest = (*hidden, values, unpacked, y)
+        found = (scores, space.wrap(self._indices), space.wrap(self._found))
+        self._predict_gate = None
+        if spec.gate_rows is not None and spec.activation != "silu":
+            self._predict_gate = library.find("predict_gate")
+            assert request.gate_rows is not None
+            self._gate_arguments = [
+                (*self._bind_gate(rows, scales), *hidden, *found, neurons)
+                for rows, scales in request.gate_rows
+            ]
+        self._low_rank = self._bind_predictors(request, hidden, found)
+        self._head = library.find("logits")
+        self._head_arguments = (
+            x,
+            *space.wrap_tensor(FINAL_NORM),
+            *space.wrap_tensor(head),
+            *hidden,
+        )
+        self._head_logits = space.wrap(self._logits)
+        self._read = library.find("read_bundles")
+        self._arenas: dict[tuple[int, int], Any] = {}
+
+    def _bind_attention(
+        self,
+        layer: int,
+        x: Any,
+        rope: list[Any],
+        qkv: Any,
+        hidden: tuple[Any, ...],
+        mixed: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        space, spec = self._space, self._spec
+        size = self._context * spec.kv_heads * spec.head_dim
+        cache = [space.wrap(space.make("float16", size, segment="kv")) for _ in range(2)]
+        bias = space.wrap_tensor(name_layer_tensor(layer, "qkv_bias")) if spec.qkv_bias else ()
+        return (
+            x,
+            *space.wrap_tensor(name_layer_tensor(layer, "attention_norm")),
+            *space.wrap_tensor(name_layer_tensor(layer, "qkv")),
+            *bias,
+            *space.wrap_tensor(name_layer_tensor(layer, "output")),
+            *rope,
+            *cache,
+            qkv,
+            *hidden,
+            *mixed,
+        )
+
+    def _bind_gate(
+        self, rows: npt.NDArray[Any], scales: npt.NDArray[Any] | None
+    ) -> tuple[Any, Any]:
+        weights = self._space.wrap(rows)
+        return weights, weights if scales is None else self._space.wrap(scales.view(np.uint8))
+
+    def _bind_predictors(
+        self, request: BuildRequest, hidden: tuple[Any, ...], found: tuple[Any, ...]
+    ) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Return kernel and arguments for each layer; empty if the model has no predictors."""
+        spec, space = self._spec, self._space
+        if not spec.ranks:
+            return []
+        middle = {rank: space.make_activations(1, rank, spec.planes) for rank in spec.ranks}
+        bound = []
+        for layer in range(request.model.shape.layers):
+            inner = name_layer_tensor(layer, "predictor_in")
+            rank = request.tensors[inner].rows
+            arguments = (
+                *space.wrap_tensor(inner),
+                *space.wrap_tensor(name_layer_tensor(layer, "predictor_out")),
+                *space.wrap_tensor(name_layer_tensor(layer, "predictor_bias")),
+                *hidden,
+                *middle[rank],
+                *found,
+                self._neurons,
+            )
+            bound.append((self._library.find(f"predict_low_rank_{rank}"), arguments))
+        return bound
+
+    def _wrap_arena(self, arena: _U8) -> Any:
+        """Return the kernels' view of an arena; the same arena is wrapped once."""
+        key = (arena.ctypes.data, arena.nbytes)
+        view = self._arenas.get(key)
+        if view is None:
+            if len(self._arenas) >= _MOST_ARENAS:
+                self._arenas.clear()
+            view = self._library.wrap(arena)
+            self._arenas[key] = view
+        return view
+
+    def embed(self, tokens: _I32) -> None:
+        """Set x to the embeddings of ``tokens``."""
+        count = len(tokens)
+        self._tokens = count
+        self._ids[:count] = tokens
+        self._embed(*self._embed_arguments, count)
+
+    def attend(self, layer: int, position: int) -> None:
+        """Add the attention block."""
+        self._attend(*self._attend_arguments[layer], self._tokens, position, self._context)
+
+    def begin_ffn(self, layer: int) -> None:
+        """Normalise x and clear the FFN's sum."""
+        self._begin(*self._begin_arguments[layer], self._tokens)
+
+    def predict_low_rank(self, layer: int, threshold: float) -> _I32:
+        """Return the neurons whose predictor score reaches ``threshold``."""
+        kernel, arguments = self._low_rank[layer]
+        kernel(*arguments, float(threshold))
+        return self._indices[: self._found[0]]
+
+    def predict_gate(self, layer: int) -> _I32:
+        """Return the neurons whose gate is open."""
+        if self._predict_gate is None:
+            assert self._spec.activation == "silu", "gate rows were not given to build"
+            return self._every
+        self._predict_gate(*self._gate_arguments[layer])
+        return self._indices[: self._found[0]]
+
+    def add_neurons(self, layer: int, arena: _U8, slots: _I32) -> None:
+        """Add gathered neurons for one token."""
+        count = len(slots)
+        self._slots[:count] = slots
+        view = self._wrap_arena(arena)
+        self._gather(view, self._gather_slots, *self._gather_rest, count)
+
+    def add_dense(self, layer: int, bundles: _U8) -> None:
+        """Add contiguous neurons for all tokens."""
+        count = len(bundles)
+        view = self._wrap_arena(bundles)
+        if self._tokens == 1:
+            self._gather(view, self._gather_every, *self._gather_uncounted, count)
+        else:
+            self._dense(view, *self._dense_rest, count, self._tokens)
+
+    def end_ffn(self, layer: int) -> None:
+        """Add the FFN's sum to x."""
+        self._end(*self._end_arguments, self._tokens)
+
+    def logits(self, first: int) -> _F32:
+        """Return logits of the tokens from ``first`` on."""
+        count = self._tokens - first
+        if count > len(self._logits):
+            self._logits = self._space.make("float32", count, self._spec.vocab)
+            self._head_logits = self._space.wrap(self._logits)
+        self._head(*self._head_arguments, self._head_logits, first, count)
+        return self._logits[:count]
+
+    def count_active(self) -> int:
+        """Return the non-zero activations since the last call."""
+        count = int(self._counts[-1])
+        self._counts[-1] = 0
+        return count
+
+    def read_bundles(
+        self,
+        fd: int,
+        arena: _U8,
+        slots: _I32,
+        offsets: _I64,
+        results: _I64,
+        start: int,
+        step: int,
+    ) -> None:
+        """Read bundles with pread, without the GIL."""
+        view = self._wrap_arena(arena)
+        self._read(view, slots, offsets, results, fd, start, step, len(slots))
+
+    def close(self) -> None:
+        """Forget every array."""
+        self._arenas.clear()
+        self._attend_arguments.clear()
+        self._begin_arguments.clear()
+        self._low_rank.clear()

@@ -1,0 +1,140 @@
+"""The kernel cache: compiled libraries by digest of everything that they depend on.
+
+An entry is one file, ``KEY-CONTENT.so``: KEY is the SHA-256 of the kernels' sources, the versions
+of TVM and its FFI, and the spec; CONTENT that of the file itself, so that a damaged entry is seen
+and built again.  Entries appear by rename: processes may compile the same kernels at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pi2
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.diagnostics import UserError
+
+Progress = Callable[[str, float], None]
+
+LABEL = "compiling kernels"
+_DIGITS = 32
+_NO_LINKER = 3
+
+
+def find_cache_folder() -> Path:
+    """Return where compiled kernels are kept: the user's cache folder for pi2."""
+    own = os.environ.get("PI2_CACHE_DIR")
+    if own:
+        return Path(own) / "kernels"
+    common = os.environ.get("XDG_CACHE_HOME")
+    base = Path(common) if common and Path(common).is_absolute() else Path.home() / ".cache"
+    return base / "pi2" / "kernels"
+
+
+def compute_key(spec: KernelSpec) -> str:
+    """Return the digest of everything that the compiled code depends on."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    layout = Path(pi2.__file__).parent / "plan" / "layout.py"
+    for path in (*sorted(folder.glob("*.py")), layout):
+        digest.update(path.name.encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for package in ("apache-tvm", "apache-tvm-ffi"):
+        digest.update(importlib.metadata.version(package).encode())
+    digest.update(spec.to_json().encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def load_or_compile(spec: KernelSpec, progress: Progress) -> Path:
+    """Return the library of ``spec``, compiled now unless an intact one is cached."""
+    key = compute_key(spec)
+    folder = find_cache_folder()
+    cached = _find_intact(folder, key)
+    if cached is not None:
+        return cached
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
+    except OSError:
+        # A read-only home: compile for this process only.
+        folder = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
+        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
+    os.close(probe)
+    temporary = Path(name)
+    try:
+        _compile(spec, temporary, progress)
+        target = folder / f"{key}-{_hash_file(temporary)}.so"
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _find_intact(folder: Path, key: str) -> Path | None:
+    """Return a cached library whose content is what its name says; remove damaged ones."""
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        try:
+            if path.name == f"{key}-{_hash_file(path)}.so":
+                return path
+            path.unlink()
+        except OSError:
+            continue
+    return None
+
+
+def _hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+
+
+def _compile(spec: KernelSpec, output: Path, progress: Progress) -> None:
+    """Run the compiler in a process of its own."""
+    progress(LABEL, 0.0)
+    paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    with tempfile.TemporaryDirectory() as folder:
+        spec_path = Path(folder) / "spec.json"
+        spec_path.write_text(spec.to_json())
+        errors = Path(folder) / "errors.txt"
+        with errors.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.compile", str(spec_path), str(output)],
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                env=environment,
+            )
+            failures: list[str] = []
+            assert process.stdout is not None
+            with process:
+                try:
+                    for line in process.stdout:
+                        message = json.loads(line)
+                        if "share" in message:
+                            progress(LABEL, float(message["share"]))
+                        failures = message.get("linker", failures)
+                except BaseException:
+                    process.kill()
+                    raise
+        if process.returncode == 0:
+            return
+        if process.returncode == _NO_LINKER:
+            raise UserError.of(
+                "P650",
+                "no linker works on this machine, and the kernels must be linked",
+                help="install binutils (`ld`), gcc, clang or lld",
+                notes=failures,
+            )
+        lines = errors.read_text(errors="replace").strip().splitlines()
+        raise UserError.of(
+            "P651",
+            f"compiling the kernels failed (exit status {process.returncode})",
+            help="check the installation with `pip check`; apache-tvm needs its exact versions",
+            notes=lines[-12:],
+        )

@@ -1,0 +1,132 @@
+"""Compile the kernels of a spec: ``python -m pi2.backends.kernels.compile SPEC.json OUT.so``.
+
+Runs in a process of its own, because the compiler library is far too large for a process that
+promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
+it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import tvm
+from tvm import s_tir, tirx
+
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.program import Program, make_function
+from pi2.backends.kernels.spec import KernelSpec
+
+LINKERS = (
+    ("ld", ("-shared",)),
+    ("gcc", ("-shared", "-nostartfiles", "-nodefaultlibs")),
+    ("clang", ("-shared", "-nostartfiles", "-nodefaultlibs")),
+    ("ld.lld", ("-shared",)),
+)
+"""Programs that can make a shared library of object files, best first."""
+NO_LINKER = 3
+"""Exit status where none of them works."""
+
+
+def make_target(isa: Isa, triple: str | None = None) -> tvm.target.Target:
+    """Return the compiler's target for a schedule; ``triple`` for another machine than this."""
+    options: dict[str, object] = {"kind": "llvm"}
+    if isa.mcpu is not None:
+        options["mcpu"] = isa.mcpu
+    if isa.mattr:
+        options["mattr"] = list(isa.mattr)
+    if triple is not None:
+        options["mtriple"] = triple
+    return tvm.target.Target(options)
+
+
+def lower(module: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
+    """Turn kernels into what the code generator takes.
+
+    The kernels are explicit loops and vectors: the passes of the default pipeline that look for
+    such structure have nothing to find here and cost most of its time.
+    """
+    passes = [
+        tirx.transform.BindTarget(target.with_host(target)),
+        s_tir.transform.ConvertBlocksToOpaque(),
+        s_tir.transform.LowerOpaqueBlock(),
+        tirx.transform.FlattenBuffer(),
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.LowerTVMBuiltin(),
+        tirx.transform.LowerIntrin(),
+    ]
+    return tvm.ir.transform.Sequential(passes)(module)
+
+
+def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
+    """Return machine code for kernels."""
+    return tvm.get_global_func("target.build.llvm")(lower(module, target), target)
+
+
+def compile_functions(spec: KernelSpec, folder: Path) -> Iterable[Path]:
+    """Write an object file per function of a spec to ``folder``; yield each."""
+    program = Program(spec)
+    target = make_target(program.isa)
+    for name, emit in program.list_functions().items():
+        code = generate(tvm.IRModule({name: make_function(name, emit)}), target)
+        path = folder / f"{name}.o"
+        code.write_to_file(str(path), "o")
+        yield path
+
+
+def link(files: list[Path], output: Path) -> list[str]:
+    """Make a shared library; return what went wrong with each linker if none works."""
+    failures = []
+    for name, options in LINKERS:
+        program = shutil.which(name)
+        if program is None:
+            failures.append(f"{name}: not installed")
+            continue
+        done = subprocess.run(
+            [program, *options, "-o", str(output), *map(str, files)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return []
+        failures.append(f"{name}: {done.stderr.strip()}")
+    return failures
+
+
+def main(arguments: list[str]) -> int:
+    """Compile and link; see the module's docstring."""
+    spec_path, output = Path(arguments[0]), Path(arguments[1])
+    spec = KernelSpec.from_json(spec_path.read_text())
+    total = len(Program(spec).list_functions()) + 1
+
+    def report(label: str, share: float) -> None:
+        print(json.dumps({"label": label, "share": share}), flush=True)
+
+    report("loading the compiler", 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        files: list[Path] = []
+        for path in compile_functions(spec, Path(folder)):
+            files.append(path)
+            report(f"compiled {path.stem}", len(files) / total)
+        failures = link(files, output)
+    if failures:
+        print(json.dumps({"linker": failures}), flush=True)
+        return NO_LINKER
+    report("linked", 1.0)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # The compiler library's clean-up at exit takes time and serves nothing.
+    os._exit(status)

@@ -1,0 +1,282 @@
+"""The FFN: over gathered neurons for one token, over contiguous neurons for a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_split
+from pi2.backends.kernels.neurons import (
+    activate,
+    emit_unit,
+    is_firing,
+    list_units,
+    load_unit_scale,
+    take_part,
+)
+from pi2.backends.kernels.spec import PANEL, TOKEN_TILE, UNPACKED, KernelSpec
+from pi2.plan.layout import GROUP, PartName
+
+
+def _look_ahead(
+    spec: KernelSpec, arena: v.Buffer, base: v.Expr, name: PartName
+) -> Callable[[v.Expr, int], None]:
+    """Return a function that asks for the same bytes of another neuron, scales included."""
+    part = next(part for part in spec.bundle.parts if part.name == name)
+    weights = v.let(base + part.weights_offset)
+    # A byte of int4 weights has 2 / 16 bytes of scales beside it, one of int8 2 / 32.
+    share = {"int4": 8, "int8": 16, "fp16": 0}[spec.ffn]
+
+    def ask(byte: v.Expr, size: int) -> None:
+        for line in range(0, size, LINE):
+            v.prefetch(arena, weights + byte + line)
+        if share:
+            v.prefetch(arena, base + part.scales_offset + T.floordiv(byte, share))
+
+    return ask
+
+
+def emit_gathered(
+    isa: Isa,
+    spec: KernelSpec,
+    activations: Activations,
+    arena: v.Buffer,
+    slots: v.Buffer,
+    count: v.Expr,
+    gates: v.Buffer,
+    firing: v.Buffer,
+    partial: v.Buffer,
+    counts: v.Buffer,
+    total: v.Buffer,
+) -> None:
+    """Add ``count`` neurons of ``arena`` uint8 [., stride] to ``total`` (y of one token).
+
+    ``slots`` int32 [count]; ``gates`` float32 and ``firing`` int32 [count or more] are scratch;
+    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads;
+    ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever.
+
+    First all gates, then up and down of the neurons whose gate is open, divided evenly: which
+    thread computes a neuron depends on ``slots`` and the gates alone, so that equal input gives
+    equal bits.  The next neuron is asked for while one is computed.
+    """
+    threads, hidden, zero = spec.threads, spec.hidden, T.int32(0)
+
+    def base_of(array: v.Buffer, index: v.Expr) -> v.Expr:
+        return v.let(v.wide(array[index]) * spec.stride)
+
+    with T.parallel(threads) as thread:
+        begin, end = emit_split(thread, threads, count)
+        with T.serial(end - begin) as step:
+            index = v.let(begin + step)
+            vector = take_part(spec, arena, base_of(slots, index), "gate")
+            following = base_of(slots, T.min(index + 1, end - 1))
+            ask = _look_ahead(spec, arena, following, "gate")
+            v.store(gates, index, emit_dots(isa, vector, activations, [zero], ask)[0], 1)
+    kept = T.alloc_buffer((1,), "int32")
+    if spec.activation == "silu":
+        v.store(kept, 0, count, 1)
+        with T.serial(count) as index:
+            v.store(firing, index, slots[index], 1)
+    else:
+        v.store(kept, 0, zero, 1)
+        with T.serial(count) as index:
+            gate = v.let(gates[index])
+            place = v.let(kept[0])
+            v.store(gates, place, gate, 1)
+            v.store(firing, place, slots[index], 1)
+            v.store(kept, 0, place + T.Select(is_firing(spec, gate), T.int32(1), zero), 1)
+    active = v.let(kept[0])
+    with T.parallel(threads) as thread:
+        with T.serial(hidden // 16) as step:
+            place = thread * hidden + step * 16
+            v.store(partial, place, v.constant(0.0, "float32", 16), 16)
+        v.store(counts, thread, zero, 1)
+        begin, end = emit_split(thread, threads, active)
+        with T.serial(end - begin) as step:
+            index = v.let(begin + step)
+            base = base_of(firing, index)
+            following = base_of(firing, T.min(index + 1, end - 1))
+            ask = _look_ahead(spec, arena, following, "up")
+            up = emit_dots(isa, take_part(spec, arena, base, "up"), activations, [zero], ask)[0]
+            value = v.let(activate(spec, gates[index], up))
+            with T.If(value != v.constant(0.0, "float32")), T.Then():
+                v.store(counts, thread, counts[thread] + 1, 1)
+                _emit_down(
+                    isa,
+                    spec,
+                    take_part(spec, arena, base, "down"),
+                    value,
+                    partial,
+                    v.let(thread * hidden),
+                    _look_ahead(spec, arena, following, "down"),
+                )
+    with T.serial(hidden // 16) as step:
+        place = step * 16
+        value = v.load(total, place, 16)
+        for thread in range(threads):
+            value = value + v.load(partial, thread * hidden + place, 16)
+        v.store(total, place, value, 16)
+    for thread in range(threads):
+        v.store(counts, threads, counts[threads] + counts[thread], 1)
+
+
+def _emit_down(
+    isa: Isa,
+    spec: KernelSpec,
+    vector: Vector,
+    value: v.Expr,
+    target: v.Buffer,
+    base: v.Expr,
+    ask: Callable[[v.Expr, int], None],
+) -> None:
+    """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
+    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
+    size = {"int4": GROUP // 2, "int8": GROUP, "fp16": 2 * GROUP}[spec.ffn]
+
+    def emit_block(lanes: int, first: v.Expr) -> None:
+        ask(v.wide(first * size), size * (1 if spec.ffn == "fp16" else lanes))
+        scale = v.let(load_unit_scale(vector, lanes, first) * v.splat(value, lanes))
+        for chunk in range(per_block):
+            for place, weights in emit_unit(isa, vector, lanes, first, chunk):
+                at = base + place
+                v.store(target, at, T.fma(weights, scale, v.load(target, at, lanes)), lanes)
+
+    for lanes, group, units in list_units(spec.hidden, spec.ffn):
+        groups = 1 if spec.ffn == "fp16" else lanes
+        with T.serial(units // per_block) as block:
+            emit_block(lanes, group + block * groups)
+
+
+def emit_dense(
+    isa: Isa,
+    spec: KernelSpec,
+    activations: Activations,
+    bundles: v.Buffer,
+    count: v.Expr,
+    tokens: v.Expr,
+    values: v.Buffer,
+    unpacked: v.Buffer,
+    total: v.Buffer,
+) -> None:
+    """Add ``count`` contiguous neurons to ``total`` (y [tokens, hidden], lane order).
+
+    ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
+    ``unpacked`` float32 [threads, UNPACKED * 128].  Per panel of neurons: first the activations,
+    threads sharing the neurons; then y, threads sharing the elements.  So no sum depends on the
+    number of threads.
+    """
+    threads, hidden = spec.threads, spec.hidden
+    with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as panel:
+        origin = v.let(panel * PANEL)
+        size = v.let(T.min(count - origin, PANEL))
+        with T.parallel(threads) as thread:
+            begin, end = emit_split(thread, threads, size)
+            with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
+                start = v.let(begin + tile * ROW_TILE)
+                stop = v.let(T.min(start + ROW_TILE, end))
+                _emit_activations(
+                    isa, spec, activations, bundles, origin, start, stop, tokens, values
+                )
+        runs = list_units(hidden, spec.ffn)
+        with T.parallel(threads) as thread:
+            begin, end = emit_split(thread, threads, sum(units for _, _, units in runs))
+            with T.serial(end - begin) as step:
+                unit = v.let(begin + step)
+                passed = 0
+                for lanes, group, units in runs:
+                    with T.If(T.And(unit >= passed, unit < passed + units)), T.Then():
+                        _emit_unit_sum(
+                            isa,
+                            spec,
+                            bundles,
+                            origin,
+                            size,
+                            tokens,
+                            values,
+                            unpacked,
+                            v.let(thread * (UNPACKED * 128)),
+                            total,
+                            lanes,
+                            group,
+                            v.let(unit - passed),
+                        )
+                    passed += units
+
+
+def _emit_activations(
+    isa: Isa,
+    spec: KernelSpec,
+    activations: Activations,
+    bundles: v.Buffer,
+    origin: v.Expr,
+    start: v.Expr,
+    stop: v.Expr,
+    tokens: v.Expr,
+    values: v.Buffer,
+) -> None:
+    """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
+    with T.serial(T.floordiv(tokens + TOKEN_TILE - 1, TOKEN_TILE)) as tile:
+        first = v.let(tile * TOKEN_TILE)
+        named = [v.let(T.min(first + index, tokens - 1)) for index in range(TOKEN_TILE)]
+        with T.serial(stop - start) as step:
+            neuron = v.let(start + step)
+            base = v.let(v.wide(origin + neuron) * spec.stride)
+            gates = emit_dots(isa, take_part(spec, bundles, base, "gate"), activations, named)
+            ups = emit_dots(isa, take_part(spec, bundles, base, "up"), activations, named)
+            # A repeated token writes the same value again.
+            for token, gate, up in zip(named, gates, ups, strict=True):
+                v.store(values, token * PANEL + neuron, activate(spec, gate, up), 1)
+
+
+def _emit_unit_sum(
+    isa: Isa,
+    spec: KernelSpec,
+    bundles: v.Buffer,
+    origin: v.Expr,
+    size: v.Expr,
+    tokens: v.Expr,
+    values: v.Buffer,
+    unpacked: v.Buffer,
+    scratch: v.Expr,
+    total: v.Buffer,
+    lanes: int,
+    group: int,
+    unit: v.Expr,
+) -> None:
+    """Add a panel's neurons to one unit of y for all tokens."""
+    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
+    groups = 1 if spec.ffn == "fp16" else lanes
+    first = v.let(group + T.floordiv(unit, per_block) * groups)
+    chunk = v.let(T.floormod(unit, per_block))
+    with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
+        begin = v.let(part * UNPACKED)
+        number = v.let(T.min(size - begin, UNPACKED))
+        places: list[v.Expr] = []
+        with T.serial(number) as index:
+            base = v.let(v.wide(origin + begin + index) * spec.stride)
+            vector = take_part(spec, bundles, base, "down")
+            scale = v.let(load_unit_scale(vector, lanes, first))
+            rows = emit_unit(isa, vector, lanes, first, chunk)
+            for row, (place, weights) in enumerate(rows):
+                at = scratch + (index * len(rows) + row) * lanes
+                v.store(unpacked, at, weights * scale, lanes)
+                places.append(place)
+        count = len(places)
+        with T.serial(tokens) as token:
+            sums = T.alloc_buffer((count * lanes,), "float32")
+            for row, place in enumerate(places):
+                v.store(sums, row * lanes, v.load(total, token * spec.hidden + place, lanes), lanes)
+            with T.serial(number) as index:
+                value = v.let(values[token * PANEL + begin + index])
+                with T.If(value != v.constant(0.0, "float32")), T.Then():
+                    for row in range(count):
+                        weights = v.load(unpacked, scratch + (index * count + row) * lanes, lanes)
+                        old = v.load(sums, row * lanes, lanes)
+                        new = T.fma(weights, v.splat(value, lanes), old)
+                        v.store(sums, row * lanes, new, lanes)
+            for row, place in enumerate(places):
+                v.store(total, token * spec.hidden + place, v.load(sums, row * lanes, lanes), lanes)

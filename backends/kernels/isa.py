@@ -1,0 +1,66 @@
+"""Instruction sets: which dot-product primitive a CPU's features allow.
+
+Plain Python: no TVM.  `choose_isa` is the only place that maps features to schedules, so that a
+new core is a line in a device document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal
+
+DotKind = Literal["vnni", "sdot", "maddubs", "multiply"]
+"""How int8 products are summed: ``vnni`` (vpdpbusd) and ``sdot`` add 4 products to an int32;
+``maddubs`` (vpmaddubsw) adds 2 to an int16; ``multiply`` is plain int16 arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isa:
+    """A schedule: primitive, register width and what LLVM must know to compile it."""
+
+    name: str
+    dot: DotKind
+    lanes: int
+    """int32 lanes of a register; wider vectors are cut into pieces of this size."""
+    mcpu: str | None
+    mattr: tuple[str, ...] = ()
+
+
+_X86 = (
+    (
+        {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
+        Isa(name="avx512vnni", dot="vnni", lanes=16, mcpu="cascadelake"),
+    ),
+    (
+        {"avx512f", "avx512bw", "avx512vl"},
+        Isa(name="avx512bw", dot="maddubs", lanes=16, mcpu="skylake-avx512"),
+    ),
+    ({"avx2", "fma", "f16c"}, Isa(name="avx2", dot="maddubs", lanes=8, mcpu="x86-64-v3")),
+    ({"sse4.2"}, Isa(name="sse4.2", dot="maddubs", lanes=4, mcpu="x86-64-v2")),
+    (set[str](), Isa(name="x86-64", dot="multiply", lanes=4, mcpu="x86-64")),
+)
+
+_ARM = (
+    (
+        {"neon", "dotprod", "fp16"},
+        Isa(
+            name="dotprod",
+            dot="sdot",
+            lanes=4,
+            mcpu=None,
+            mattr=("+neon", "+dotprod", "+fullfp16"),
+        ),
+    ),
+    ({"neon", "dotprod"}, Isa(name="dotprod", dot="sdot", lanes=4, mcpu=None, mattr=("+dotprod",))),
+    (set[str](), Isa(name="neon", dot="multiply", lanes=4, mcpu=None, mattr=("+neon",))),
+)
+
+ARCHITECTURES = ("x86-64", "aarch64")
+
+
+def choose_isa(features: Set[str], architecture: str) -> Isa:
+    """Return the fastest schedule that ``features`` allow on ``architecture``."""
+    assert architecture in ARCHITECTURES, architecture
+    table = _X86 if architecture == "x86-64" else _ARM
+    return next(isa for needed, isa in table if needed <= features)

@@ -1,0 +1,129 @@
+"""Packed matrix times quantised activations, for one token or a chunk.
+
+One pass over the weights serves `TOKEN_TILE` tokens; the rows of a tile stay in the second-level
+cache while the chunk's tokens pass, so that a weight comes from memory once per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.spec import TOKEN_TILE
+from pi2.plan.layout import Precision, scale_bytes, weight_bytes
+
+ROW_TILE = 32
+"""Rows that a thread takes through all tokens of a chunk."""
+PREFETCH_BYTES = 4096
+"""How far ahead of the weights in use memory is asked for more."""
+LINE = 64
+"""Bytes of a cache line."""
+
+Finish = Callable[[v.Expr, v.Expr, v.Expr], None]
+"""Called with (token, row, dot product) to store the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A packed matrix in flat uint8 buffers: ``rows`` vectors, weights and scales apart."""
+
+    weights: v.Buffer
+    scales: v.Buffer
+    rows: int
+    length: int
+    precision: Precision
+
+    def take_row(self, row: v.Expr) -> Vector:
+        """Return one row."""
+        wide = v.wide(row)
+        return Vector(
+            weights=self.weights,
+            weights_base=v.let(wide * v.wide(weight_bytes(self.length, self.precision))),
+            scales=self.scales,
+            scales_base=v.let(wide * v.wide(scale_bytes(self.length, self.precision))),
+            precision=self.precision,
+        )
+
+
+def emit_split(thread: v.Expr, threads: int, count: v.Expr) -> tuple[v.Expr, v.Expr]:
+    """Return the first item of ``thread`` and of the next thread, out of ``count``."""
+    return (
+        v.let(T.floordiv(count * thread, threads)),
+        v.let(T.floordiv(count * (thread + 1), threads)),
+    )
+
+
+def emit_multiply(
+    isa: Isa,
+    threads: int,
+    matrix: Matrix,
+    activations: Activations,
+    tokens: v.Expr | None,
+    finish: Finish,
+) -> None:
+    """Compute matrix . x of ``tokens`` tokens (None: of one), rows in parallel."""
+
+    def emit_single() -> None:
+        with T.parallel(threads) as thread:
+            begin, end = emit_split(thread, threads, matrix.rows)
+            with T.serial(end - begin) as step:
+                row = v.let(begin + step)
+                emit_row(isa, matrix.take_row(row), activations, T.int32(0), row, finish)
+
+    if tokens is None:
+        emit_single()
+        return
+    with T.If(tokens == 1):
+        with T.Then():
+            emit_single()
+        with T.Else(), T.parallel(threads) as thread:
+            begin, end = emit_split(thread, threads, matrix.rows)
+            with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
+                emit_row_tile(
+                    isa,
+                    matrix.take_row,
+                    v.let(begin + tile * ROW_TILE),
+                    v.let(T.min(begin + (tile + 1) * ROW_TILE, end)),
+                    activations,
+                    tokens,
+                    finish,
+                )
+
+
+def emit_row(
+    isa: Isa, vector: Vector, activations: Activations, token: v.Expr, row: v.Expr, finish: Finish
+) -> None:
+    """Compute one row for one token, asking for what lies `PREFETCH_BYTES` ahead."""
+
+    def look_ahead(byte: v.Expr, size: int) -> None:
+        for line in range(0, size, LINE):
+            v.prefetch(vector.weights, vector.weights_base + byte + PREFETCH_BYTES + line)
+
+    finish(token, row, emit_dots(isa, vector, activations, [token], look_ahead)[0])
+
+
+def emit_row_tile(
+    isa: Isa,
+    take_row: Callable[[v.Expr], Vector],
+    begin: v.Expr,
+    end: v.Expr,
+    activations: Activations,
+    tokens: v.Expr,
+    finish: Finish,
+) -> None:
+    """Compute rows ``begin`` to ``end`` for all tokens, `TOKEN_TILE` at a time."""
+    with T.serial(T.floordiv(tokens + TOKEN_TILE - 1, TOKEN_TILE)) as tile:
+        first = v.let(tile * TOKEN_TILE)
+        # The last tile repeats the last token instead of needing a kernel of its own.
+        named = [v.let(T.min(first + index, tokens - 1)) for index in range(TOKEN_TILE)]
+        with T.serial(end - begin) as step:
+            row = v.let(begin + step)
+            dots = emit_dots(isa, take_row(row), activations, named)
+            for index, dot in enumerate(dots):
+                with T.If(first + index < tokens), T.Then():
+                    finish(named[index], row, dot)

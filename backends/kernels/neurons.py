@@ -1,0 +1,156 @@
+"""What one neuron computes: its activation, and its part of the FFN's output.
+
+The FFN's sum y is kept in *lane order*, the order in which down vectors unpack: within a block of
+L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natural order.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Vector
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.layout import GROUP, PartName, Precision, split_lanes
+
+
+def take_part(spec: KernelSpec, arena: v.Buffer, base: v.Expr, name: PartName) -> Vector:
+    """Return a part of the bundle that begins at byte ``base`` of ``arena``."""
+    part = next(part for part in spec.bundle.parts if part.name == name)
+    return Vector(
+        weights=arena,
+        weights_base=v.let(base + part.weights_offset),
+        scales=arena,
+        scales_base=v.let(base + part.scales_offset),
+        precision=spec.ffn,
+    )
+
+
+def is_firing(spec: KernelSpec, gate: v.Expr) -> v.Expr:
+    """Return whether a neuron with this gate can have an effect (never asked for ``silu``)."""
+    assert spec.activation != "silu"
+    limit = spec.threshold if spec.activation == "fatrelu" else 0.0
+    return gate > v.constant(limit, "float32")
+
+
+def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr) -> v.Expr:
+    """Return act(gate) * up as the model defines it; scalars."""
+    zero = v.constant(0.0, "float32")
+    if spec.activation == "silu":
+        exponential = v.take_exponential(zero - gate, 1)
+        return gate / (v.constant(1.0, "float32") + exponential) * up
+    open_gate = v.let(T.Select(is_firing(spec, gate), gate, zero))
+    if spec.activation == "relu2":
+        return open_gate * open_gate * up
+    if spec.activation == "drelu":
+        return open_gate * T.max(up, zero)
+    return open_gate * up
+
+
+def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
+    """Return (lanes, first group, number of units) for each run of equal blocks.
+
+    A *unit* is the part of y that one 4 ``lanes``-byte chunk unpacks to.
+    """
+    if precision == "fp16":
+        return [(16, 0, hidden // GROUP)]
+    per_block = 4 if precision == "int4" else 8
+    blocks = split_lanes(hidden)
+    full = blocks.count(16)
+    runs = [(16, 0, full * per_block)] if full else []
+    group = full * 16
+    for lanes in blocks[full:]:
+        runs.append((lanes, group, per_block))
+        group += lanes
+    return runs
+
+
+def emit_unit(
+    isa: Isa, vector: Vector, lanes: int, first: v.Expr, chunk: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a unit: (place in y, weights without their scale as float32 x lanes) of each element.
+
+    ``first`` is the block's first group, ``chunk`` the chunk within the block.
+    """
+    if vector.precision == "fp16":
+        byte = vector.weights_base + v.wide(first * GROUP * 2)
+        return [
+            (first * GROUP + half * 16, v.load_halves(vector.weights, byte + half * 32, 16))
+            for half in range(2)
+        ]
+    int4 = vector.precision == "int4"
+    byte = vector.weights_base + v.wide(
+        first * (GROUP // 2 if int4 else GROUP) + chunk * (4 * lanes)
+    )
+    word = v.let(v.load_as(vector.weights, byte, "int32", lanes))
+    start = first * GROUP
+    if not int4:
+        result = []
+        for index in range(4):
+            place = start + (4 * chunk + index) * lanes
+            shifted = word << v.constant(24 - 8 * index, "int32", lanes) if index < 3 else word
+            code = shifted >> v.constant(24, "int32", lanes)
+            result.append((place, v.cast(code, "float32", lanes)))
+        return result
+    table = isa.lanes == 16 and lanes == 16
+    if table:
+        # vpermps looks at the low 4 bits of each lane only: no mask, no subtraction.
+        values = v.let(v.cast(T.ramp(-8, 1, 16), "float32", 16))
+    else:
+        # q + 8 with its top bit flipped is q in two's complement.
+        word = v.let(word ^ v.constant(-2004318072, "int32", lanes))
+    result = []
+    for index in range(8):
+        element = 4 * chunk + index // 2 + 16 * (index % 2)
+        place = start + element * lanes
+        if table:
+            code = word >> v.constant(4 * index, "int32", lanes) if index else word
+            weights = T.call_llvm_pure_intrin(
+                "float32x16", "llvm.x86.avx512.permvar.sf.512", values, code
+            )
+        else:
+            shifted = word << v.constant(28 - 4 * index, "int32", lanes) if index < 7 else word
+            code = shifted >> v.constant(28, "int32", lanes)
+            weights = v.cast(code, "float32", lanes)
+        result.append((place, weights))
+    return result
+
+
+def load_unit_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
+    """Return the scales of a block as float32 x lanes."""
+    if vector.precision == "fp16":
+        return v.constant(1.0, "float32", lanes)
+    return v.load_halves(vector.scales, vector.scales_base + v.wide(first * 2), lanes)
+
+
+def emit_leave_lane_order(
+    hidden: int, precision: Precision, source: v.Buffer, target: v.Buffer, token: v.Expr
+) -> None:
+    """Add y [tokens, hidden] (lane order) of ``token`` to ``target`` (natural order)."""
+    base = v.let(token * hidden)
+    if precision == "fp16":
+        with T.serial(hidden // 16) as step:
+            place = base + step * 16
+            v.store(target, place, v.load(target, place, 16) + v.load(source, place, 16), 16)
+        return
+    group = 0
+    blocks = split_lanes(hidden)
+    full = blocks.count(16)
+    if full:
+        with T.serial(full) as block, T.serial(16) as lane:
+            _emit_leave_group(source, target, base, v.let(block * 16), lane, 16)
+        group = full * 16
+    for lanes in blocks[full:]:
+        with T.serial(lanes) as lane:
+            _emit_leave_group(source, target, base, group, lane, lanes)
+        group += lanes
+
+
+def _emit_leave_group(
+    source: v.Buffer, target: v.Buffer, base: v.Expr, first: v.Expr, lane: v.Expr, lanes: int
+) -> None:
+    for half in range(2):
+        spread = v.span(base + first * GROUP + half * 16 * lanes + lane, 16, lanes)
+        place = base + (first + lane) * GROUP + half * 16
+        v.store(target, place, v.load(target, place, 16) + source[spread], 16)

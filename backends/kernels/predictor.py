@@ -1,0 +1,57 @@
+"""Predictors: which neurons of a layer may fire, as ascending int32 indices."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.quantize import emit_quantize
+
+
+def emit_compact(
+    scores: v.Buffer, count: v.Expr, limit: v.Expr, strict: bool, indices: v.Buffer, found: v.Buffer
+) -> None:
+    """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
+
+    ``scores`` float32 [count], ``indices`` int32 [count], ``found`` int32 [1]; ``strict`` means
+    above the limit, not at it.  Without branches: every index is written, the place advances.
+    """
+    place = T.alloc_buffer((1,), "int32")
+    v.store(place, 0, T.int32(0), 1)
+    with T.serial(count) as index:
+        score = v.let(scores[index])
+        at = v.let(place[0])
+        v.store(indices, at, index, 1)
+        passes = score > limit if strict else score >= limit
+        v.store(place, 0, at + T.Select(passes, T.int32(1), T.int32(0)), 1)
+    v.store(found, 0, place[0], 1)
+
+
+def emit_low_rank(
+    isa: Isa,
+    threads: int,
+    inner: Matrix,
+    outer: Matrix,
+    bias: v.Buffer,
+    activations: Activations,
+    middle: Activations,
+    scores: v.Buffer,
+) -> None:
+    """Set ``scores`` float32 [neurons] to outer relu(inner u) + bias.
+
+    ``inner`` [rank, hidden], ``outer`` [neurons, rank], ``bias`` float32 [neurons]; ``middle``
+    holds relu(inner u), quantised like every activation.
+    """
+
+    def keep_positive(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        v.store(middle.values, row, T.max(value, v.constant(0.0, "float32")), 1)
+
+    def add_bias(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        v.store(scores, row, value + bias[row], 1)
+
+    emit_multiply(isa, threads, inner, activations, None, keep_positive)
+    emit_quantize(middle, T.int32(0))
+    emit_multiply(isa, threads, outer, middle, None, add_bias)

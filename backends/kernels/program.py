@@ -1,0 +1,341 @@
+"""The functions of a compiled library: parameters and order of the kernels in each.
+
+Every array parameter is a flat buffer.  Those of type uint8 may lie anywhere; the others are
+64-byte aligned.  ``qa`` stands for the three arrays of quantised activations and their float32
+values, in the order codes, scales, sums, values.
+
+======================  ==========================================================================
+function                parameters
+======================  ==========================================================================
+``embed``               weights, scales, ids int32 [T], x, T
+``attend``              x, norm, qkv weights, scales, [bias], output weights, scales, cosines,
+                        sines, keys, values (fp16), qkv, qa (hidden), qa (width), T, position,
+                        context
+``begin_ffn``           x, norm, qa (hidden), y, T
+``predict_low_rank_R``  in weights, scales, out weights, scales, bias, qa (hidden), qa (R), scores,
+                        indices, found, neurons, threshold float32
+``predict_gate``        gate weights, scales, qa (hidden), scores, indices, found, neurons
+``add_neurons``         arena, slots, qa (hidden), gates, firing, partial, counts, y, n
+``add_dense``           bundles, qa (hidden), values, unpacked, y, n, T
+``end_ffn``             x, y, T
+``logits``              x, norm, weights, scales, qa (hidden), logits, first, T
+``read_bundles``        arena, slots, offsets int64, results int64, fd, start, step, n
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.attention import Cache, emit_attention, emit_rope
+from pi2.backends.kernels.dots import Activations, Vector
+from pi2.backends.kernels.embedding import emit_unpack
+from pi2.backends.kernels.ffn import emit_dense, emit_gathered
+from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.neurons import emit_leave_lane_order
+from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
+from pi2.backends.kernels.quantize import emit_norm, emit_quantize
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.layout import Precision, scale_bytes, weight_bytes
+
+
+class Parameters:
+    """Declares the parameters of the function under construction, in order."""
+
+    def take_array(self, name: str, dtype: str) -> v.Buffer:
+        """Declare a flat array of any size."""
+        handle = T.arg(name, T.handle())
+        size = T.int64()
+        align = 1 if dtype == "uint8" else 64
+        return T.match_buffer(handle, (size,), dtype, align=align)
+
+    def take_number(self, name: str, dtype: str = "int32") -> v.Expr:
+        """Declare a scalar."""
+        return T.arg(name, T.int64() if dtype == "int64" else getattr(T, dtype)())
+
+    def take_matrix(self, name: str, rows: int, length: int, precision: Precision) -> Matrix:
+        """Declare weights and scales of a packed matrix."""
+        return Matrix(
+            weights=self.take_array(f"{name}_weights", "uint8"),
+            scales=self.take_array(f"{name}_scales", "uint8"),
+            rows=rows,
+            length=length,
+            precision=precision,
+        )
+
+    def take_activations(self, name: str, length: int, planes: int) -> Activations:
+        """Declare the four arrays of quantised activations."""
+        return Activations(
+            length=length,
+            planes=planes,
+            codes=self.take_array(f"{name}_codes", "int8"),
+            scales=self.take_array(f"{name}_scales", "float32"),
+            sums=self.take_array(f"{name}_sums", "int32"),
+            values=self.take_array(f"{name}_values", "float32"),
+        )
+
+
+def make_function(name: str, emit: Callable[[Parameters], None]) -> tvm.tirx.PrimFunc:
+    """Build a function whose parameters and body ``emit`` adds."""
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name(name)
+            T.func_attr({"global_symbol": name, "tirx.noalias": True})
+            emit(Parameters())
+    return builder.get()
+
+
+def emit_each_token(tokens: v.Expr, emit: Callable[[v.Expr], None]) -> None:
+    """Run ``emit`` for every token: in place for one, in parallel for more."""
+    with T.If(tokens == 1):
+        with T.Then():
+            emit(T.int32(0))
+        with T.Else(), T.parallel(tokens) as token:
+            emit(token)
+
+
+class Program:
+    """The functions for one spec."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.isa: Isa = choose_isa(frozenset(spec.features), spec.architecture)
+
+    def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
+        """Return what emits each function, by name."""
+        functions: dict[str, Callable[[Parameters], None]] = {
+            "embed": self.emit_embed,
+            "attend": self.emit_attend,
+            "begin_ffn": self.emit_begin_ffn,
+            "add_neurons": self.emit_add_neurons,
+            "add_dense": self.emit_add_dense,
+            "end_ffn": self.emit_end_ffn,
+            "logits": self.emit_logits,
+            "read_bundles": self.emit_read_bundles,
+        }
+        if self.spec.gate_rows is not None and self.spec.activation != "silu":
+            functions["predict_gate"] = self.emit_predict_gate
+        for rank in self.spec.ranks:
+            functions[f"predict_low_rank_{rank}"] = self._make_low_rank(rank)
+        return functions
+
+    def build_module(self) -> tvm.IRModule:
+        """Return all functions."""
+        return tvm.IRModule(
+            {name: make_function(name, emit) for name, emit in self.list_functions().items()}
+        )
+
+    def _take_hidden(self, take: Parameters) -> Activations:
+        return take.take_activations("hidden", self.spec.hidden, self.spec.planes)
+
+    def emit_embed(self, take: Parameters) -> None:
+        """Set x float32 [T, hidden] to rows ``ids`` of the embedding."""
+        spec = self.spec
+        weights = take.take_array("weights", "uint8")
+        scales = take.take_array("scales", "uint8")
+        ids = take.take_array("ids", "int32")
+        x = take.take_array("x", "float32")
+        tokens = take.take_number("tokens")
+        with T.serial(tokens) as token:
+            row = v.let(v.wide(ids[token]))
+            vector = Vector(
+                weights=weights,
+                weights_base=v.let(row * weight_bytes(spec.hidden, spec.embedding)),
+                scales=scales,
+                scales_base=v.let(row * scale_bytes(spec.hidden, spec.embedding)),
+                precision=spec.embedding,
+            )
+            emit_unpack(vector, spec.hidden, x, v.let(token * spec.hidden))
+
+    def emit_attend(self, take: Parameters) -> None:
+        """Add the attention block to x; keys and values of the tokens are kept."""
+        spec, isa = self.spec, self.isa
+        x = take.take_array("x", "float32")
+        norm = take.take_array("norm", "float32")
+        project = take.take_matrix("qkv", spec.qkv_rows, spec.hidden, spec.attention)
+        bias = take.take_array("bias", "float32") if spec.qkv_bias else None
+        output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
+        cosines = take.take_array("cosines", "float32")
+        sines = take.take_array("sines", "float32")
+        keys = take.take_array("keys", "float16")
+        values = take.take_array("values", "float16")
+        qkv = take.take_array("qkv", "float32")
+        hidden = self._take_hidden(take)
+        mixed = take.take_activations("mixed", spec.width, spec.planes)
+        tokens = take.take_number("tokens")
+        position = take.take_number("position")
+        cache = Cache(keys=keys, values=values, context=take.take_number("context"))
+
+        def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            total = value if bias is None else value + bias[row]
+            v.store(qkv, token * spec.qkv_rows + row, total, 1)
+
+        def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            place = v.let(token * spec.hidden + row)
+            v.store(x, place, x[place] + value, 1)
+
+        emit_each_token(tokens, lambda t: emit_norm(x, t, norm, spec.epsilon, hidden, t))
+        emit_multiply(isa, spec.threads, project, hidden, tokens, store_qkv)
+        emit_each_token(tokens, lambda t: emit_rope(spec, qkv, cosines, sines, cache, t, position))
+        with T.parallel(tokens * spec.kv_heads) as task:
+            # Heads outermost: every thread gets early and late tokens alike.
+            token = v.let(T.floormod(task, tokens))
+            head = v.let(T.floordiv(task, tokens))
+            emit_attention(spec, qkv, cache, mixed.values, token, position, head)
+        emit_each_token(tokens, lambda t: emit_quantize(mixed, t))
+        emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
+
+    def emit_begin_ffn(self, take: Parameters) -> None:
+        """Normalise and quantise x; set y to zero."""
+        spec = self.spec
+        x = take.take_array("x", "float32")
+        norm = take.take_array("norm", "float32")
+        hidden = self._take_hidden(take)
+        y = take.take_array("y", "float32")
+        tokens = take.take_number("tokens")
+
+        def prepare(token: v.Expr) -> None:
+            emit_norm(x, token, norm, spec.epsilon, hidden, token)
+            with T.serial(spec.hidden // 16) as step:
+                place = token * spec.hidden + step * 16
+                v.store(y, place, v.constant(0.0, "float32", 16), 16)
+
+        emit_each_token(tokens, prepare)
+
+    def _make_low_rank(self, rank: int) -> Callable[[Parameters], None]:
+        spec = self.spec
+        precision = spec.predictor
+        assert precision is not None
+
+        def emit(take: Parameters) -> None:
+            inner = take.take_matrix("inner", rank, spec.hidden, precision)
+            weights = take.take_array("outer_weights", "uint8")
+            scales = take.take_array("outer_scales", "uint8")
+            bias = take.take_array("bias", "float32")
+            hidden = self._take_hidden(take)
+            middle = take.take_activations("middle", rank, spec.planes)
+            scores = take.take_array("scores", "float32")
+            indices = take.take_array("indices", "int32")
+            found = take.take_array("found", "int32")
+            neurons = take.take_number("neurons")
+            threshold = take.take_number("threshold", "float32")
+            outer = Matrix(
+                weights=weights, scales=scales, rows=neurons, length=rank, precision=precision
+            )
+            emit_low_rank(self.isa, spec.threads, inner, outer, bias, hidden, middle, scores)
+            emit_compact(scores, neurons, threshold, False, indices, found)
+
+        return emit
+
+    def emit_predict_gate(self, take: Parameters) -> None:
+        """Compute all gates of a layer and list those that are open."""
+        spec = self.spec
+        precision = spec.gate_rows
+        assert precision is not None
+        weights = take.take_array("weights", "uint8")
+        scales = take.take_array("scales", "uint8")
+        hidden = self._take_hidden(take)
+        scores = take.take_array("scores", "float32")
+        indices = take.take_array("indices", "int32")
+        found = take.take_array("found", "int32")
+        neurons = take.take_number("neurons")
+        matrix = Matrix(
+            weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
+        )
+
+        def keep(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(scores, row, value, 1)
+
+        emit_multiply(self.isa, spec.threads, matrix, hidden, None, keep)
+        limit = spec.threshold if spec.activation == "fatrelu" else 0.0
+        emit_compact(scores, neurons, v.constant(limit, "float32"), True, indices, found)
+
+    def emit_add_neurons(self, take: Parameters) -> None:
+        """Add gathered neurons to y of one token."""
+        arena = take.take_array("arena", "uint8")
+        slots = take.take_array("slots", "int32")
+        hidden = self._take_hidden(take)
+        emit_gathered(
+            self.isa,
+            self.spec,
+            hidden,
+            arena,
+            slots,
+            gates=take.take_array("gates", "float32"),
+            firing=take.take_array("firing", "int32"),
+            partial=take.take_array("partial", "float32"),
+            counts=take.take_array("counts", "int32"),
+            total=take.take_array("y", "float32"),
+            count=take.take_number("count"),
+        )
+
+    def emit_add_dense(self, take: Parameters) -> None:
+        """Add contiguous neurons to y of all tokens."""
+        bundles = take.take_array("bundles", "uint8")
+        hidden = self._take_hidden(take)
+        emit_dense(
+            self.isa,
+            self.spec,
+            hidden,
+            bundles,
+            values=take.take_array("values", "float32"),
+            unpacked=take.take_array("unpacked", "float32"),
+            total=take.take_array("y", "float32"),
+            count=take.take_number("count"),
+            tokens=take.take_number("tokens"),
+        )
+
+    def emit_end_ffn(self, take: Parameters) -> None:
+        """Add y to x."""
+        spec = self.spec
+        x = take.take_array("x", "float32")
+        y = take.take_array("y", "float32")
+        tokens = take.take_number("tokens")
+        emit_each_token(tokens, lambda t: emit_leave_lane_order(spec.hidden, spec.ffn, y, x, t))
+
+    def emit_logits(self, take: Parameters) -> None:
+        """Set logits float32 [T, vocab] of the tokens from ``first`` on."""
+        spec = self.spec
+        x = take.take_array("x", "float32")
+        norm = take.take_array("norm", "float32")
+        head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
+        hidden = self._take_hidden(take)
+        logits = take.take_array("logits", "float32")
+        first = take.take_number("first")
+        tokens = take.take_number("tokens")
+
+        def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
+
+        emit_each_token(tokens, lambda t: emit_norm(x, first + t, norm, spec.epsilon, hidden, t))
+        emit_multiply(self.isa, spec.threads, head, hidden, tokens, keep)
+
+    def emit_read_bundles(self, take: Parameters) -> None:
+        """Read bundles start, start + step, ... of ``n`` with pread."""
+        spec = self.spec
+        arena = take.take_array("arena", "uint8")
+        slots = take.take_array("slots", "int32")
+        offsets = take.take_array("offsets", "int64")
+        results = take.take_array("results", "int64")
+        fd = take.take_number("fd")
+        start = take.take_number("start")
+        step = take.take_number("step")
+        count = take.take_number("count")
+        with T.serial(T.floordiv(count - start + step - 1, step)) as turn:
+            index = v.let(start + turn * step)
+            place = v.wide(slots[index]) * spec.stride
+            size = T.call_extern(
+                "int64",
+                "pread",
+                fd,
+                T.address_of(arena[place]),
+                T.int64(spec.stride),
+                offsets[index],
+            )
+            v.store(results, index, size, 1)

@@ -1,0 +1,71 @@
+"""Load compiled kernels with tvm_ffi and libtvm_runtime alone: the compiler is never imported."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGNMENT = 64
+"""Bytes; kernels assume it of every array that is not uint8."""
+
+Kernel = Callable[..., object]
+
+
+def find_runtime_library() -> Path | None:
+    """Return libtvm_runtime of the installed TVM without importing it; None if there is none."""
+    found = importlib.util.find_spec("tvm")
+    if found is None or found.origin is None:
+        return None
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    path = Path(found.origin).parent / "lib" / name
+    return path if path.exists() else None
+
+
+class Library:
+    """A compiled library and the tensors that are passed to it."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        """Load ``path``; kernels run on ``threads`` threads, the calling one included."""
+        # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+        import tvm_ffi
+
+        runtime = find_runtime_library()
+        assert runtime is not None, "find_obstacles says so first"
+        # Kernels look the pool's functions up among the global symbols.
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        self._ffi = tvm_ffi
+        self._module = tvm_ffi.load_module(str(path))
+        # Another executor of this process may have started the pool with another number.
+        tvm_ffi.get_global_func("runtime.config_threadpool")(1, threads)
+
+    def find(self, name: str) -> Kernel:
+        """Return a kernel."""
+        kernel: Kernel = self._module.get_function(name)
+        return kernel
+
+    def wrap(self, array: npt.NDArray[Any]) -> Any:
+        """Return the kernels' view of an array: flat, not copied, kept alive by the caller.
+
+        Read-only arrays (a memory-mapped store) are passed too: no kernel writes to weights.
+        """
+        assert array.flags.c_contiguous, "kernels take contiguous arrays"
+        assert array.dtype == np.uint8 or array.ctypes.data % ALIGNMENT == 0, "misaligned array"
+        flat = array.reshape(-1)
+        if not flat.flags.writeable:
+            flat = _view_writeable(flat)
+        return self._ffi.from_dlpack(flat)
+
+
+def _view_writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the same memory without the read-only mark, which DLPack cannot express."""
+    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(raw, dtype=array.dtype)

@@ -1,0 +1,93 @@
+"""`KernelSpec`: everything that the generated code depends on, and nothing else.
+
+Plain Python: no TVM.  Two requests with equal specs share one compiled library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
+from pi2.plan.model import Activation
+
+TOKEN_TILE = 4
+"""Tokens that share one pass over a weight row when a chunk has more than one token."""
+PANEL = 256
+"""Neurons whose activations are kept at once by the dense FFN."""
+UNPACKED = 16
+"""Neurons whose down weights are unpacked together in the dense FFN."""
+KV_BLOCK = 16
+"""Tokens whose keys lie together, one per lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """Sizes and choices that the kernels of one model are specialised for.
+
+    Context length and chunk size are not part of it: they are arguments of the kernels.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    epsilon: float
+    activation: Activation
+    threshold: float
+    """Of ``fatrelu``; 0 for the others."""
+    qkv_bias: bool
+    window: int | None
+    """Tokens that a query looks back, itself included."""
+    attention: Precision
+    embedding: Precision
+    head: Precision
+    ffn: Precision
+    gate_rows: Precision | None
+    """Precision of the resident gate rows; None if there are none."""
+    predictor: Precision | None
+    """Precision of the low-rank predictors; None if there are none."""
+    ranks: tuple[int, ...]
+    """Different ranks among the layers' predictors, ascending."""
+    stride: int
+    threads: int
+    planes: int
+    """Bytes of a quantised activation: 2 (int16 as two int8 planes) or 1 (int8)."""
+    architecture: str
+    features: tuple[str, ...]
+    """Sorted."""
+
+    def __post_init__(self) -> None:
+        assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)
+        assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
+        assert self.planes in (1, 2) and self.threads >= 1
+        assert list(self.features) == sorted(set(self.features))
+
+    @property
+    def width(self) -> int:
+        """Length of the attention output, ``heads * head_dim``."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def bundle(self) -> BundleLayout:
+        """Layout of a neuron."""
+        return lay_out_bundle(self.hidden, self.ffn, self.stride)
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelSpec:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        values["ranks"] = tuple(values["ranks"])
+        values["features"] = tuple(values["features"])
+        return cls(**values)

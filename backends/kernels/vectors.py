@@ -1,0 +1,162 @@
+"""Small vocabulary of vector expressions over TVMScript's builder.
+
+Every function adds to the function under construction.  Weights are flat uint8 buffers read
+through `load_as`, which assumes no alignment: LLVM derives it from the index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.tirx import Shuffle
+from tvm.tirx.script import builder as T
+
+Expr = Any
+Buffer = Any
+
+_BYTES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "int32": 4, "float32": 4, "int64": 8}
+
+
+def name_vector(dtype: str, lanes: int) -> str:
+    """Return the type name of ``lanes`` elements."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def span(base: Expr, lanes: int, stride: int = 1) -> Expr:
+    """Return the indices ``base, base + stride, ...``."""
+    return base if lanes == 1 else T.ramp(base, stride, lanes)
+
+
+def splat(value: Expr, lanes: int) -> Expr:
+    """Return ``value`` in every lane."""
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def constant(value: float, dtype: str, lanes: int = 1) -> Expr:
+    """Return a literal in every lane."""
+    literal = T.FloatImm(dtype, value) if dtype.startswith("float") else T.IntImm(dtype, int(value))
+    return splat(literal, lanes)
+
+
+def wide(value: Expr) -> Expr:
+    """Return an index as int64: byte offsets pass 2 GiB."""
+    return T.int64(value) if isinstance(value, int) else T.cast(value, "int64")
+
+
+def let(value: Expr) -> Expr:
+    """Name a value, so that it is computed once however often it is used.
+
+    A variable on the stack, which LLVM turns into a register.  Not ``T.bind``: TVM's analyzer
+    follows bound values through every later index, which takes minutes for a long function.
+    """
+    cell = T.alloc_buffer((1,), value.ty.dtype)
+    T.buffer_store(cell, value, [0])
+    return cell[0]
+
+
+def load(buffer: Buffer, base: Expr, lanes: int) -> Expr:
+    """Read ``lanes`` consecutive elements."""
+    return buffer[span(base, lanes)]
+
+
+def store(buffer: Buffer, base: Expr, value: Expr, lanes: int) -> None:
+    """Write ``lanes`` consecutive elements."""
+    T.buffer_store(buffer, value, [span(base, lanes)])
+
+
+def load_as(buffer: Buffer, byte: Expr, dtype: str, lanes: int) -> Expr:
+    """Read ``lanes`` elements of ``dtype`` from byte ``byte`` of a uint8 buffer."""
+    size = _BYTES[dtype] * lanes
+    raw = load(buffer, byte, size)
+    return T.reinterpret(raw, dtype=name_vector(dtype, lanes))
+
+
+def load_halves(buffer: Buffer, byte: Expr, lanes: int) -> Expr:
+    """Read fp16 values from byte ``byte`` of a uint8 buffer as float32."""
+    return T.cast(load_as(buffer, byte, "float16", lanes), name_vector("float32", lanes))
+
+
+def reinterpret(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Return the same bits as another type."""
+    return T.reinterpret(value, dtype=name_vector(dtype, lanes))
+
+
+def cast(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Convert every lane."""
+    return T.cast(value, name_vector(dtype, lanes))
+
+
+def take_lane(value: Expr, lane: int) -> Expr:
+    """Return one lane as a scalar."""
+    return Shuffle([value], [lane])
+
+
+def low_half(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Return the first half of a vector of ``lanes``."""
+    return T.vectorlow(value, dtype=name_vector(dtype, lanes // 2))
+
+
+def high_half(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Return the second half of a vector of ``lanes``."""
+    return T.vectorhigh(value, dtype=name_vector(dtype, lanes // 2))
+
+
+def add_lanes(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Return the sum of all lanes, by halves (the order is fixed)."""
+    while lanes > 2:
+        value = let(value)
+        value = low_half(value, dtype, lanes) + high_half(value, dtype, lanes)
+        lanes //= 2
+    if lanes == 2:
+        value = let(value)
+        value = take_lane(value, 0) + take_lane(value, 1)
+    return value
+
+
+def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
+    """Return the largest lane."""
+    while lanes > 2:
+        value = let(value)
+        value = T.max(low_half(value, dtype, lanes), high_half(value, dtype, lanes))
+        lanes //= 2
+    if lanes == 2:
+        value = let(value)
+        value = T.max(take_lane(value, 0), take_lane(value, 1))
+    return value
+
+
+def prefetch(buffer: Buffer, index: Expr) -> None:
+    """Ask for the cache line of an element; any address is allowed."""
+    T.evaluate(
+        T.call_llvm_intrin(
+            "void",
+            "llvm.prefetch",
+            T.address_of(buffer[index]),
+            T.int32(0),
+            T.int32(3),
+            T.int32(1),
+        )
+    )
+
+
+def take_exponential(value: Expr, lanes: int) -> Expr:
+    """Return exp(value), relative error below 3e-7; arguments below -87 give about 1e-38.
+
+    2^n times the Taylor polynomial of degree 7 over [-ln 2 / 2, ln 2 / 2].
+    """
+
+    def number(literal: float) -> Expr:
+        return constant(literal, "float32", lanes)
+
+    value = let(T.max(T.min(value, number(88.0)), number(-87.0)))
+    power = let(T.nearbyint(value * number(1.4426950408889634)))
+    # ln 2 in two parts: the first has few bits, so that power * part is exact.
+    rest = let(T.fma(power, number(-0.693359375), value))
+    rest = let(T.fma(power, number(2.12194440e-4), rest))
+    result = number(1.0 / 5040)
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        result = let(T.fma(result, rest, number(1.0 / factorial)))
+    exponent = (cast(power, "int32", lanes) + constant(127, "int32", lanes)) << constant(
+        23, "int32", lanes
+    )
+    return result * reinterpret(exponent, "float32", lanes)
