@@ -23,6 +23,21 @@ class Span:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}"
 
+    @classmethod
+    def of_file(cls, file: str) -> Span:
+        """The span that means a file as a whole."""
+        return cls(file, 1, 1, 1, 1)
+
+    @property
+    def is_whole_file(self) -> bool:
+        """Whether it stands for the file rather than for a place in it."""
+        return (self.line, self.column, self.end_line, self.end_column) == (1, 1, 1, 1)
+
+    @property
+    def place(self) -> str:
+        """``file:line:column``, or the file alone where it is meant as a whole."""
+        return self.file if self.is_whole_file else str(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:

@@ -34,7 +34,7 @@ class UserError(Exception):
         """Text for people who see the exception itself, such as users of the Python API."""
         lines = []
         for item in self.diagnostics:
-            place = f"{item.span}: " if item.span is not None else ""
+            place = f"{item.span.place}: " if item.span is not None else ""
             lines.append(f"{place}{item.severity}[{item.code}]: {item.message}")
             if item.help is not None:
                 lines.append(f"  help: {item.help}")
@@ -52,7 +52,7 @@ class UserError(Exception):
         notes: Sequence[str] = (),
     ) -> UserError:
         """Make an error of one diagnostic; ``file`` is what it is about, as a whole."""
-        span = None if file is None else Span(file, 1, 1, 1, 1)
+        span = None if file is None else Span.of_file(file)
         diagnostic = Diagnostic(
             code=code, message=message, help=help, span=span, notes=tuple(notes)
         )

@@ -81,10 +81,8 @@ def _render_place(
     item: Diagnostic, span: Span, texts: _Texts, margin: str, colour: bool
 ) -> list[str]:
     arrow = paint("-->", "frame", colour)
-    whole_file = (span.line, span.column) == (span.end_line, span.end_column) == (1, 1)
-    name = escape_controls(span.file if whole_file else str(span))
-    lines = [f"{margin[1:]}{arrow} {name}"]
-    if whole_file:
+    lines = [f"{margin[1:]}{arrow} {escape_controls(span.place)}"]
+    if span.is_whole_file:
         return lines
     line = texts.find_line(span.file, span.line)
     if line is None:

@@ -57,7 +57,7 @@ def show_line(line: str) -> tuple[str, list[int]]:
         columns.append(column)
         if char == "\t":
             text = " " * (TAB_WIDTH - column % TAB_WIDTH)
-        elif char == " " or char.isprintable() or unicodedata.category(char) == "Cf":
+        elif char.isprintable():
             text = char
         else:
             text = _escape(char)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.diagnostic import sort_diagnostics
@@ -39,7 +39,8 @@ from pi2.plan.source import (
 
 DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
 
-D = TypeVar("D", bound=Document)
+_ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
+"""Findings in a device or model that mean that the plan names the wrong file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +122,15 @@ class _Check:
             )
             return
         before = len(self.diagnostics)
-        self.read(path, display_path(path), kind)
+        name = display_path(path)
+        self.read(path, name, kind)
         for number in range(before, len(self.diagnostics)):
             item = self.diagnostics[number]
-            if item.code in CANNOT_READ and item.span is not None:
+            if item.code in _ABOUT_REFERENCES:
                 self.diagnostics[number] = replace(
                     item,
-                    code="P015",
-                    message=f"the {kind} {item.span.file}: {item.message}",
+                    code="P015" if item.code in CANNOT_READ else item.code,
+                    message=f"{name}: {item.message}",
                     span=plan.spans.find_value((kind,)),
                     path=kind,
                 )
@@ -144,12 +146,13 @@ class _Check:
 
     def locate(self, rule: Rule, finding: Finding) -> Diagnostic:
         """Find the places of a finding and of its origins."""
-        spans = self.files[finding.document].spans
-        find = spans.find_key if finding.at == "key" else spans.find_value
         notes = []
         for origin in finding.origins:
-            place = self.files[origin.document].spans.find_value(origin.path)
-            notes.append(f"{place}: {origin.text}")
+            spans = self.files[origin.document].spans
+            remark = "" if spans.has(origin.path) else " (default)"
+            notes.append(f"{spans.find_value(origin.path).place}: {origin.text}{remark}")
+        spans = self.files[finding.document].spans
+        find = spans.find_key if finding.at == "key" else spans.find_value
         return Diagnostic(
             code=rule.code,
             severity=rule.severity,
@@ -186,7 +189,7 @@ def _check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
     found = detect_kind(file_name)
     if found == kind:
         return None
-    span = Span(name, 1, 1, 1, 1)
+    span = Span.of_file(name)
     if found is None:
         return Diagnostic(
             code="P009",
@@ -254,7 +257,7 @@ def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
         code="P009",
         message="expected a file name that ends in .plan.toml, .device.toml or .model.toml",
         help="the suffix says what the document is",
-        span=Span(name, 1, 1, 1, 1),
+        span=Span.of_file(name),
     )
 
 

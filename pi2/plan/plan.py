@@ -132,7 +132,7 @@ class Kv(Table):
 
     type: Literal["fp16"] = "fp16"
     """Type of its elements."""
-    context: Count
+    context: Annotated[Count, Field(examples=[4096])]
     """Most tokens of prompt and answer together."""
 
 

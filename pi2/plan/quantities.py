@@ -56,7 +56,7 @@ def parse_quantity(text: str, units: Units) -> Fraction:
     if unit not in units:
         near = _find_unit(unit, units)
         hint = f'write "{match["number"]} {near}"' if near else None
-        raise QuantityError(f"unknown unit {unit!r}: expected one of {', '.join(units)}", hint)
+        raise QuantityError(f"unknown unit `{unit}`, expected one of {', '.join(units)}", hint)
     return Fraction(match["number"]) * units[unit]
 
 

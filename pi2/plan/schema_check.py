@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents import SCHEMA_VERSION, Document
 from pi2.plan.fields import suggest
-from pi2.plan.schema_messages import explain_violation
+from pi2.plan.schema_messages import explain_violation, is_misspelt
 from pi2.plan.source import SourceFile, name_path
 from pi2.plan.spans import Path, format_path
 
@@ -41,7 +41,9 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
         result = None
         for violation in error.errors(include_url=False):
             path = _find_path(source.values, violation["loc"])
-            if path not in odd_paths:
+            if path in odd_paths:
+                continue
+            if violation["type"] != "missing" or not is_misspelt(source, document, path):
                 findings.append(explain_violation(source, document, path, violation))
     if len(findings) > MAX_SHOWN:
         rest = len(findings) - MAX_SHOWN

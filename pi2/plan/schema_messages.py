@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,9 +13,13 @@ from pi2.plan.fields import find_type, list_known_keys, suggest
 from pi2.plan.quantities import format_bytes
 from pi2.plan.source import SourceFile, name_path
 from pi2.plan.spans import Path, format_path
+from pi2.plan.toml_text import write_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+MAX_LISTED = 8
+"""Most known words that a message lists."""
 
 _WANTED = {
     "int_type": "a whole number",
@@ -32,7 +36,7 @@ _WANTED = {
 
 _PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]*$": (
-        "a short name: lower-case letters, digits, `.`, `_`, `-`, no blanks",
+        "a name of lower-case letters, digits, `.`, `_` and `-`",
         None,
     ),
     r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$": (
@@ -61,18 +65,23 @@ def explain_violation(
         code = "P103"
         message = f"`{shown}` is {_WANTED[kind]}, got {describe_value(value)}"
         help_text = _suggest_conversion(kind, value)
+        if kind == "tuple_type" and isinstance(value, dict) and path in source.spans.headers:
+            help_text = f"write `[[{shown}]]`, once per entry"
     elif kind == "literal_error":
-        code, message, help_text = _explain_literal(document, path, value)
+        explain = _explain_word_key if is_key else _explain_word
+        code, message, help_text = explain(document, path, value)
     elif kind in ("quantity", "quantity_type"):
         code, message = "P105", f"`{shown}`: {violation['msg']}"
         help_text = _suggest_quantity(document, path, value, context)
     elif kind == "string_pattern_mismatch":
         code = "P106"
         wanted, help_text = _PATTERNS.get(context.get("pattern", ""), ("another form", None))
-        subject = "the name" if is_key else f"`{shown}`"
-        message = f"{subject} is to be {wanted}, got {describe_value(value)}"
+        message = f"expected {wanted}, got {describe_value(value)}"
     elif kind in _LIMITS:
-        message = f"`{shown}` is {_LIMITS[kind].format(**context)}, got {describe_value(value)}"
+        limit = _LIMITS[kind].format(**{key: f"{bound:g}" for key, bound in context.items()})
+        message = f"`{shown}` is {limit}, got {describe_value(value)}"
+        if kind == "less_than_equal" and context["le"] == 1 and 1 < value <= 100:
+            help_text = f"write {value / 100:g} for {value} %"
     elif kind == "too_short":
         message = f"`{shown}` needs at least {_count_entries(context.get('min_length', 1))}"
     elif kind in ("string_too_long", "string_too_short"):
@@ -116,27 +125,22 @@ def _name_table(path: Path) -> str:
 
 def _explain_missing(source: SourceFile, document: type[BaseModel], path: Path) -> Diagnostic:
     parent, name = path[:-1], str(path[-1])
-    help_text = _suggest_line(document, path)
-    misspelt = _list_unknown(source, document, parent)
-    if suggest(name, misspelt) is not None:
-        help_text = f"`{suggest(name, misspelt)}` may be meant for it"
     return Diagnostic(
         code="P102",
         message=f"missing key `{name}` {_name_table(parent)}",
-        help=help_text,
-        span=source.spans.find_value(parent)
-        if parent in source.spans.headers
-        else source.spans.find_key(parent),
+        help=_suggest_line(document, path),
+        span=source.spans.find_table(parent),
         path=name_path(path),
     )
 
 
-def _list_unknown(source: SourceFile, document: type[BaseModel], parent: Path) -> list[str]:
+def is_misspelt(source: SourceFile, document: type[BaseModel], path: Path) -> bool:
+    """Whether the missing key at ``path`` is there with a slip of the pen: one finding suffices."""
     current: Any = source.values
-    for part in parent:
+    for part in path[:-1]:
         current = current[part]
-    known = set(list_known_keys(document, parent))
-    return [key for key in current if key not in known]
+    known = list_known_keys(document, path[:-1])
+    return any(key not in known and suggest(key, known) == path[-1] for key in current)
 
 
 def _suggest_line(document: type[BaseModel], path: Path) -> str | None:
@@ -151,7 +155,9 @@ def _suggest_line(document: type[BaseModel], path: Path) -> str | None:
         return f"add a table `[{format_path(path)}]`{needs}"
     if wanted is int and _is_quantity(document, path):
         return f'for example `{name} = "4 MiB"`'
-    return None
+    parent = find_type(document, path[:-1])
+    examples = parent.model_fields[name].examples if hasattr(parent, "model_fields") else None
+    return f"for example `{name} = {write_value(examples[0])}`" if examples else None
 
 
 def _is_quantity(document: type[BaseModel], path: Path) -> bool:
@@ -193,34 +199,36 @@ def _find_home(document: type[BaseModel], name: str) -> str | None:
     return homes[0] if len(homes) == 1 else None
 
 
-def _explain_literal(
+def _explain_word(
     document: type[BaseModel], path: Path, value: object
 ) -> tuple[str, str, str | None]:
-    options = get_args(find_type(document, path))
-    shown = format_path(path)
-    if not options:  # the literal is the key of a table of free names
-        holder = strip_key_options(document, path[:-1])
-        near = suggest(str(value), holder)
-        message = f"unknown key `{value}` {_name_table(path[:-1])}"
-        return "P101", message, f"did you mean `{near}`?" if near else f"one of {_join(holder)}"
-    near = suggest(value, [str(item) for item in options]) if isinstance(value, str) else None
-    listed = f"one of {_join(options)}" if len(options) > 1 else f"`{options[0]}`"
-    return (
-        "P104",
-        f"`{shown}` is {listed}, got {describe_value(value)}",
-        f'did you mean "{near}"?' if near else None,
-    )
+    """A value that is none of the known words."""
+    options = [str(item) for item in get_args(find_type(document, path))]
+    near = suggest(value, options) if isinstance(value, str) else None
+    message = f"`{format_path(path)}` is {_list_options(options)}, got {describe_value(value)}"
+    return "P104", message, f'did you mean "{near}"?' if near else None
 
 
-def strip_key_options(document: type[BaseModel], path: Path) -> list[str]:
-    """Keys that a table with a fixed set of free keys may have, such as ``backends``."""
-    table = find_type(document, path)
-    if get_origin(table) is dict:
-        return [str(item) for item in get_args(get_args(table)[0])]
-    return []
+def _explain_word_key(
+    document: type[BaseModel], path: Path, value: object
+) -> tuple[str, str, str | None]:
+    """A key that is none of the known words, in a table such as ``backends``."""
+    table = find_type(document, path[:-1])
+    options = [str(item) for item in get_args(get_args(table)[0])]
+    near = suggest(str(value), options)
+    help_text = f"did you mean `{near}`?" if near else f"known keys: {_join(options)}"
+    return "P101", f"unknown key `{value}` {_name_table(path[:-1])}", help_text
 
 
-def _join(items: Any) -> str:
+def _list_options(options: Sequence[str]) -> str:
+    if len(options) == 1:
+        return f"`{options[0]}`"
+    if len(options) > MAX_LISTED:
+        return f"one of {_join(options[:MAX_LISTED])} and {len(options) - MAX_LISTED} more"
+    return f"one of {_join(options)}"
+
+
+def _join(items: Iterable[object]) -> str:
     return ", ".join(f"`{item}`" for item in items)
 
 

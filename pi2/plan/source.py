@@ -14,9 +14,10 @@ from typing import Any, Literal
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.brackets import find_depth
 from pi2.plan.spans import Path as KeyPath
 from pi2.plan.spans import SpanIndex, format_path, index_spans
-from pi2.plan.syntax import explain_syntax_error
+from pi2.plan.syntax import explain_syntax_error, locate
 
 Kind = Literal["plan", "device", "model"]
 KINDS: tuple[Kind, ...] = ("plan", "device", "model")
@@ -91,11 +92,11 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     except tomli.TOMLDecodeError as error:
         return explain_syntax_error(name, text, error)
     except RecursionError:
-        return [_nesting_finding(name)]
+        return [_nesting_finding(name, text)]
     except ValueError:  # int() refuses decimal numbers of thousands of digits
         return [_huge_number_finding(name, text)]
     if measure_depth(values) > MAX_DEPTH:
-        return [_nesting_finding(name)]
+        return [_nesting_finding(name, text)]
     source = SourceFile(path=path, name=name, text=text, values=values)
     if not values:
         return [
@@ -125,21 +126,26 @@ def measure_depth(values: Any) -> int:
 def _finding(
     code: str, message: str, name: str, *, help: str | None = None, span: Span | None = None
 ) -> Diagnostic:
-    whole = Span(name, 1, 1, 1, 1)
-    return Diagnostic(code=code, message=message, help=help, span=span or whole)
+    place = span or Span.of_file(name)
+    return Diagnostic(code=code, message=message, help=help, span=place)
 
 
-def _nesting_finding(name: str) -> Diagnostic:
-    return _finding("P012", f"tables and arrays are nested more than {MAX_DEPTH} levels deep", name)
+def _nesting_finding(name: str, text: str) -> Diagnostic:
+    offset = find_depth(text, MAX_DEPTH)
+    return _finding(
+        "P012",
+        f"tables and arrays are nested more than {MAX_DEPTH} levels deep",
+        name,
+        help="plans need six levels",
+        span=None if offset is None else locate(name, text, offset),
+    )
 
 
 def _huge_number_finding(name: str, text: str) -> Diagnostic:
     match = re.search(r"[0-9_]{4000,}", text)
     span = None
     if match is not None:
-        line = text.count("\n", 0, match.start()) + 1
-        column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
-        span = Span(name, line, column, line, column + len(match[0]))
+        span = locate(name, text, match.start())
     return _finding("P108", "a number has thousands of digits", name, span=span)
 
 

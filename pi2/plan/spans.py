@@ -47,15 +47,26 @@ class SpanIndex:
     errors: list[Span] = field(default_factory=list)
     """Text that TOML 1.0's grammar does not have."""
 
+    def has(self, path: Path) -> bool:
+        """Whether the text has the key; the document itself counts as there."""
+        return not path or path in self.keys
+
     def find_key(self, path: Path) -> Span:
-        """Span of the key at ``path``, or of its nearest ancestor's key."""
-        return self._find(path, self.keys, self.values)
+        """Span of the key at ``path``, or of its nearest ancestor."""
+        return self.keys[path] if path in self.keys else self.find_table(path[:-1])
 
     def find_value(self, path: Path) -> Span:
         """Span of the value at ``path``, or of its nearest ancestor."""
-        if path in self.values:
-            return self.values[path]
-        return self._find(path, self.keys, self.values)
+        return self.values[path] if path in self.values else self.find_key(path)
+
+    def find_table(self, path: Path) -> Span:
+        """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
+        while path:
+            spans = self.values if path in self.headers else self.keys
+            if path in spans:
+                return spans[path]
+            path = path[:-1]
+        return Span.of_file(self.file)
 
     def replace(self, path: Path, key: Span, value: Span) -> None:
         """Let ``path`` and everything below it stand elsewhere."""
@@ -63,14 +74,6 @@ class SpanIndex:
             for old in [item for item in spans if item[: len(path)] == path]:
                 del spans[old]
         self.keys[path], self.values[path] = key, value
-
-    def _find(self, path: Path, first: dict[Path, Span], second: dict[Path, Span]) -> Span:
-        while path:
-            found = first.get(path) or second.get(path)
-            if found is not None:
-                return found
-            path = path[:-1]
-        return Span(self.file, 1, 1, 1, 1)
 
 
 class _Indexer:
@@ -81,6 +84,7 @@ class _Indexer:
         self.lines = text.encode("utf-8").split(b"\n")
         self.array_counts: dict[Path, int] = {}
         self.closed: set[Path] = set()
+        self.pairs: set[Path] = set()
 
     def locate(self, first: Node, last: Node | None = None) -> Span:
         """Span from the start of ``first`` to the end of ``last``; byte to character columns."""
@@ -120,7 +124,10 @@ class _Indexer:
         name, part = parts[-1]
         path = (*path, name)
         key_span = self.locate(part)
-        if node.type == "table_array_element":
+        if path in self.pairs or (node.type == "table_array_element" and path in self.closed):
+            first = self.index.keys.get(path, key_span)
+            self.index.duplicates.append(Duplicate(path, first, header))
+        elif node.type == "table_array_element":
             self.index.keys.setdefault(path, key_span)
             self.index.values.setdefault(path, header)
             count = self.array_counts.get(path, 0)
@@ -157,9 +164,11 @@ class _Indexer:
         parts = list(_split_key(key))
         for name, part in parts[:-1]:
             path = (*path, name)
+            self.pairs.add(path)
             self.index.keys.setdefault(path, self.locate(part))
         name, part = parts[-1]
         path = (*path, name)
+        self.pairs.add(path)
         span = self.locate(part)
         if path in self.closed or path in self.array_counts:
             first = self.index.values.get(path, span)

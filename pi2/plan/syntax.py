@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.brackets import find_unclosed
 from pi2.plan.spans import format_path, index_spans
 
 _DUPLICATE_MESSAGES = (
@@ -18,8 +18,15 @@ _DUPLICATE_MESSAGES = (
 )
 
 _UNIT = r"(?:[kKMGT]i?B|B|[kMG]?Hz|[num]?s|m?W)"
-_BARE_QUANTITY = re.compile(rf"=\s*(?P<value>[0-9][0-9_.]*\s*{_UNIT}\b(?:/s)?)")
-_BARE_TEXT = re.compile(r"=\s*(?P<value>[A-Za-z][\w./+-]*)")
+_SLIPS = (
+    (
+        re.compile(rf"=\s*(?P<value>[0-9][0-9_.]*\s*{_UNIT}\b(?:/s)?)"),
+        "a quantity is text and needs quotes",
+    ),
+    (re.compile(r"=\s*(?P<value>[0-9]+,[0-9]+)\s*$"), "numbers have a decimal point"),
+    (re.compile(r"=\s*(?P<value>[A-Za-z][\w./+-]*)\s*(?:#.*)?$"), "text needs quotes"),
+)
+"""Values that people write, and what is wrong with them."""
 
 
 def explain_syntax_error(name: str, text: str, error: tomli.TOMLDecodeError) -> list[Diagnostic]:
@@ -49,60 +56,76 @@ def _report_duplicates(name: str, text: str) -> list[Diagnostic]:
 def _describe(name: str, text: str, error: tomli.TOMLDecodeError) -> tuple[str, str | None, Span]:
     lines = text.split("\n")
     number = min(max(error.lineno, 1), len(lines))
-    column = error.colno
-    if number == len(lines) and not lines[-1] and number > 1 and "end of document" in str(error):
-        number, column = number - 1, len(lines[number - 2]) + 1
     line = lines[number - 1].rstrip("\r")
-    column = min(max(column, 1), len(line) + 1)
+    column = min(max(error.colno, 1), len(line) + 1)
+    if not line and number > 1 and number == len(lines):  # the end of the document
+        number -= 1
+        line = lines[number - 1].rstrip("\r")
+        column = len(line) + 1
     span = Span(name, number, column, number, column + 1)
-    reason = error.msg[:1].lower() + error.msg[1:]
 
-    quantity = _BARE_QUANTITY.search(line)
-    if quantity is not None:
-        return (
-            "a quantity is text and needs quotes",
-            f'write "{quantity["value"]}"',
-            _span_of(name, number, quantity),
-        )
-    if error.msg.startswith("Invalid value"):
-        word = _BARE_TEXT.search(line)
-        if word is None:
-            return "expected a value after `=`", None, span
-        value = word["value"]
-        help_text = f'write "{value}"'
-        if value.lower() in ("true", "false"):
-            help_text = f"write {value.lower()}"
-        return "text needs quotes", help_text, _span_of(name, number, word)
-    explain = _EXPLANATIONS.get(error.msg.split("'")[0].strip())
-    if explain is None:
-        return reason, None, span
-    return *explain(line), span
+    for pattern, message in _SLIPS:
+        slip = pattern.search(line)
+        if slip is not None and slip.end() + 1 >= column:
+            place = Span(name, number, slip.start("value") + 1, number, slip.end("value") + 1)
+            return message, f"write {_correct(slip['value'])}", place
+    for start, message, help_text in _EXPLANATIONS:
+        if error.msg.startswith(start):
+            opened = None
+            if start.startswith("Unclosed"):
+                opened = find_unclosed(text[: min(error.pos, len(text))])
+            return message, help_text, span if opened is None else locate(name, text, opened)
+    return error.msg[:1].lower() + error.msg[1:], None, span
 
 
-def _span_of(name: str, number: int, match: re.Match[str]) -> Span:
-    return Span(name, number, match.start("value") + 1, number, match.end("value") + 1)
+def _correct(value: str) -> str:
+    """What somebody means who writes a value without quotes, or a number with a comma."""
+    if value.lower() in ("true", "false"):
+        return value.lower()
+    if re.fullmatch(r"[0-9]+,[0-9]+", value):
+        return value.replace(",", ".")
+    return f'"{value}"'
 
 
-_EXPLANATIONS: dict[str, Callable[[str], tuple[str, str | None]]] = {
-    "Expected": lambda line: ("expected `=` after the key", "write `key = value`"),
-    "Invalid statement": lambda line: (
+def locate(name: str, text: str, offset: int) -> Span:
+    """Span of one character."""
+    line = text.count("\n", 0, offset) + 1
+    column = offset - (text.rfind("\n", 0, offset) + 1) + 1
+    return Span(name, line, column, line, column + 1)
+
+
+_EXPLANATIONS = (
+    ("Expected '='", "expected `=` after the key", "write `key = value`"),
+    ("Expected ']", "the header has no closing bracket", "write `[table]` or `[[array]]`"),
+    (
+        "Invalid statement",
         "expected a key or a [table] header",
-        "keys with other characters than A-Z a-z 0-9 _ - need quotes",
+        "keys with characters other than A-Z a-z 0-9 _ - need quotes",
     ),
-    "Expected newline or end of document after a statement": lambda line: (
+    (
+        "Invalid initial character for a key part",
+        "expected a key",
+        "keys with characters other than A-Z a-z 0-9 _ - need quotes",
+    ),
+    (
+        "Expected newline or end of document",
         "expected the end of the line after the value",
         "one `key = value` per line",
     ),
-    "Unterminated string": lambda line: ("the text has no closing quote", 'add a `"`'),
-    "Unclosed array": lambda line: ("the array has no closing bracket", "add a `]`"),
-    "Unclosed inline table": lambda line: (
-        "the inline table has no closing brace",
-        "add a `}`",
+    ("Invalid value", "expected a value after `=`", "text needs quotes"),
+    ("Unterminated string", "the text has no closing quote", None),
+    ("Unclosed array", "the array has no closing bracket", "add a `]`"),
+    ("Unclosed inline table", "the inline table has no closing brace", "add a `}`"),
+    (
+        "Unescaped '\\'",
+        "an unknown escape in a text",
+        "write `\\\\` for a backslash, or ' quotes",
     ),
-    "Illegal character": lambda line: (
-        "the text ends at the line's end without a closing quote"
-        if line.count('"') % 2 or line.count("'") % 2
-        else "a control character is not allowed here",
-        None,
+    (
+        "Illegal character '\\n'",
+        "the text ends at the line's end without a closing quote",
+        'texts of several lines stand in """',
     ),
-}
+    ("Illegal character", "a control character is not allowed here", None),
+)
+"""Beginning of tomli's message, our message, help."""

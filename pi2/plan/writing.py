@@ -25,7 +25,7 @@ def write_plan(resolved: ResolvedPlan) -> str:
     lines = [f"# digest sha256:{resolved.digest}"]
     lines += (f"# {line}" for line in _describe(resolved))
     comments: Comments = {
-        ("memory", "segments", name): f"{approximate_bytes(need.bytes)}: {need.explanation}"
+        ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
         for name, need in resolved.needs.items()
     }
     values = resolved.plan.model_dump(mode="json", exclude_none=True)

@@ -35,7 +35,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         if unit not in device.units or device.units[unit].kind in plan.backends:
             continue
         kind = device.units[unit].kind
-        listed = ", ".join(f"{key} = {value!r}" for key, value in plan.backends.items())
+        listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
         yield Finding(
             path=path,
             at="key",

@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                     document="device",
                     path=("units", name, key),
                     at="key",
-                    message=f"`{key}` belongs to CPUs, `{name}` is a {unit.kind}",
+                    message=f"`{key}` belongs to CPUs, the unit `{name}` is of kind {unit.kind}",
                     help=f"move `{key}` to a unit of kind cpu",
                 )
         for number, cluster in enumerate(unit.clusters):

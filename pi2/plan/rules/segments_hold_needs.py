@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.quantities import format_bytes
+from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import round_for_people
 
@@ -44,8 +44,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             help_text += f", or {_REMEDIES[name]}"
         yield Finding(
             path=("memory", "segments", name),
-            message=f"segment {name} has {format_bytes(size)}, "
-            f"{format_bytes(need.bytes)} are needed: {need.explanation}",
+            message=f"segment {name} has {format_bytes(size)} and needs "
+            f"{approximate_bytes(need.bytes)}: {need.explanation}",
             help=help_text,
             origins=_find_origins(resolved, name),
         )

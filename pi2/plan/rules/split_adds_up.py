@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 def check(facts: Facts) -> Iterator[Finding]:
     """Add up the base split and every override's."""
     layers = facts.plan.layers
-    yield from _check_split(layers.split, ("layers", "split"), "layers")
+    yield from _check_split(layers.split, ("layers", "split"), "all layers")
     for number, override in enumerate(layers.overrides):
         if override.split is not None:
             path = ("layers", "overrides", number, "split")

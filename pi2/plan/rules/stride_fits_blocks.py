@@ -12,19 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.layout import round_up
+from pi2.plan.layout import lay_out_bundle, round_up
 from pi2.plan.quantities import format_bytes
+from pi2.plan.resolved import has_packable_shape
 from pi2.plan.sizes import find_block_bytes
 
 CODE = "P221"
 SEVERITY = "error"
-NEEDS = ("plan", "device")
+NEEDS = ("plan", "device", "model")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide the stride by the block."""
     stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
-    if stride > 0 and stride % block == 0:
+    model = facts.model
+    if not has_packable_shape(model):
+        return
+    used = lay_out_bundle(model.shape.hidden, model.quantization.ffn).used_bytes
+    if stride < used or stride % block == 0:  # P220 speaks of a stride that is too small
         return
     origins: tuple[Origin, ...] = ()
     if facts.device.storage.block_size is not None:
@@ -36,6 +41,6 @@ def check(facts: Facts) -> Iterator[Finding]:
         path=("bundle", "stride"),
         message=f"the stride of {stride} bytes is no multiple of the device's block of "
         f"{block} bytes",
-        help=f'write stride = "{format_bytes(max(round_up(stride, block), block))}"',
+        help=f'write stride = "{format_bytes(round_up(stride, block))}"',
         origins=origins,
     )

@@ -20,6 +20,8 @@ CODE = "P242"
 SEVERITY = "error"
 NEEDS = ("model",)
 
+_HELP = "take the number from the checkpoint's configuration"
+
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide hidden, heads x head_dim and rank by the group."""
@@ -31,12 +33,14 @@ def check(facts: Facts) -> Iterator[Finding]:
             document="model",
             path=("shape", "hidden"),
             message=f"hidden is {shape.hidden}, expected a multiple of {GROUP}",
+            help=_HELP,
         )
     if query % GROUP:
         yield Finding(
             document="model",
             path=("shape", "head_dim"),
             message=f"heads x head_dim is {query}, expected a multiple of {GROUP}",
+            help=_HELP,
             origins=(
                 Origin(document="model", path=("shape", "heads"), text=f"heads = {shape.heads}"),
             ),
@@ -46,4 +50,5 @@ def check(facts: Facts) -> Iterator[Finding]:
             document="model",
             path=("predictor", "rank"),
             message=f"rank is {model.predictor.rank}, expected a multiple of {GROUP}",
+            help=_HELP,
         )

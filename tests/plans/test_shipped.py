@@ -1,0 +1,67 @@
+"""Every document that comes with pi2 is sound, for pi2 and for editors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tomli
+
+from pi2.cli.main import run
+from pi2.plan.json_schema import make_schemas
+from pi2.plan.source import detect_kind
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_name)
+def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["validate", str(path)])
+    assert (code, capsys.readouterr().out) == (0, "")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_name)
+def test_it_agrees_with_its_json_schema(path: Path) -> None:
+    schema = json.loads(make_schemas()[f"{detect_kind(path.name)}.schema.json"])
+    errors = list(
+        jsonschema.Draft7Validator(schema).iter_errors(tomli.loads(path.read_text("utf-8")))
+    )
+    assert errors == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_name)
+def test_it_names_its_schema_for_editors(path: Path) -> None:
+    first = path.read_text("utf-8").splitlines()[0]
+    start, _, reference = first.partition(" ")
+    assert start == "#:schema"
+    target = (path.parent / reference).resolve()
+    assert target == ROOT / "schemas" / f"{detect_kind(path.name)}.schema.json"
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.name.endswith(".plan.toml")], ids=_name)
+def test_what_show_prints_is_the_same_plan(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    values = tomli.loads(path.read_text("utf-8"))
+    for kind in ("device", "model"):
+        # Written elsewhere, relative references need their folder.
+        if "/" in values[kind] or values[kind].endswith(".toml"):
+            text = text.replace(values[kind], str(path.parent / values[kind]))
+    again = tmp_path / path.name
+    again.write_text(text, "utf-8")
+    assert run(["show", str(again)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+
+
+def test_there_is_something_to_check() -> None:
+    kinds = {detect_kind(path.name) for path in SHIPPED}
+    assert kinds == {"plan", "device", "model"}
