@@ -24,9 +24,9 @@ def read_counts(path: Path, layers: int, neurons: int) -> I64:
     columns = ("layer", "neuron", "count")
     try:
         table = pq.read_table(path, columns=list(columns))
-        layer, neuron, count = (
-            table.column(name).cast(pa.int64()).to_numpy().astype(np.int64) for name in columns
-        )
+        if any(table.column(name).null_count for name in columns):
+            raise ValueError("a value is missing")
+        layer, neuron, count = (table.column(name).cast(pa.int64()).to_numpy() for name in columns)
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _bad_counts(path, reason) from None

@@ -1,0 +1,208 @@
+"""`pi2 store info`, `pi2 store verify` and `pi2 convert`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.store.manifest import read_manifest
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
+
+MODEL_FILE = """
+schema_version = 1
+id = "tiny"
+tied_head = true
+
+[shape]
+layers = 3
+hidden = 64
+ffn = 96
+heads = 4
+kv_heads = 2
+head_dim = 16
+vocab = 288
+context = 64
+
+[ffn]
+activation = "drelu"
+
+[predictor]
+rank = 32
+"""
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyModel:
+    return make_tiny(tmp_path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.model.toml").write_text(MODEL_FILE)
+    model = make_model()
+    return write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+
+
+# info
+
+
+def test_info_says_what_the_store_holds(tiny: TinyModel, capsys: Captured) -> None:
+    assert run(["store", "info", str(tiny.store)]) == 0
+    output = capsys.readouterr().out
+    digest = read_manifest(tiny.store).model.digest
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line}
+    assert lines["model"].split() == ["tiny"]
+    assert lines["digest"].split() == [digest]
+    assert "layers 3, hidden 64, neurons per layer 96" in lines["shape"]
+    assert "ffn int4" in lines["precision"]
+    assert "512 bytes apart, 108 used: gate at 0, up at 36, down at 72" in lines["bundle"]
+    assert "most active first" in lines["order"]
+    assert "rank 32" in lines["predictor"]
+    assert "of a checkpoint" in lines["weights"]
+    assert "96 neurons each" in lines["layers/ffn-000.arrow"]
+    assert "dense tensors" in lines["dense.arrow"]
+
+
+def test_info_as_json_is_the_manifest(tiny: TinyModel, capsys: Captured) -> None:
+    assert run(["store", "info", "--json", str(tiny.store)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((tiny.store / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_no_store_is_exit_code_2(tmp_path: Path, command: str, capsys: Captured) -> None:
+    assert run(["store", command, str(tmp_path / "none")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error[P501]" in captured.err
+
+
+def test_info_of_a_truncated_store_is_exit_code_2(tiny: TinyModel, capsys: Captured) -> None:
+    (tiny.store / "dense.arrow").write_bytes(b"")
+    assert run(["store", "info", str(tiny.store)]) == 2
+    assert "error[P506]" in capsys.readouterr().err
+
+
+# verify
+
+
+def test_verify_of_a_whole_store_is_exit_code_0(tiny: TinyModel, capsys: Captured) -> None:
+    assert run(["store", "verify", str(tiny.store)]) == 0
+    assert "5 files" in capsys.readouterr().out
+
+
+def test_verify_names_every_bad_file_and_exits_with_1(tiny: TinyModel, capsys: Captured) -> None:
+    flip_byte(tiny.store / "layers/ffn-001.arrow", 5000)
+    flip_byte(tiny.store / "dense.arrow", 0)
+    (tiny.store / "tokenizer.json").unlink()
+    assert run(["store", "verify", str(tiny.store)]) == 1
+    output = capsys.readouterr().out
+    assert output.count("error[P507]") == 2
+    assert output.count("error[P506]") == 1
+    for name in ("ffn-001.arrow", "dense.arrow", "tokenizer.json"):
+        assert name in output
+    assert "ffn-000.arrow" not in output
+
+
+def test_verify_as_json(tiny: TinyModel, capsys: Captured) -> None:
+    flip_byte(tiny.store / "layers/ffn-002.arrow", 9)
+    assert run(["store", "verify", "--json", str(tiny.store)]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["code"] == "P507"
+    assert finding["file"].endswith("layers/ffn-002.arrow")
+
+
+@pytest.mark.parametrize("byte", [0, 40, 300, 4095, 4096, 9000, -1])
+@pytest.mark.parametrize("file", ["layers/ffn-000.arrow", "dense.arrow"])
+def test_verify_notices_any_changed_byte(tiny: TinyModel, file: str, byte: int) -> None:
+    flip_byte(tiny.store / file, byte)
+    assert run(["store", "verify", str(tiny.store)]) == 1
+
+
+def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(
+    tiny: TinyModel, capsys: Captured
+) -> None:
+    # Hashes agree, but the manifest's offsets are not where Arrow finds the columns.
+    file = tiny.store / "manifest.json"
+    fields = json.loads(file.read_text())
+    layer = next(item for item in fields["files"] if item["path"] == "layers/ffn-000.arrow")
+    layer["neurons_offset"] -= 128
+    fields["tensors"][0]["scales_offset"] += 64
+    file.write_text(json.dumps(fields))
+    assert run(["store", "verify", str(tiny.store)]) == 1
+    output = capsys.readouterr().out
+    assert output.count("error[P510]") == 2
+
+
+def flip_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 255
+    path.write_bytes(content)
+
+
+# convert
+
+
+def test_convert_by_path_of_the_model(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    arguments = ["convert", "checkpoint", "--model", "tiny.model.toml", "-o", "out"]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == ""
+    assert run(["store", "verify", "out"]) == 0
+    assert run(arguments) == 2
+    assert "error[P521]" in capsys.readouterr().err
+    assert run([*arguments, "--replace"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [
+        ("no-such-model", "P015"),
+        ("missing.model.toml", "P001"),
+        ("broken.model.toml", "P1"),
+        ("tiny.plan.toml", "P014"),
+    ],
+)
+def test_convert_with_a_bad_model(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    model: str,
+    code: str,
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    Path("broken.model.toml").write_text(MODEL_FILE.replace("layers = 3", "layers = -3"))
+    plans = Path(__file__).resolve().parents[2] / "plans"
+    shutil.copy(plans / "demo.plan.toml", "tiny.plan.toml")
+    assert run(["convert", "checkpoint", "--model", model, "-o", "out"]) in (1, 2)
+    assert f"error[{code}" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_convert_says_what_is_wrong_with_the_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    (checkpoint / "model.safetensors").unlink()
+    assert run(["convert", "checkpoint", "--model", "tiny.model.toml", "-o", "out"]) == 2
+    assert "error[P531]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["pi2.cli.store", "pi2.cli.convert"])
+def test_commands_import_nothing_heavy_before_they_run(command: str) -> None:
+    code = (
+        f"import sys, {command}\n"
+        "heavy = {'numpy', 'pyarrow', 'tvm_ffi', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
