@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from pi2.backends.protocol import Backend
 from pi2.diagnostics import Diagnostic, UserError
@@ -29,7 +29,7 @@ from pi2.machine.software import (
 )
 from pi2.plan.plan import BackendName
 from pi2.plan.references import find_shipped_folder
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,10 @@ class PlanVerdict:
 
     name: str
     """Its path below the folder of shipped plans."""
-    findings: tuple[Diagnostic, ...]
+    verdict: Literal["runs", "dry run", "cannot run"]
+    """A dry run counts what would happen and computes nothing (backend ``null``)."""
+    findings: tuple[Diagnostic, ...] = ()
     """Errors keep it from running, warnings do not."""
-
-    @property
-    def runs(self) -> bool:
-        """Whether nothing keeps it from running."""
-        return all(finding.severity != "error" for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,36 +106,33 @@ def find_obstacles(name: str, machine: Machine) -> list[str]:
 def judge_plan(
     path: Path, name: str, machine: Machine, backends: Mapping[str, Sequence[str]]
 ) -> PlanVerdict:
-    """Validate a plan and hold it against ``machine``."""
+    """Validate a plan and hold it against ``machine`` and the obstacles of its backends."""
     try:
         resolved = load_plan(path)
     except UserError as error:
-        return PlanVerdict(name=name, findings=error.diagnostics)
-    return PlanVerdict(name=name, findings=tuple(judge_resolved(resolved, machine, backends)))
-
-
-def judge_resolved(
-    resolved: ResolvedPlan, machine: Machine, backends: Mapping[str, Sequence[str]]
-) -> list[Diagnostic]:
-    """What keeps a valid plan from running: backends, the device, the store."""
+        return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = list_backends(resolved)
     if used == {"null"}:
-        return []
+        return PlanVerdict(name=name, verdict="dry run")
     findings = [
-        Diagnostic(code="P320", message=f"backend {name!r} cannot run here: {obstacle}")
-        for name in sorted(used)
-        for obstacle in backends.get(name, ())
+        Diagnostic(code="P320", message=f"backend {backend!r} cannot run here: {obstacle}")
+        for backend in sorted(used)
+        for obstacle in backends.get(backend, ())
     ]
     findings += find_plan_misfits(resolved, machine)
     if not (resolved.store_path / "manifest.json").is_file():
         findings.append(
             Diagnostic(
                 code="P501",
-                message=f"its neuron store {resolved.plan.store} is not on this machine",
-                help="convert a checkpoint of the model to it",
+                message="its neuron store is not on this machine",
+                help="make it with `pi2 convert`",
+                path="store",
             )
         )
-    return findings
+    sound = all(finding.severity != "error" for finding in findings)
+    return PlanVerdict(
+        name=name, verdict="runs" if sound else "cannot run", findings=tuple(findings)
+    )
 
 
 def find_kernel_cache() -> Path:

@@ -16,7 +16,7 @@ from pi2.plan.source import SourceFile, display_path, read_source
 _PORTABLE = frozenset({"null", "reference"})
 """Backends without compiled kernels: what the processor can do does not matter to them."""
 
-_ELSEWHERE = "run it on such a machine, or take a plan whose device is this one (`pi2 doctor`)"
+_ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
 
 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:

@@ -15,13 +15,14 @@ import click
 from pi2.cli.main import wants_colour
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pi2.checkup import Checkup, PlanVerdict
     from pi2.machine import Machine, Storage
     from pi2.machine.software import OpenCl, Tvm
 
 MAX_COLUMNS = 100
+VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 
 
 @click.command("doctor")
@@ -29,7 +30,7 @@ MAX_COLUMNS = 100
 def command(as_json: bool) -> int:
     """Say what this machine has and which shipped plans can run on it.
 
-    Exits with 1 if none of them can.
+    A dry run counts what would happen and computes nothing.  Exits with 1 if no plan can run.
     """
     from pi2.checkup import examine_machine
 
@@ -38,14 +39,12 @@ def command(as_json: bool) -> int:
         click.echo(json.dumps(describe_checkup(checkup), indent=2))
     else:
         click.echo("\n".join(write_checkup(checkup)), color=wants_colour(sys.stdout))
-    return 0 if any(plan.runs for plan in checkup.plans) else 1
+    return 0 if any(plan.verdict == "runs" for plan in checkup.plans) else 1
 
 
 def describe_checkup(checkup: Checkup) -> dict[str, Any]:
     """The checkup for machines."""
     described: dict[str, Any] = _simplify(dataclasses.asdict(checkup))
-    for plan, entry in zip(checkup.plans, described["plans"], strict=True):
-        entry["runs"] = plan.runs
     return described
 
 
@@ -73,21 +72,27 @@ def write_checkup(checkup: Checkup) -> Iterator[str]:
         yield from _write(f"  {name}", "; ".join(obstacles) or "can run here", indent=14)
     yield ""
     yield click.style("Plans that come with pi2", bold=True)
-    for plan in checkup.plans:
-        yield from write_verdict(plan)
+    yield from write_verdicts(checkup.plans)
 
 
-def write_verdict(plan: PlanVerdict) -> Iterator[str]:
-    """A plan's line, and one for each finding."""
-    if plan.runs:
-        yield f"  {click.style('runs here', fg='green')}    {plan.name}"
-    else:
-        yield f"  {click.style('cannot run', fg='red')}   {plan.name}"
-    for finding in plan.findings:
-        text = f"{finding.severity}[{finding.code}]: {finding.message}"
-        yield from _wrap(text, 15)
-        if finding.help:
-            yield from _wrap(f"help: {finding.help}", 15)
+def write_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[str]:
+    """Plans of which the same is to be said, together; what helps comes once, at the end."""
+    groups: dict[tuple[str, ...], list[PlanVerdict]] = {}
+    helps: dict[str, str] = {}
+    for plan in plans:
+        said = [
+            f"{finding.severity}[{finding.code}]: {finding.message}" for finding in plan.findings
+        ]
+        groups.setdefault((plan.verdict, *said), []).append(plan)
+        helps |= {finding.code: finding.help for finding in plan.findings if finding.help}
+    order = list(VERDICT_COLOURS)
+    for (verdict, *said), group in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
+        names = [plan.name.removesuffix(".plan.toml") for plan in group]
+        yield from _write(f"  {verdict}", *names, *said, indent=14, colour=VERDICT_COLOURS[verdict])
+    if helps:
+        yield ""
+    for code, text in sorted(helps.items()):
+        yield from _write(f"  help {code}", text, indent=14)
 
 
 def describe_cpu(machine: Machine) -> Iterator[str]:
@@ -169,12 +174,12 @@ def describe_opencl(opencl: OpenCl) -> str:
     return f"{opencl.loader}, drivers: {', '.join(opencl.drivers) or 'none'}"
 
 
-def _write(label: str, *lines: str, indent: int = 12) -> Iterator[str]:
+def _write(label: str, *lines: str, indent: int = 12, colour: str = "cyan") -> Iterator[str]:
     """A label, and what belongs to it beside it."""
     for number, line in enumerate(lines):
         wrapped = _wrap(line, indent)
         if number == 0:
-            head = click.style(label.ljust(indent), fg="cyan")
+            head = click.style(label.ljust(indent), fg=colour)
             wrapped[0] = head + wrapped[0][indent:]
         yield from wrapped
 

@@ -56,11 +56,18 @@ CHECKUP = Checkup(
     kernel_cache=Folder(path=Path("/cache/kernels"), writable=False),
     backends={"null": (), "cpu": ("TVM is not installed",)},
     plans=(
-        PlanVerdict(name="demo.plan.toml", findings=()),
         PlanVerdict(
             name="acme/big.plan.toml",
+            verdict="cannot run",
             findings=(Diagnostic(code="P303", message="too big", help="make it smaller"),),
         ),
+        PlanVerdict(name="demo.plan.toml", verdict="runs"),
+        PlanVerdict(
+            name="acme/huge.plan.toml",
+            verdict="cannot run",
+            findings=(Diagnostic(code="P303", message="too big", help="make it smaller"),),
+        ),
+        PlanVerdict(name="acme/phone.plan.toml", verdict="dry run"),
     ),
 )
 
@@ -76,9 +83,8 @@ def test_report_for_people() -> None:
 
 def test_report_of_this_machine() -> None:
     checkup = examine_machine()
-    text = read(checkup)
-    assert checkup.machine.cpu.name in text
-    assert "demo.plan.toml" in text
+    assert checkup.machine.cpu.name in read(checkup)
+    assert "demo.plan.toml" in [plan.name for plan in checkup.plans]
     assert checkup.tvm.version is not None
     assert checkup.tvm.ffi_version == checkup.tvm.ffi_wanted
     assert checkup.tvm.runtime_library is not None
@@ -97,16 +103,16 @@ def test_report_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["machine"]["cpu"]["features"] == ["dotprod", "neon"]
     assert report["machine"]["memory"]["limit_bytes"] == 8 * GIB
     assert report["storage"]["path"] == "/data"
-    assert [(plan["name"], plan["runs"]) for plan in report["plans"]] == [
-        ("demo.plan.toml", True),
-        ("acme/big.plan.toml", False),
+    assert [(plan["name"], plan["verdict"]) for plan in report["plans"][:2]] == [
+        ("acme/big.plan.toml", "cannot run"),
+        ("demo.plan.toml", "runs"),
     ]
-    assert report["plans"][1]["findings"][0]["code"] == "P303"
+    assert report["plans"][0]["findings"][0]["code"] == "P303"
 
 
 def test_exit_code_says_whether_any_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_doctor(monkeypatch, CHECKUP).return_value == 0
-    none = dataclasses.replace(CHECKUP, plans=CHECKUP.plans[1:])
+    none = dataclasses.replace(CHECKUP, plans=CHECKUP.plans[2:])
     assert run_doctor(monkeypatch, none).return_value == 1
 
 
@@ -128,7 +134,7 @@ def test_demo_plan_fits_a_phone() -> None:
 
 def test_backend_that_cannot_run_keeps_a_plan_from_running() -> None:
     verdict = judge(PHONE, cpu=("no linker",))
-    assert not verdict.runs
+    assert verdict.verdict == "cannot run"
     assert "backend 'cpu' cannot run here: no linker" in [f.message for f in verdict.findings]
 
 
@@ -136,14 +142,14 @@ def test_budget_beyond_the_memory_keeps_a_plan_from_running() -> None:
     memory = Memory(installed_bytes=GIB // 16, limit_bytes=GIB // 16, available_bytes=GIB // 16)
     verdict = judge(dataclasses.replace(PHONE, memory=memory))
     assert "P303" in [finding.code for finding in verdict.findings]
-    assert not verdict.runs
+    assert verdict.verdict == "cannot run"
 
 
 def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
     broken = tmp_path / "x.plan.toml"
     broken.write_text("schema_version = 1\n")
     verdict = judge_plan(broken, "x", PHONE, {})
-    assert not verdict.runs
+    assert verdict.verdict == "cannot run"
     assert verdict.findings
 
 
@@ -153,14 +159,14 @@ def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
     plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
     verdict = judge_plan(plan, "x", PHONE, {"cpu": ()})
     assert [finding.code for finding in verdict.findings] == ["P501"]
-    assert "nowhere" in verdict.findings[0].message
+    assert verdict.verdict == "cannot run"
 
 
 def test_plan_that_only_counts_needs_nothing_of_the_machine(tmp_path: Path) -> None:
     plan = tmp_path / "x.plan.toml"
     text = DEMO.read_text(encoding="utf-8").replace('cpu = "cpu"', 'cpu = "null"')
     plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
-    assert judge_plan(plan, "x", PHONE, {"null": ()}).findings == ()
+    assert judge_plan(plan, "x", PHONE, {}) == PlanVerdict(name="x", verdict="dry run")
 
 
 def test_folder_that_is_not_there_yet_is_writable_if_it_can_be_made(tmp_path: Path) -> None:
