@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pi2.cli.commands import list_commands
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -47,6 +49,10 @@ def test_plan_excerpt_is_in_the_demo_plan() -> None:
     (excerpt,) = find_blocks("toml")
     demo = tomllib.loads((ROOT / "plans/demo.plan.toml").read_text(encoding="utf-8"))
     assert find_excess(tomllib.loads(excerpt), demo) == []
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert set(re.findall(r"`pi2 (\w+)", README)) == set(list_commands())
 
 
 @pytest.mark.parametrize("number", range(2))
