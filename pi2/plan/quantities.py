@@ -29,7 +29,7 @@ SECOND_UNITS: Mapping[str, Fraction] = {
 }
 WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
 
-_NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,24})?"
+_NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,40})?"
 _QUANTITY = re.compile(rf"\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµμ/]+)\s*")
 
 Units = Mapping[str, int | Fraction] | Mapping[str, int] | Mapping[str, Fraction]
@@ -84,8 +84,8 @@ def format_quantity(value: float | Fraction, units: Units) -> str:
 
 
 def _write_decimal(value: Fraction) -> str:
-    """Write ``value`` in full, without an exponent; at most 24 decimals."""
-    decimals = next((n for n in range(25) if (value * 10**n).denominator == 1), 24)
+    """Write ``value`` in full, without an exponent; at most 40 decimals."""
+    decimals = next((n for n in range(41) if (value * 10**n).denominator == 1), 40)
     digits = f"{round(value * 10**decimals):0{decimals + 1}d}"
     return digits if decimals == 0 else f"{digits[:-decimals]}.{digits[-decimals:]}"
 
@@ -95,7 +95,7 @@ def format_bytes(value: int) -> str:
     for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
         scaled = Fraction(value, size)
         if scaled >= 1 and (scaled * 1000).denominator == 1:
-            return f"{float(scaled):.3f}".rstrip("0").rstrip(".") + f" {unit}"
+            return f"{_write_decimal(scaled)} {unit}"
     return f"{value} B"
 
 

@@ -13,7 +13,7 @@ def write_value(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, int):
-        return hex(value) if abs(value) >= 10**18 else str(value)  # str() refuses huge numbers
+        return hex(value) if value.bit_length() > 10_000 else str(value)  # str() has a limit
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, str):

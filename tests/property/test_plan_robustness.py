@@ -1,0 +1,195 @@
+"""Whatever stands in a file, checking it ends with findings or a plan, never with an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pi2.diagnostics import UserError
+from pi2.diagnostics.render import find_renderer, list_formats
+from pi2.plan.check import Report, check_file, check_plan
+from pi2.plan.resolve import load_plan
+from pi2.plan.source import parse_source
+from pi2.plan.toml_text import write_key, write_value
+
+ROOT = Path(__file__).parents[2]
+DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()
+MODEL = (ROOT / "plans/models/pi2-demo.model.toml").read_bytes()
+DEVICE = (ROOT / "plans/devices/xiaomi-14.device.toml").read_bytes()
+
+scalars = (
+    st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=12)
+    | st.dates()
+    | st.times()
+    | st.sampled_from(["4 MiB", "0-7", "cpu", "0-3,3-5", "1e3"])
+)
+toml_values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=6) | st.sampled_from(["cpu", "hot"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("robust")
+
+
+def check(folder: Path, kind: str, data: bytes) -> Report:
+    path = folder / f"x.{kind}.toml"
+    path.write_bytes(data)
+    report = check_file(path)
+    for name in list_formats():
+        find_renderer(name)(report.diagnostics, colour=True, sources=report.sources)
+    assert report.is_sound or report.resolved is None
+    for item in report.diagnostics:
+        assert item.span is not None
+        assert item.span.line >= 1
+        assert item.span.column >= 1
+        assert (item.span.line, item.span.column) <= (item.span.end_line, item.span.end_column)
+    return report
+
+
+kinds = st.sampled_from(["plan", "device", "model"])
+
+
+@given(kind=kinds, data=st.binary(max_size=400))
+@example(kind="plan", data=b"\xef\xbb\xbf")
+@example(kind="plan", data=b"a=" + b"[" * 3000)
+@example(kind="plan", data=b"a" + b".a" * 3000 + b"=1")
+@example(kind="plan", data=b"[a" + b".a" * 900 + b"]")
+@example(kind="plan", data=b"a=" + b"9" * 5000)
+@example(kind="plan", data=b"a=0x" + b"f" * 9000)
+@example(kind="model", data=b"schema_version=0x" + b"f" * 9000)
+@example(kind="plan", data=b"schema_version = 1\nlayers.overrides = [{}, 3]\n")
+def test_bytes(folder: Path, kind: str, data: bytes) -> None:
+    check(folder, kind, data)
+
+
+@given(kind=kinds, text=st.text(alphabet=' \n"=[]{}.,#\\abcu0189-_é\t\r', max_size=120))
+def test_texts_that_look_like_toml(folder: Path, kind: str, text: str) -> None:
+    check(folder, kind, text.encode())
+
+
+@st.composite
+def damaged_documents(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A sound document with a stretch removed, doubled or replaced."""
+    kind, data = draw(st.sampled_from([("plan", DEMO), ("model", MODEL), ("device", DEVICE)]))
+    start = draw(st.integers(0, len(data)))
+    end = draw(st.integers(start, min(len(data), start + 60)))
+    new = draw(
+        st.binary(max_size=8)
+        | st.sampled_from(
+            [data[start:end] * 2, b"[", b'"', b"\n", b"{}", b"[[layers.overrides]]\n"]
+        )
+    )
+    return kind, data[:start] + new + data[end:]
+
+
+@given(document=damaged_documents())
+@settings(max_examples=300)
+def test_damaged_documents(folder: Path, document: tuple[str, bytes]) -> None:
+    check(folder, *document)
+
+
+def list_paths(values: object, base: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Key paths of everything in a document."""
+    found = [base] if base else []
+    if isinstance(values, dict):
+        for key, item in values.items():
+            found += list_paths(item, (*base, key))
+    elif isinstance(values, list):
+        for number, item in enumerate(values):
+            found += list_paths(item, (*base, number))
+    return found
+
+
+@st.composite
+def changed_documents(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A sound document in which one value is something else, written on inline tables."""
+    kind, data = draw(st.sampled_from([("plan", DEMO), ("model", MODEL), ("device", DEVICE)]))
+    values = tomli.loads(data.decode())
+    path = draw(st.sampled_from(list_paths(values)))
+    holder = values
+    for part in path[:-1]:
+        holder = holder[part]
+    holder[path[-1]] = draw(toml_values)
+    text = "".join(f"{write_key(key)} = {write_value(item)}\n" for key, item in values.items())
+    return kind, text.encode("utf-8", "replace")
+
+
+@given(document=changed_documents())
+@settings(max_examples=300)
+def test_changed_values(folder: Path, document: tuple[str, bytes]) -> None:
+    check(folder, *document)
+
+
+settable = st.sampled_from(
+    [
+        "decode.predictor",
+        "decode.threshold",
+        "layers.hot",
+        "layers.split",
+        "layers.split.cpu",
+        "layers.overrides",
+        "layers.overrides.0.hot",
+        "layers.overrides.0.select",
+        "memory",
+        "memory.budget",
+        "memory.segments.kv",
+        "bundle.stride",
+        "kv.context",
+        "device",
+        "model",
+        "store",
+        "backends.cpu",
+        "schema_version",
+    ]
+) | st.text(max_size=12)
+
+
+@given(overrides=st.dictionaries(settable, toml_values, max_size=3))
+@settings(max_examples=200)
+@example(overrides={"device": "x\0y.device.toml"})
+@example(overrides={"device": "../x" * 200 + ".toml"})
+@example(overrides={"model": "/"})
+@example(overrides={"store": "\udc80"})
+@example(overrides={"": 1, "a..b": 2, "layers.overrides.99999999999999999999.hot": 1})
+def test_overrides(overrides: dict[str, object]) -> None:
+    report = check_plan(ROOT / "plans/demo.plan.toml", overrides=overrides)
+    for name in list_formats():
+        find_renderer(name)(report.diagnostics, sources=report.sources)
+    assert (report.resolved is None) == (not report.is_sound)
+
+
+@given(data=st.binary(max_size=60))
+def test_load_plan_raises_user_errors_only(folder: Path, data: bytes) -> None:
+    path = folder / "y.plan.toml"
+    path.write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        load_plan(path)
+    assert caught.value.exit_code == 1
+
+
+@given(values=st.dictionaries(st.text(max_size=8), toml_values, max_size=4))
+def test_written_values_read_back(values: dict[str, object]) -> None:
+    text = "".join(f"{write_key(key)} = {write_value(item)}\n" for key, item in values.items())
+    # Compared as written: nan is not equal to itself.
+    assert write_value(tomli.loads(text)) == write_value(values)
+
+
+@given(text=st.text(max_size=200))
+def test_parsing_is_total(text: str) -> None:
+    source = parse_source(Path("x.plan.toml"), "x.plan.toml", text)
+    if not isinstance(source, list):
+        assert source.spans.find_value(()).file == "x.plan.toml"
