@@ -1,0 +1,265 @@
+"""The command line's frame and the commands about plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import tomli
+
+from pi2.cli import commands, crash
+from pi2.cli.main import run, wants_colour
+from pi2.plan.json_schema import make_schemas
+
+ROOT = Path(__file__).parents[2]
+DEMO = "plans/demo.plan.toml"
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def start(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pi2", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_help_lists_the_commands_with_their_first_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, line in {
+        "validate": "Check plans, devices and models",
+        "show": "Print a plan with everything resolved, and its digest",
+        "schema": "Write the JSON Schemas that editors check plans with",
+    }.items():
+        assert f"{name} " in text
+        assert line in text
+    assert "Exit codes" in text
+
+
+def test_commands_are_the_modules_that_have_one() -> None:
+    found = commands.list_commands()
+    assert {"validate", "show", "schema"} <= set(found)
+    assert {"main", "commands", "crash"}.isdisjoint(found)
+    assert all(line and not line.endswith(".") for line in found.values())
+
+
+def test_help_imports_no_command() -> None:
+    script = "import sys; from pi2.cli.main import run; run(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "pi2.cli.main" in modules
+    assert {"pi2.cli.validate", "pi2.cli.show", "pydantic"}.isdisjoint(modules)
+
+
+def test_an_unknown_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["vallidate"]) == 2
+    assert "Did you mean 'validate'?" in capsys.readouterr().err
+    assert run([DEMO]) == 2
+    assert f"pi2 run {DEMO}" in capsys.readouterr().err
+
+
+def test_a_sound_plan_prints_nothing_but_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", DEMO, "plans/devices/host.device.toml"]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "2 files, no findings\n")
+
+
+def test_the_same_finding_is_printed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / "tests/plans/broken")
+    files = ["broken-device.plan.toml", "parts/dented.device.toml"]
+    assert run(["validate", *files, "--output-format", "json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)) == 1
+
+
+def test_show_prints_a_plan_with_units_defaults_and_digest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["show", DEMO, "--set", "kv.context=512", "--set", "io.threads=3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# digest sha256:")
+    values = tomli.loads(text)
+    assert values["kv"] == {"type": "fp16", "context": 512}
+    assert values["io"] == {"mode": "direct", "threads": 3}
+    assert values["memory"]["segments"]["hot"].endswith(("KiB", "MiB"))
+
+
+def test_show_refuses_a_bad_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", DEMO, "--set", "kv.context=0"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--> --set:1:14" in captured.err
+    assert run(["show", "missing.plan.toml"]) == 2
+
+
+def test_committed_schemas_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "--check"]) == 0, "run `pi2 schema` and commit schemas/"
+
+
+def test_schema_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "-o", str(tmp_path / "new"), "--check"]) == 1
+    assert run(["schema", "-o", str(tmp_path / "new")]) == 0
+    assert run(["schema", "-o", str(tmp_path / "new"), "--check"]) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == set(make_schemas())
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert run(["schema", "-o", str(blocked / "below")]) == 2
+
+
+def test_schemas_keep_to_what_every_editor_knows() -> None:
+    def walk(value: object) -> None:
+        if isinstance(value, list):
+            for item in value:
+                walk(item)
+        if isinstance(value, dict):
+            assert "prefixItems" not in value
+            assert "$defs" not in value
+            assert "$ref" not in value or len(value) == 1
+            assert value.get("type") != "null"
+            for item in value.values():
+                walk(item)
+
+    for text in make_schemas().values():
+        schema = json.loads(text)
+        assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
+        assert schema["properties"]["schema_version"]["type"] == "integer"
+        walk(schema)
+        for table in (schema, *schema["definitions"].values()):
+            assert table["description"]
+            for name, item in table["properties"].items():
+                assert item["title"], name
+                assert item["description"], name
+                is_table = "allOf" in item or "$ref" in str(item.get("patternProperties"))
+                assert is_table or item["examples"] or item.get("default") == [], name
+
+
+def test_a_bug_prints_one_line_and_leaves_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    @click.command("broken")
+    @click.argument("secret")
+    def broken(secret: str) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
+    assert run(["validate", "a prompt"]) == 3
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert "ZeroDivisionError: by zero" in error
+    (log,) = (tmp_path / "pi2").iterdir()
+    assert str(log) in error
+    text = log.read_text()
+    assert "Traceback" in text
+    assert "pydantic " in text
+    assert "command 'validate'" in text
+    assert "a prompt" not in text
+
+
+def test_a_log_goes_elsewhere_if_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+    place = crash.write_log("text")
+    assert place is not None
+    assert place.read_text() == "text"
+    place.unlink()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (MemoryError(), 2), (BrokenPipeError(), 141)],
+)
+def test_interruptions_have_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command("broken")
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
+    assert run(["validate"]) == code
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "pi2", "show", DEMO],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    script = f"""
+import os, signal, sys, time
+import pi2.plan.check
+from pi2.cli.main import main
+
+def interrupt(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+pi2.plan.check.check_file = interrupt
+sys.argv[1:] = ["validate", {DEMO!r}]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr == "\ninterrupted\n"  # after the terminal's ^C
+
+
+def test_python_m_and_version() -> None:
+    done = start("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("pi2 ")
+
+
+def test_a_terminal_without_utf_8_does_no_harm() -> None:
+    done = start(
+        "validate",
+        "tests/plans/broken/wide-characters.plan.toml",
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 1
+    assert "\\u540d" in done.stdout
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colour(Terminal())  # type: ignore[arg-type]
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colour(Terminal())  # type: ignore[arg-type]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour(Terminal())  # type: ignore[arg-type]
+    assert not wants_colour(sys.__stdin__)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""The arithmetic of segments, against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.plan.model import Model
+from pi2.plan.resolve import load_plan
+from pi2.plan.resolved import Resolved
+from pi2.plan.sizes import compute_needs, count_ffn_bytes, find_block_bytes, round_for_people
+
+DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Resolved:
+    """The demo plan with a predictor of rank 64 and a context of 1000."""
+    resolved = load_plan(DEMO, overrides={"kv.context": 1000, "layers.hot": 0.125})
+    predictor = type(resolved.model.predictor).model_validate({"rank": 64, "active": 0.2})
+    return change_model(resolved, predictor=predictor)
+
+
+def change_model(resolved: Resolved, **values: Any) -> Resolved:
+    model: Model = resolved.model.model_copy(update=values)
+    return Resolved(
+        plan=resolved.plan,
+        device=resolved.device,
+        model=model,
+        layers=resolved.layers,
+        bundle=resolved.bundle,
+    )
+
+
+def change_plan(resolved: Resolved, table: str, **values: Any) -> Resolved:
+    changed = getattr(resolved.plan, table).model_copy(update=values)
+    return replace(resolved, plan=resolved.plan.model_copy(update={table: changed}))
+
+
+def test_attention_is_everything_dense(demo: Resolved) -> None:
+    embedding = 4096 * (256 + 256 // 32 * 2)
+    qkv = (256 + 2 * 128) * (128 + 16)
+    output = 256 * (128 + 16)
+    norms = (2 * 8 + 1) * 256 * 4
+    expected = embedding + 8 * (qkv + output) + norms
+    assert compute_needs(demo).attention.bytes == expected
+    untied = change_model(demo, tied_head=False)
+    assert compute_needs(untied).attention.bytes == expected + embedding
+    biased = change_model(
+        demo, attention=demo.model.attention.model_copy(update={"qkv_bias": True})
+    )
+    assert compute_needs(biased).attention.bytes == expected + 8 * 512 * 4
+
+
+def test_kv_is_rounded_up_to_16_tokens(demo: Resolved) -> None:
+    assert compute_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
+
+
+def test_predictor_by_kind(demo: Resolved) -> None:
+    low_rank = 64 * (256 + 16) + 1024 * (64 + 4) + 1024 * 4
+    assert compute_needs(demo).predictor.bytes == 8 * low_rank
+    gate = change_plan(demo, "decode", predictor="gate")
+    assert compute_needs(gate).predictor.bytes == 8 * 1024 * (128 + 16)
+    none = change_plan(demo, "decode", predictor="none")
+    assert compute_needs(none).predictor.bytes == 0
+
+
+def test_hot_is_neurons_times_stride(demo: Resolved) -> None:
+    assert compute_needs(demo).hot.bytes == 8 * 128 * 512
+
+
+def test_cold_holds_what_one_layer_activates(demo: Resolved) -> None:
+    assert compute_needs(demo).cold.bytes == 205 * 512  # a fifth of 1024, rounded up
+    few = change_model(
+        demo,
+        predictor=demo.model.predictor and demo.model.predictor.model_copy(update={"active": 0.01}),
+    )
+    assert compute_needs(few).cold.bytes == 64 * 512
+    dense = change_plan(demo, "decode", predictor="none")
+    assert compute_needs(dense).cold.bytes == 0
+
+
+def test_the_whole_ffn(demo: Resolved) -> None:
+    assert count_ffn_bytes(demo) == 8 * 1024 * 512
+
+
+def test_a_block_that_is_not_stated_is_512_bytes(demo: Resolved) -> None:
+    assert find_block_bytes(demo.device) == 512
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(1, 1), (9, 10), (2016256, 2 << 20), (1024, 1024)])
+def test_sizes_for_people(size: int, rounded: int) -> None:
+    assert round_for_people(size) == rounded
+
+
+def test_every_need_is_explained(demo: Resolved) -> None:
+    for name, need in compute_needs(demo).items():
+        assert need.explanation, name

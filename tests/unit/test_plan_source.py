@@ -1,0 +1,138 @@
+"""Files that cannot be read, or are no documents, get a finding of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.check import check_file
+from pi2.plan.resolve import load_plan
+from pi2.plan.source import MAX_BYTES, SourceFile, display_path, read_source
+
+
+def find_only(path: Path) -> Diagnostic:
+    findings = check_file(path).diagnostics
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "demo.plan.toml").write_text("")
+    finding = find_only(tmp_path / "dmeo.plan.toml")
+    assert (finding.code, finding.message) == ("P001", "no such file")
+    assert finding.help is not None
+    assert finding.help.endswith("demo.plan.toml?")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.mkdir()
+    assert find_only(path).code == "P002"
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    os.mkfifo(path)
+    assert find_only(path).code == "P002"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.write_text("a = 1")
+    path.chmod(0)
+    finding = find_only(path)
+    assert (finding.code, finding.message) == ("P003", "permission denied")
+
+
+def test_a_link_to_itself(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.symlink_to(path)
+    assert find_only(path).code in {"P001", "P003"}
+
+
+def test_a_name_with_a_nul_byte() -> None:
+    finding = find_only(Path("x\0.plan.toml"))
+    assert (finding.code, finding.message) == ("P003", "cannot be read: the name has a NUL byte")
+
+
+def test_a_name_that_is_too_long() -> None:
+    assert find_only(Path("x" * 5000 + ".plan.toml")).code == "P003"
+
+
+def test_a_file_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    assert find_only(tmp_path / "x" / "y.plan.toml").code == "P001"
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.write_bytes(b"# " + b"x" * MAX_BYTES)
+    finding = find_only(path)
+    assert finding.code == "P004"
+    assert "1,048,578 bytes" in finding.message
+
+
+def test_a_large_file_is_checked_in_bearable_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    text = "schema_version = 1\n" + "".join(f"k{i} = {i}\n" for i in range(20_000))
+    path.write_text(text)
+    findings = check_file(path).diagnostics
+    assert "more findings in this file" in findings[-1].message or len(findings) <= 101
+
+
+def test_unreadable_files_end_with_2_and_bad_ones_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.plan.toml"
+    bad.write_text("x")
+    assert run(["validate", str(bad)]) == 1
+    assert run(["validate", str(bad), str(tmp_path / "missing.plan.toml")]) == 2
+    capsys.readouterr()
+    for path, code in ((bad, 1), (tmp_path / "missing.plan.toml", 2)):
+        with pytest.raises(UserError) as caught:
+            load_plan(path)
+        assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "column"),
+    [
+        (b"\xff", 1, 1),
+        (b"a = 1\nb = '\xe9'\n", 2, 6),
+        ("ä = 'ö".encode() + b"\x80", 1, 7),
+        (b"a = '\xed\xa0\x80'", 1, 6),
+    ],
+)
+def test_the_byte_that_is_not_utf_8(data: bytes, line: int, column: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.write_bytes(data)
+    finding = find_only(path)
+    assert finding.code == "P006"
+    assert finding.span is not None
+    assert (finding.span.line, finding.span.column) == (line, column)
+
+
+def test_positions_wait_until_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.plan.toml"
+    path.write_text("a = 1\n")
+
+    def refuse(name: str, text: str) -> None:
+        raise AssertionError("positions were not needed")
+
+    monkeypatch.setattr("pi2.plan.source.index_spans", refuse)
+    assert isinstance(read_source(path, "x"), SourceFile)
+
+
+def test_names_are_relative_below_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert display_path(tmp_path / "a" / "b.toml") == os.path.join("a", "b.toml")
+    assert display_path(Path("/nowhere/b.toml")) == "/nowhere/b.toml"
