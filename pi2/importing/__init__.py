@@ -1,0 +1,1 @@
+"""From checkpoints to neuron stores: reading, checking, ordering, quantising."""

@@ -1,0 +1,23 @@
+"""The neuron store: a model's weights on disk, for memory mapping and direct reads.
+
+Format version 1, a folder::
+
+    manifest.json             what the store holds and where; a store without it does not exist
+    dense.arrow               embeddings, attention, norms, head, predictors
+    layers/ffn-000.arrow ...  the neurons of one layer each
+    tokenizer.json            and other small files, such as activations.parquet
+
+Arrow files are in the IPC file format, metadata V5, and can be read as streams too.
+
+- A layer's file has one record batch with the columns ``bundle: fixed_size_binary(stride)``
+  (`pi2.plan.layout`, zeros up to the stride), ``neuron: int32`` (index in the checkpoint) and
+  ``check: uint32`` (CRC-32, as `zlib.crc32`, of all bytes of the bundle).  The bundles begin at a
+  multiple of 4096 bytes, the other columns at a multiple of 64.
+- ``dense.arrow`` has one record batch of one row per tensor: ``name``, ``precision`` (``int4``,
+  ``int8``, ``fp16``, ``fp32``), ``rows``, ``length``, ``weights``, ``scales``; weights and scales
+  begin at a multiple of 64 bytes.
+- The manifest (`pi2.store.manifest`) repeats all offsets, so that pi2 opens a store without an
+  Arrow library.  Its digest of the model covers what decides the weights (`pi2.store.identity`).
+
+Numbers are little-endian.
+"""
