@@ -151,7 +151,7 @@ def check_operators(resolved: ResolvedPlan) -> None:
         raise UserError.of(
             "P322",
             f"model {resolved.model.id!r} is a mixture of experts, which no backend computes yet",
-            help='run it dry with the null backend: --set \'backends.cpu="null"\'',
+            help="run it dry with the null backend: --set 'backends.cpu=\"null\"'",
             file=str(resolved.path),
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +54,16 @@ def command(
 
     overrides = parse_assignments(settings)
     text = read_prompt(prompt, prompt_file)
-    with ProgressBar() as progress:
-        model = load(plan, set=overrides, progress=progress)
+    with ProgressBar() as progress, ExitStack() as cleanup:
+        model = cleanup.enter_context(load(plan, set=overrides, progress=progress))
+        generation = model.generate(
+            text, progress=lambda share: progress("reading the prompt", share), **options
+        )
+        # The bar is gone before the first piece is shown.
+        pieces = chain(list(islice(generation, 1)), generation)
+        cleanup.pop_all()
     with model:
-        generation = model.generate(text, **options)
-        for piece in generation:
+        for piece in pieces:
             if not as_json:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -101,6 +108,7 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
         "token_ids": list(result.token_ids),
         "prompt_tokens": result.prompt_tokens,
         "finish_reason": result.finish_reason,
+        "dry_run": model.is_dry,
         "load_s": round(model.load_s, 4),
         "ttft_s": round(result.ttft_s, 4),
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
@@ -135,6 +143,8 @@ def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
         f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
     ]
+    if model.is_dry:
+        lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -38,8 +40,14 @@ class Forward:
         self._feed_forward.abandon()
         self.position = 0
 
-    def prefill(self, tokens: I32, *, all_logits: bool = False) -> F32:
-        """Process ``tokens`` [n], n >= 1, densely in chunks.
+    def prefill(
+        self,
+        tokens: I32,
+        *,
+        all_logits: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> F32:
+        """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
 
         Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
         """
@@ -49,6 +57,7 @@ class Forward:
             last = start + len(chunk) == len(tokens)
             self._check_room(len(chunk))
             self._run(chunk, dense=True)
+            progress((start + len(chunk)) / len(tokens))
             if all_logits or last:
                 first = 0 if all_logits else len(chunk) - 1
                 parts.append(self._executor.logits(first).copy())

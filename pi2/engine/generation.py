@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from pi2.engine.forward import Forward
 from pi2.engine.sampling import Sampler, SamplingOptions
@@ -69,15 +67,19 @@ class Generation(Iterator[str]):
         request: GenerationRequest,
         *,
         forward: Forward,
-        tokenizer: Tokenizer,
+        decode: Callable[[int], str],
         context: int,
         read_statistics: Callable[[], RunStatistics],
+        progress: Callable[[float], None],
     ) -> None:
+        """``decode`` gives the text that a token completes; ``progress`` is told the share of
+        the prompt that is done."""
         self._request = request
         self._forward = forward
-        self._tokenizer = tokenizer
+        self._decode = decode
         self._context = context
         self._read_statistics = read_statistics
+        self._progress = progress
         self._result: GenerationResult | None = None
         self._pieces = self._generate()
 
@@ -99,7 +101,6 @@ class Generation(Iterator[str]):
         request, forward = self._request, self._forward
         before = self._read_statistics()
         sampler = Sampler(request.sampling)
-        decoder = DecodeStream(skip_special_tokens=True)
         stop_filter = StopFilter(request.stop)
         ids = np.empty(len(request.prompt_ids) + request.max_tokens, np.int64)
         ids[: len(request.prompt_ids)] = request.prompt_ids
@@ -108,7 +109,7 @@ class Generation(Iterator[str]):
 
         start = first = now = time.perf_counter()
         forward.reset()
-        logits = forward.prefill(ids[:count].astype(np.int32))[0]
+        logits = forward.prefill(ids[:count].astype(np.int32), progress=self._progress)[0]
         reason: FinishReason = "length"
         while True:
             token = sampler.sample(logits, ids[:count])
@@ -120,7 +121,7 @@ class Generation(Iterator[str]):
             if token in request.stop_ids:
                 reason = "eos"
                 break
-            piece = stop_filter.push(decoder.step(self._tokenizer, token) or "")
+            piece = stop_filter.push(self._decode(token))
             if piece:
                 text.append(piece)
                 yield piece

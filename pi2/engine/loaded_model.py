@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -10,6 +10,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
@@ -92,9 +93,20 @@ class LoadedModel:
             flash_read_bytes=self._parts.reader.read_bytes,
         )
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is computed, and so no text is made (null backend)."""
+        return self._parts.store is None
+
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of ``prompt``, with the begin token where the model wants one."""
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        """Token ids of ``prompt``, with the begin token where the model wants one.
+
+        A dry run has no tokenizer and takes a token for every four bytes.
+        """
+        if self.is_dry:
+            ids = [0] * -(-len(prompt.encode()) // 4)
+        else:
+            ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         settings = self.plan.model.tokenizer
         if settings.add_bos and settings.bos is not None:
             ids = [settings.bos, *ids]
@@ -113,9 +125,11 @@ class LoadedModel:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
         ignore_eos: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
     ) -> Generation:
         """Generate text after ``prompt`` (text, or token ids).
 
+        ``progress`` is told the share of the prompt that has been processed.
         Returns an iterator of text pieces; its ``result`` is a `GenerationResult`.  Raises
         UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
         P604 for an option out of range.
@@ -142,10 +156,18 @@ class LoadedModel:
         return Generation(
             request,
             forward=self._parts.forward,
-            tokenizer=self.tokenizer,
+            decode=self._make_decoder(),
             context=self.plan.plan.kv.context,
             read_statistics=lambda: self.stats,
+            progress=progress,
         )
+
+    def _make_decoder(self) -> Callable[[int], str]:
+        """Return what turns one token after the other into whole characters."""
+        if self.is_dry:
+            return lambda token: ""
+        stream, tokenizer = DecodeStream(skip_special_tokens=True), self.tokenizer
+        return lambda token: stream.step(tokenizer, token) or ""
 
     def logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"

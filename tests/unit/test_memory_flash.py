@@ -30,9 +30,7 @@ def file(tmp_path: Path) -> BundleFile:
 
 def open_reader(file: BundleFile, *, direct: bool = True, threads: int = 4) -> FlashReader:
     arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
-    return FlashReader(
-        [file], arena, direct=direct, threads=threads, read_bundles=read_bundles
-    )
+    return FlashReader([file], arena, direct=direct, threads=threads, read_bundles=read_bundles)
 
 
 @pytest.mark.parametrize("direct", [True, False])
