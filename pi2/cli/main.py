@@ -6,6 +6,7 @@ pi2, 130 interrupted, 141 nobody reads the output.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,7 @@ def main() -> NoReturn:
     if code == PIPE_CLOSED:
         # Python flushes stdout once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    gc.freeze()  # at its end, Python would look through everything that is about to go: 0.03 s
     sys.exit(code)
 
 

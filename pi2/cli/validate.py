@@ -10,7 +10,7 @@ import click
 
 from pi2.cli.main import wants_colour
 from pi2.diagnostics import Diagnostic
-from pi2.diagnostics.render import find_renderer, list_formats
+from pi2.diagnostics.formats import find_renderer, list_formats
 
 
 @click.command("validate")

@@ -8,7 +8,7 @@ from typing import Literal
 Severity = Literal["error", "warning", "note"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True)
 class Span:
     """A stretch of a text file.  Lines and columns count from 1, columns in characters; the end
     is exclusive, so that a span of one character has ``end_column == column + 1``."""
@@ -39,7 +39,7 @@ class Span:
         return self.file if self.is_whole_file else str(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnostic:
     """One finding.
 

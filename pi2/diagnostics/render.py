@@ -1,48 +1,10 @@
-"""Output formats of diagnostics: one ``render_*.py`` module each, found by being here.
-
-A module has ``render(diagnostics, *, colour, sources) -> str``; the text ends with a newline
-unless it is empty.
-"""
+"""The renderers that code calls by name."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-import pi2.diagnostics
 from pi2.diagnostics import render_concise, render_full, render_json
-from pi2.diagnostics.diagnostic import Diagnostic
-
-_PREFIX = "render_"
-
-
-class Renderer(Protocol):
-    """Writes diagnostics as text."""
-
-    def __call__(
-        self,
-        diagnostics: Sequence[Diagnostic],
-        *,
-        colour: bool = False,
-        sources: Mapping[str, str] | None = None,
-    ) -> str: ...
-
+from pi2.diagnostics.formats import Renderer
 
 full: Renderer = render_full.render
 concise: Renderer = render_concise.render
 json: Renderer = render_json.render
-
-
-def list_formats() -> list[str]:
-    """Names of the formats."""
-    found = pkgutil.iter_modules(pi2.diagnostics.__path__)
-    return [item.name[len(_PREFIX) :] for item in found if item.name.startswith(_PREFIX)]
-
-
-def find_renderer(name: str) -> Renderer:
-    """Renderer of the format ``name``."""
-    module = importlib.import_module(f"pi2.diagnostics.{_PREFIX}{name}")
-    renderer: Renderer = module.render
-    return renderer

@@ -6,16 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.plan.device import Device
-from pi2.plan.digest import compute_digest
 from pi2.plan.documents import Document
 from pi2.plan.findings import Fact, Facts, Finding, Rule
 from pi2.plan.model import Model
-from pi2.plan.overrides import SET, Overrides, apply_overrides, prepare_overrides
+from pi2.plan.paths import name_path
 from pi2.plan.plan import Plan
 from pi2.plan.references import UnknownName, find_document
 from pi2.plan.resolved import (
@@ -33,9 +32,11 @@ from pi2.plan.source import (
     SourceFile,
     detect_kind,
     display_path,
-    name_path,
     read_source,
 )
+
+if TYPE_CHECKING:
+    from pi2.plan.overrides import Overrides
 
 DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
 
@@ -43,7 +44,7 @@ _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Outcome of a check."""
 
@@ -64,12 +65,20 @@ class Report:
 class _Check:
     """Gathers the sources, documents and findings of one check."""
 
-    def __init__(self, overrides: Overrides) -> None:
-        self.overrides = overrides
+    def __init__(self) -> None:
+        self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
         self.diagnostics: list[Diagnostic] = []
-        self.sources: dict[str, str] = {SET: overrides.text} if overrides.text else {}
+        self.sources: dict[str, str] = {}
+
+    def override(self, values: Mapping[str, object]) -> None:
+        """Take values that replace those of the plan."""
+        from pi2.plan.overrides import SET, prepare_overrides
+
+        self.overrides, findings = prepare_overrides(values)
+        self.diagnostics += findings
+        self.sources[SET] = self.overrides.text
 
     def read(self, path: Path, name: str, kind: Kind) -> None:
         """Read the file of a document and validate it against its schema."""
@@ -86,7 +95,9 @@ class _Check:
         if other is not None:
             self.diagnostics.append(_report_kind(source.spans.find_key(()), kind, other))
             return
-        if kind == "plan" and self.overrides.items:
+        if kind == "plan" and self.overrides is not None:
+            from pi2.plan.overrides import apply_overrides
+
             values, misplaced = apply_overrides(source.values, self.overrides)
             self.diagnostics += misplaced
             source = replace(
@@ -170,6 +181,8 @@ class _Check:
         )
         if resolved is None or not report.is_sound:
             return report
+        from pi2.plan.digest import compute_digest
+
         path = self.files["plan"].path
         runnable = ResolvedPlan(
             plan=resolved.plan,
@@ -237,7 +250,7 @@ def check_file(path: Path, *, name: str | None = None) -> Report:
     kind = detect_kind(path.name)
     if kind == "plan":
         return check_plan(path, name=shown)
-    check = _Check(Overrides((), ""))
+    check = _Check()
     if kind is None:
         check.diagnostics += _report_suffix(path, shown)
         return check.report(kind="plan")
@@ -265,9 +278,9 @@ def check_plan(
     path: Path, *, name: str | None = None, overrides: Mapping[str, object] | None = None
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model."""
-    prepared, findings = prepare_overrides(overrides or {})
-    check = _Check(prepared)
-    check.diagnostics += findings
+    check = _Check()
+    if overrides:
+        check.override(overrides)
     check.read(path, name or str(path), "plan")
     check.follow("device")
     check.follow("model")

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Literal
 
 from pi2.plan.device import Device
 from pi2.plan.model import Model
+from pi2.plan.paths import KeyPath
 from pi2.plan.plan import Plan
 from pi2.plan.resolved import Resolved
 from pi2.plan.source import Kind
-from pi2.plan.spans import Path
 
 Fact = Literal["plan", "device", "model", "resolved"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """Another place that matters to a finding."""
 
     document: Kind
-    path: Path
+    path: KeyPath
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """What a rule found, by document and key path; places in files are found when reported."""
 
-    path: Path
+    path: KeyPath
     message: str
     help: str | None = None
     document: Kind = "plan"
@@ -43,7 +43,7 @@ class Facts:
     """What is known when a rule runs.  A rule names what it needs; asking for more is a bug."""
 
     known: Mapping[Fact, object]
-    files: Mapping[Kind, FilePath] = field(default_factory=dict)
+    files: Mapping[Kind, Path] = field(default_factory=dict)
     """File of each document."""
 
     @property
@@ -71,7 +71,7 @@ class Facts:
         return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One module of ``pi2/plan/rules``."""
 

@@ -12,25 +12,25 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.fields import find_type, list_known_keys, suggest
+from pi2.plan.paths import KeyPath, format_path
 from pi2.plan.plan import Plan
-from pi2.plan.spans import Path, format_path
 from pi2.plan.toml_text import write_value
 
 SET = "--set"
 """Name of the source that overridden values come from."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Override:
     """One value, and where it stands in the text of all overrides."""
 
-    path: Path
+    path: KeyPath
     value: object
     key_span: Span
     value_span: Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Overrides:
     """All overridden values of a plan; ``text`` is shown in diagnostics, one line each."""
 
@@ -84,7 +84,7 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
         lines.append(f"{key} = {shown}")
         key_span = Span(SET, number, 1, number, len(key) + 1)
         value_span = Span(SET, number, len(key) + 4, number, len(key) + 4 + len(shown))
-        path: Path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         unknown = _find_unknown(path)
         if unknown is not None:
             findings.append(_report_unknown(path, unknown, key_span))
@@ -95,7 +95,7 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
     return Overrides(tuple(items), "\n".join(lines)), findings
 
 
-def _find_unknown(path: Path) -> int | None:
+def _find_unknown(path: KeyPath) -> int | None:
     """Index of the first part that plans do not know."""
     for end in range(1, len(path) + 1):
         if find_type(Plan, path[:end]) is None:
@@ -108,7 +108,7 @@ def _find_unknown(path: Path) -> int | None:
     return None
 
 
-def _report_unknown(path: Path, index: int, span: Span) -> Diagnostic:
+def _report_unknown(path: KeyPath, index: int, span: Span) -> Diagnostic:
     parent, name = path[:index], path[index]
     known = list_known_keys(Plan, parent)
     near = suggest(str(name), known)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path as FilePath
+from pathlib import Path
 from types import MappingProxyType
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.device import Device
 from pi2.plan.layout import GROUP, BundleLayout, lay_out_bundle, round_up
 from pi2.plan.model import Model
+from pi2.plan.paths import KeyPath
 from pi2.plan.plan import Plan
 from pi2.plan.selectors import list_layers
 from pi2.plan.sizes import Needs, compute_needs
-from pi2.plan.spans import Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
     """Settings of one layer, and the key path in the plan that set each of them."""
 
@@ -28,8 +28,8 @@ class ResolvedLayer:
     """Share of the layer's neurons that stay resident."""
     hot_neurons: int
     """The same as a number: the first ones in stored order."""
-    split_path: Path
-    hot_path: Path
+    split_path: KeyPath
+    hot_path: KeyPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class Resolved:
 class ResolvedPlan(Resolved):
     """A plan that may run: everything was checked."""
 
-    path: FilePath
+    path: Path
     """The plan's file."""
-    store_path: FilePath
+    store_path: Path
     """The neuron store's folder."""
     digest: str
     """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
@@ -95,7 +95,7 @@ def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:
     )
 
 
-def _path(*parts: str | int) -> Path:
+def _path(*parts: str | int) -> KeyPath:
     return parts
 
 

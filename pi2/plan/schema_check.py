@@ -12,10 +12,8 @@ from pydantic import ValidationError
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents import SCHEMA_VERSION, Document
-from pi2.plan.fields import suggest
-from pi2.plan.schema_messages import explain_violation, is_misspelt
-from pi2.plan.source import SourceFile, name_path
-from pi2.plan.spans import Path, format_path
+from pi2.plan.paths import KeyPath, format_path, name_path
+from pi2.plan.source import SourceFile
 
 D = TypeVar("D", bound=Document)
 
@@ -25,12 +23,12 @@ MAX_SHOWN = 100
 
 def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
     """Validate ``source`` as a ``document``; the document is None if there are errors."""
-    version = _check_version(source)
+    version = _check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
     findings = [] if version is None else [version]
     values = {**source.values, "schema_version": SCHEMA_VERSION}
-    odd_paths: set[Path] = set()
+    odd_paths: set[KeyPath] = set()
     for path, finding in _check_scalars(source, values):
         odd_paths.add(path)
         findings.append(finding)
@@ -38,6 +36,8 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     try:
         result: D | None = document.model_validate_json(text)
     except ValidationError as error:
+        from pi2.plan.schema_messages import explain_violation, is_misspelt
+
         result = None
         for violation in error.errors(include_url=False):
             path = _find_path(source.values, violation["loc"])
@@ -56,49 +56,38 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     return (None if findings else result), findings
 
 
-def _check_version(source: SourceFile) -> Diagnostic | None:
-    path = ("schema_version",)
-    if "schema_version" not in source.values:
-        near = suggest("schema_version", set(source.values))
-        found = None if near is None else source.spans.find_key((near,))
+def _check_version(source: SourceFile, document: type[Document]) -> Diagnostic | None:
+    key = "schema_version"
+    write_it = f"write `{key} = {SCHEMA_VERSION}`"
+    if key not in source.values:
+        from pi2.plan.fields import suggest
+
+        if suggest(key, set(source.values) - set(document.model_fields)) is not None:
+            return None  # misspelt, and reported as an unknown key
         return Diagnostic(
             code="P102",
-            message="missing key `schema_version`",
-            help=f"write `schema_version = {SCHEMA_VERSION}` as the first key",
-            span=found or source.spans.find_key(()),
-            path="schema_version",
+            message=f"missing key `{key}`",
+            help=f"{write_it} as the first key",
+            span=source.spans.find_key(()),
+            path=key,
         )
-    version = source.values["schema_version"]
-    span = source.spans.find_value(path)
+    version = source.values[key]
+    if type(version) is int and version == SCHEMA_VERSION:
+        return None
+    code, message, help_text = "P104", f"`{key}` is {SCHEMA_VERSION} or more", write_it
     if type(version) is not int:
-        return Diagnostic(
-            code="P103",
-            message="`schema_version` is a whole number",
-            help=f"write `schema_version = {SCHEMA_VERSION}`",
-            span=span,
-            path="schema_version",
+        code, message = "P103", f"`{key}` is a whole number"
+    elif version > SCHEMA_VERSION:
+        code, help_text = "P107", "upgrade pi2"
+        message = (
+            f"the file is written in version {min(version, 10**9)} of the plan language, "
+            f"this pi2 knows version {SCHEMA_VERSION}"
         )
-    if version > SCHEMA_VERSION:
-        return Diagnostic(
-            code="P107",
-            message=f"the file is written in version {min(version, 10**9)} of the plan language, "
-            f"this pi2 knows version {SCHEMA_VERSION}",
-            help="upgrade pi2",
-            span=span,
-            path="schema_version",
-        )
-    if version < SCHEMA_VERSION:
-        return Diagnostic(
-            code="P104",
-            message=f"`schema_version` is {SCHEMA_VERSION} or more",
-            help=f"write `schema_version = {SCHEMA_VERSION}`",
-            span=span,
-            path="schema_version",
-        )
-    return None
+    span = source.spans.find_value((key,))
+    return Diagnostic(code=code, message=message, help=help_text, span=span, path=key)
 
 
-def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[Path, Diagnostic]]:
+def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[KeyPath, Diagnostic]]:
     """Find values that JSON cannot carry or would change, and replace them by None."""
     for path, container, key in _walk(values):
         value = container[key]
@@ -130,9 +119,9 @@ def _is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _walk(values: dict[str, Any]) -> Iterator[tuple[Path, Any, Any]]:
+def _walk(values: dict[str, Any]) -> Iterator[tuple[KeyPath, Any, Any]]:
     """Yield the path, container and key of every scalar; containers are copied before."""
-    stack: list[tuple[Path, Any]] = [((), values)]
+    stack: list[tuple[KeyPath, Any]] = [((), values)]
     while stack:
         base, container = stack.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)
@@ -148,7 +137,7 @@ def _walk(values: dict[str, Any]) -> Iterator[tuple[Path, Any, Any]]:
                 yield path, container, key
 
 
-def _find_path(values: Any, loc: tuple[str | int, ...]) -> Path:
+def _find_path(values: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """Turn a pydantic location into a path of the document.
 
     Tags of unions are not keys of the document, so parts that lead nowhere are left out, except

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.fields import find_type, list_known_keys, suggest
+from pi2.plan.paths import KeyPath, format_path, name_path
 from pi2.plan.quantities import format_bytes
-from pi2.plan.source import SourceFile, name_path
-from pi2.plan.spans import Path, format_path
+from pi2.plan.source import SourceFile
 from pi2.plan.toml_text import write_value
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _PATTERNS = {
 
 
 def explain_violation(
-    source: SourceFile, document: type[BaseModel], path: Path, violation: ErrorDetails
+    source: SourceFile, document: type[BaseModel], path: KeyPath, violation: ErrorDetails
 ) -> Diagnostic:
     """Put one pydantic error into words, with the span of what is to be changed."""
     kind = violation["type"]
@@ -119,11 +119,11 @@ def describe_value(value: object) -> str:
     return "something else"
 
 
-def _name_table(path: Path) -> str:
+def _name_table(path: KeyPath) -> str:
     return f"in `{format_path(path)}`" if path else "at the top level"
 
 
-def _explain_missing(source: SourceFile, document: type[BaseModel], path: Path) -> Diagnostic:
+def _explain_missing(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
     parent, name = path[:-1], str(path[-1])
     return Diagnostic(
         code="P102",
@@ -134,7 +134,7 @@ def _explain_missing(source: SourceFile, document: type[BaseModel], path: Path) 
     )
 
 
-def is_misspelt(source: SourceFile, document: type[BaseModel], path: Path) -> bool:
+def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) -> bool:
     """Whether the missing key at ``path`` is there with a slip of the pen: one finding suffices."""
     current: Any = source.values
     for part in path[:-1]:
@@ -143,7 +143,7 @@ def is_misspelt(source: SourceFile, document: type[BaseModel], path: Path) -> bo
     return any(key not in known and suggest(key, known) == path[-1] for key in current)
 
 
-def _suggest_line(document: type[BaseModel], path: Path) -> str | None:
+def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:
     """An example of the missing key."""
     wanted = find_type(document, path)
     name = path[-1]
@@ -160,7 +160,7 @@ def _suggest_line(document: type[BaseModel], path: Path) -> str | None:
     return f"for example `{name} = {write_value(examples[0])}`" if examples else None
 
 
-def _is_quantity(document: type[BaseModel], path: Path) -> bool:
+def _is_quantity(document: type[BaseModel], path: KeyPath) -> bool:
     parent = find_type(document, path[:-1])
     if not (isinstance(parent, type) and issubclass(parent, BaseModel)):
         return False
@@ -168,7 +168,7 @@ def _is_quantity(document: type[BaseModel], path: Path) -> bool:
     return field is not None and any("Before" in type(item).__name__ for item in field.metadata)
 
 
-def _explain_unknown(source: SourceFile, document: type[BaseModel], path: Path) -> Diagnostic:
+def _explain_unknown(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
     name = str(path[-1])
     known = list_known_keys(document, path[:-1])
     near = suggest(name, known)
@@ -200,7 +200,7 @@ def _find_home(document: type[BaseModel], name: str) -> str | None:
 
 
 def _explain_word(
-    document: type[BaseModel], path: Path, value: object
+    document: type[BaseModel], path: KeyPath, value: object
 ) -> tuple[str, str, str | None]:
     """A value that is none of the known words."""
     options = [str(item) for item in get_args(find_type(document, path))]
@@ -210,7 +210,7 @@ def _explain_word(
 
 
 def _explain_word_key(
-    document: type[BaseModel], path: Path, value: object
+    document: type[BaseModel], path: KeyPath, value: object
 ) -> tuple[str, str, str | None]:
     """A key that is none of the known words, in a table such as ``backends``."""
     table = find_type(document, path[:-1])
@@ -248,7 +248,7 @@ def _suggest_conversion(kind: str, value: object) -> str | None:
 
 
 def _suggest_quantity(
-    document: type[BaseModel], path: Path, value: object, context: Mapping[str, Any]
+    document: type[BaseModel], path: KeyPath, value: object, context: Mapping[str, Any]
 ) -> str | None:
     """Correct a unit's spelling, or turn a bare number of bytes into text."""
     if context.get("hint"):

@@ -37,7 +37,7 @@ UNKNOWN_ACTIVE = 0.25
 """Share of active neurons that is assumed of a model that states none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Need:
     """Bytes that a segment needs, and why."""
 
@@ -45,7 +45,7 @@ class Need:
     explanation: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Needs:
     """Bytes needed per segment; ``cold`` is the smallest cache that works."""
 

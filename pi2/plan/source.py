@@ -1,4 +1,7 @@
-"""A document's file: its bytes, its text, its values, and the findings that keep it from them."""
+"""A document's file: its bytes, its text, its values, and the findings that keep it from them.
+
+What only a faulty file needs is imported there: `pi2 validate` is to be quick where all is well.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.plan.brackets import find_depth
-from pi2.plan.spans import Path as KeyPath
-from pi2.plan.spans import SpanIndex, format_path, index_spans
-from pi2.plan.syntax import explain_syntax_error, locate
+from pi2.plan.paths import KeyPath
+
+if TYPE_CHECKING:
+    from pi2.plan.spans import SpanIndex
 
 Kind = Literal["plan", "device", "model"]
 KINDS: tuple[Kind, ...] = ("plan", "device", "model")
@@ -49,6 +52,8 @@ class SourceFile:
     @cached_property
     def spans(self) -> SpanIndex:
         """Places of keys and values; parsed when first asked for."""
+        from pi2.plan.spans import index_spans
+
         index = index_spans(self.name, self.text)
         for path, (key, value) in self.replaced.items():
             index.replace(path, key, value)
@@ -90,6 +95,8 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     try:
         values = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
+        from pi2.plan.syntax import explain_syntax_error
+
         return explain_syntax_error(name, text, error)
     except RecursionError:
         return [_nesting_finding(name, text)]
@@ -131,6 +138,9 @@ def _finding(
 
 
 def _nesting_finding(name: str, text: str) -> Diagnostic:
+    from pi2.plan.brackets import find_depth
+    from pi2.plan.syntax import locate
+
     offset = find_depth(text, MAX_DEPTH)
     return _finding(
         "P012",
@@ -145,6 +155,8 @@ def _huge_number_finding(name: str, text: str) -> Diagnostic:
     match = re.search(r"[0-9_]{4000,}", text)
     span = None
     if match is not None:
+        from pi2.plan.syntax import locate
+
         span = locate(name, text, match.start())
     return _finding("P108", "a number has thousands of digits", name, span=span)
 
@@ -235,8 +247,3 @@ def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
         "times with seconds",
         span=source.spans.errors[0],
     )
-
-
-def name_path(path: tuple[str | int, ...]) -> str | None:
-    """Key path for a diagnostic, None for the document itself."""
-    return format_path(path) or None

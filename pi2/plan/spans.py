@@ -6,28 +6,26 @@ The tree keeps the keys of texts with errors too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import tomli
 
 from pi2.diagnostics import Span
+from pi2.plan.paths import KeyPath
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-Path = tuple[str | int, ...]
-"""Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
-
 _KEY_TYPES = frozenset({"bare_key", "quoted_key", "dotted_key"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Duplicate:
     """A key that stands twice in one table."""
 
-    path: Path
+    path: KeyPath
     first: Span
     second: Span
 
@@ -37,29 +35,29 @@ class SpanIndex:
     """Spans by key path."""
 
     file: str
-    keys: dict[Path, Span] = field(default_factory=dict)
+    keys: dict[KeyPath, Span] = field(default_factory=dict)
     """The key's own characters; for an array's item, the item."""
-    values: dict[Path, Span] = field(default_factory=dict)
+    values: dict[KeyPath, Span] = field(default_factory=dict)
     """The value's characters; for a table with a header, the header."""
     duplicates: list[Duplicate] = field(default_factory=list)
-    headers: set[Path] = field(default_factory=set)
+    headers: set[KeyPath] = field(default_factory=set)
     """Tables that begin with a [header] or [[header]]."""
     errors: list[Span] = field(default_factory=list)
     """Text that TOML 1.0's grammar does not have."""
 
-    def has(self, path: Path) -> bool:
+    def has(self, path: KeyPath) -> bool:
         """Whether the text has the key; the document itself counts as there."""
         return not path or path in self.keys
 
-    def find_key(self, path: Path) -> Span:
+    def find_key(self, path: KeyPath) -> Span:
         """Span of the key at ``path``, or of its nearest ancestor."""
         return self.keys[path] if path in self.keys else self.find_table(path[:-1])
 
-    def find_value(self, path: Path) -> Span:
+    def find_value(self, path: KeyPath) -> Span:
         """Span of the value at ``path``, or of its nearest ancestor."""
         return self.values[path] if path in self.values else self.find_key(path)
 
-    def find_table(self, path: Path) -> Span:
+    def find_table(self, path: KeyPath) -> Span:
         """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
         while path:
             spans = self.values if path in self.headers else self.keys
@@ -68,7 +66,7 @@ class SpanIndex:
             path = path[:-1]
         return Span.of_file(self.file)
 
-    def replace(self, path: Path, key: Span, value: Span) -> None:
+    def replace(self, path: KeyPath, key: Span, value: Span) -> None:
         """Let ``path`` and everything below it stand elsewhere."""
         for spans in (self.keys, self.values):
             for old in [item for item in spans if item[: len(path)] == path]:
@@ -82,9 +80,9 @@ class _Indexer:
     def __init__(self, file: str, text: str) -> None:
         self.index = SpanIndex(file)
         self.lines = text.encode("utf-8").split(b"\n")
-        self.array_counts: dict[Path, int] = {}
-        self.closed: set[Path] = set()
-        self.pairs: set[Path] = set()
+        self.array_counts: dict[KeyPath, int] = {}
+        self.closed: set[KeyPath] = set()
+        self.pairs: set[KeyPath] = set()
 
     def locate(self, first: Node, last: Node | None = None) -> Span:
         """Span from the start of ``first`` to the end of ``last``; byte to character columns."""
@@ -115,7 +113,7 @@ class _Indexer:
         if key is None:
             return
         parts = list(_split_key(key))
-        path: Path = ()
+        path: KeyPath = ()
         for name, part in parts[:-1]:
             path = self.enter((*path, name))
             self.index.keys.setdefault(path, self.locate(part))
@@ -148,12 +146,12 @@ class _Indexer:
             if child.type == "pair":
                 self.walk_pair(path, child)
 
-    def enter(self, path: Path) -> Path:
+    def enter(self, path: KeyPath) -> KeyPath:
         """Below an array of tables, a header means the array's latest item."""
         count = self.array_counts.get(path)
         return path if count is None else (*path, count - 1)
 
-    def walk_pair(self, base: Path, node: Node) -> None:
+    def walk_pair(self, base: KeyPath, node: Node) -> None:
         """Index ``a.b = value``."""
         key = next((child for child in node.children if child.type in _KEY_TYPES), None)
         if key is None:
@@ -181,7 +179,7 @@ class _Indexer:
         if values:
             self.walk_value(path, values[0])
 
-    def walk_value(self, path: Path, node: Node) -> None:
+    def walk_value(self, path: KeyPath, node: Node) -> None:
         if node.type == "inline_table":
             for child in node.named_children:
                 if child.type == "pair":
@@ -201,7 +199,7 @@ class _Indexer:
                 self.index.errors.append(self.locate(node))
             elif node.has_error:
                 stack.extend(node.children)
-        self.index.errors.sort()
+        self.index.errors.sort(key=lambda span: (span.line, span.column))
 
 
 def _split_key(node: Node) -> Iterator[tuple[str, Node]]:
@@ -235,14 +233,3 @@ def index_spans(file: str, text: str) -> SpanIndex:
     tree = Parser(Language(tree_sitter_toml.language())).parse(text.encode("utf-8"))
     indexer.walk_document(tree.root_node)
     return indexer.index
-
-
-def format_path(path: Sequence[str | int]) -> str:
-    """Write a key path for people: ``layers.overrides[0].select``."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{part}" if text else part
-    return text

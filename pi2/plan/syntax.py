@@ -8,7 +8,8 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.brackets import find_unclosed
-from pi2.plan.spans import format_path, index_spans
+from pi2.plan.paths import format_path
+from pi2.plan.spans import index_spans
 
 _DUPLICATE_MESSAGES = (
     "Cannot overwrite",

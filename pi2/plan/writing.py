@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from pi2.plan.fields import find_type
+from pi2.plan.paths import KeyPath
 from pi2.plan.plan import Plan
 from pi2.plan.quantities import approximate_bytes
 from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.sizes import count_ffn_bytes
-from pi2.plan.spans import Path
 from pi2.plan.toml_text import write_key, write_value
 
-Comments = Mapping[Path, str]
+Comments = Mapping[KeyPath, str]
 """Remarks behind values, by key path."""
 
 
@@ -54,7 +54,7 @@ def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
     return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
 
 
-def _write_table(path: Path, values: Mapping[str, Any], comments: Comments) -> Iterator[str]:
+def _write_table(path: KeyPath, values: Mapping[str, Any], comments: Comments) -> Iterator[str]:
     """Write the plain keys, then the tables below; free-key tables stay on one line."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for key, value in values.items():

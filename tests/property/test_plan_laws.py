@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.render import full
+from pi2.plan.paths import KeyPath
 from pi2.plan.quantities import (
     BYTE_UNITS,
     HERTZ_UNITS,
@@ -27,7 +28,6 @@ from pi2.plan.quantities import (
 from pi2.plan.resolve import load_plan
 from pi2.plan.selectors import list_layers
 from pi2.plan.sizes import round_for_people
-from pi2.plan.spans import Path as KeyPath
 from pi2.plan.spans import index_spans
 from pi2.plan.toml_text import write_key, write_value
 from pi2.plan.writing import write_plan

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.diagnostics.render import find_renderer, list_formats
+from pi2.diagnostics.formats import find_renderer, list_formats
 from pi2.plan.check import Report, check_file, check_plan
 from pi2.plan.resolve import load_plan
 from pi2.plan.source import parse_source

@@ -8,7 +8,8 @@ import pytest
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.render import concise, find_renderer, full, list_formats
+from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.render import concise, full
 from pi2.diagnostics.render import json as as_json
 
 TEXT = "\n".join(["[layers]", "split = { cpu = 0.3, npu = 0.8 }", "\tname = '名前' # tab", ""])

@@ -66,6 +66,20 @@ def test_help_imports_no_command() -> None:
     assert {"pi2.cli.validate", "pi2.cli.show", "pydantic"}.isdisjoint(modules)
 
 
+def test_sound_files_are_not_searched_for_places() -> None:
+    script = "import sys; from pi2.cli.main import run; run(['validate', sys.argv[1]])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; print(*sys.modules)", DEMO],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    modules = set(done.stdout.split())
+    assert "pi2.plan.check" in modules
+    assert {"tree_sitter", "pi2.plan.spans", "pi2.plan.syntax"}.isdisjoint(modules)
+
+
 def test_an_unknown_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["vallidate"]) == 2
     assert "Did you mean 'validate'?" in capsys.readouterr().err

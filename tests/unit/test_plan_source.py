@@ -126,7 +126,7 @@ def test_positions_wait_until_they_are_asked_for(
     def refuse(name: str, text: str) -> None:
         raise AssertionError("positions were not needed")
 
-    monkeypatch.setattr("pi2.plan.source.index_spans", refuse)
+    monkeypatch.setattr("pi2.plan.spans.index_spans", refuse)
     assert isinstance(read_source(path, "x"), SourceFile)
 
 

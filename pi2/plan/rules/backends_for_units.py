@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.spans import Path
+from pi2.plan.paths import KeyPath
 
 CODE = "P232"
 SEVERITY = "error"
@@ -23,7 +23,7 @@ NEEDS = ("plan", "device")
 def check(facts: Facts) -> Iterator[Finding]:
     """Look up the kind of every unit with a share."""
     plan, device = facts.plan, facts.device
-    paths: dict[str, Path] = {}
+    paths: dict[str, KeyPath] = {}
     for unit, share in plan.layers.split.items():
         if share > 0:
             paths.setdefault(unit, ("layers", "split", unit))

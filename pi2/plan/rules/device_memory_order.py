@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from pi2.plan.device import Memory
 from pi2.plan.findings import Facts, Finding, Origin
+from pi2.plan.paths import KeyPath
 from pi2.plan.quantities import format_bytes
-from pi2.plan.spans import Path
 
 CODE = "P250"
 SEVERITY = "error"
@@ -24,7 +24,7 @@ NEEDS = ("device",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare usable and capacity of main memory and of every unit's own."""
     device = facts.device
-    memories: list[tuple[Path, Memory]] = [(("memory",), device.memory)]
+    memories: list[tuple[KeyPath, Memory]] = [(("memory",), device.memory)]
     for name, unit in device.units.items():
         if unit.memory is not None:
             memories.append((("units", name, "memory"), unit.memory))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pi2.plan.findings import Facts, Finding
-from pi2.plan.spans import Path
+from pi2.plan.paths import KeyPath
 
 CODE = "P210"
 SEVERITY = "error"
@@ -31,7 +31,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             yield from _check_split(override.split, path, f'layers "{override.select.strip()}"')
 
 
-def _check_split(split: Mapping[str, float], path: Path, subject: str) -> Iterator[Finding]:
+def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Iterator[Finding]:
     total = sum(split.values())
     if abs(total - 1.0) <= TOLERANCE:
         return

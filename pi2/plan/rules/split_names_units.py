@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from pi2.plan.fields import suggest
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.spans import Path
+from pi2.plan.paths import KeyPath
 
 CODE = "P211"
 SEVERITY = "error"
@@ -30,7 +30,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield from _check_names(facts, override.split or (), path)
 
 
-def _check_names(facts: Facts, names: Iterable[str], path: Path) -> Iterator[Finding]:
+def _check_names(facts: Facts, names: Iterable[str], path: KeyPath) -> Iterator[Finding]:
     units = facts.device.units
     for name in names:
         if name in units:

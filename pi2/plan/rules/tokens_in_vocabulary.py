@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.spans import Path
+from pi2.plan.paths import KeyPath
 
 CODE = "P246"
 SEVERITY = "error"
@@ -22,7 +22,7 @@ NEEDS = ("model",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare bos and eos with the vocabulary."""
     tokenizer, vocab = facts.model.tokenizer, facts.model.shape.vocab
-    tokens: list[tuple[Path, int]] = [
+    tokens: list[tuple[KeyPath, int]] = [
         (("tokenizer", "eos", number), token) for number, token in enumerate(tokenizer.eos)
     ]
     if tokenizer.bos is not None:
