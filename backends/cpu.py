@@ -200,7 +200,7 @@ class CpuExecutor:
             self._predict_gate = library.find("predict_gate")
             assert request.gate_rows is not None
             self._gate_arguments = [
-                (*self._bind_gate(rows, scales), *hidden, *found, neurons)
+                (*self._bind_gate(rows, scales), *hidden, *found)
                 for rows, scales in request.gate_rows
             ]
         self._low_rank = self._bind_predictors(request, hidden, found)
@@ -266,7 +266,6 @@ class CpuExecutor:
                 *hidden,
                 *middle[rank],
                 *found,
-                self._neurons,
             )
             bound.append((self._library.find(f"predict_low_rank_{rank}"), arguments))
         return bound
@@ -287,20 +286,20 @@ class CpuExecutor:
         count = len(tokens)
         self._tokens = count
         self._ids[:count] = tokens
-        self._embed(*self._embed_arguments, count)
+        self._embed(count, *self._embed_arguments)
 
     def attend(self, layer: int, position: int) -> None:
         """Add the attention block."""
-        self._attend(*self._attend_arguments[layer], self._tokens, position, self._context)
+        self._attend(self._tokens, position, self._context, *self._attend_arguments[layer])
 
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
-        self._begin(*self._begin_arguments[layer], self._tokens)
+        self._begin(self._tokens, *self._begin_arguments[layer])
 
     def predict_low_rank(self, layer: int, threshold: float) -> _I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         kernel, arguments = self._low_rank[layer]
-        kernel(*arguments, float(threshold))
+        kernel(self._neurons, float(threshold), *arguments)
         return self._indices[: self._found[0]]
 
     def predict_gate(self, layer: int) -> _I32:
@@ -308,7 +307,7 @@ class CpuExecutor:
         if self._predict_gate is None:
             assert self._spec.activation == "silu", "gate rows were not given to build"
             return self._every
-        self._predict_gate(*self._gate_arguments[layer])
+        self._predict_gate(self._neurons, *self._gate_arguments[layer])
         return self._indices[: self._found[0]]
 
     def add_neurons(self, layer: int, arena: _U8, slots: _I32) -> None:
@@ -316,20 +315,20 @@ class CpuExecutor:
         count = len(slots)
         self._slots[:count] = slots
         view = self._wrap_arena(arena)
-        self._gather(view, self._gather_slots, *self._gather_rest, count)
+        self._gather(count, view, self._gather_slots, *self._gather_rest)
 
     def add_dense(self, layer: int, bundles: _U8) -> None:
         """Add contiguous neurons for all tokens."""
         count = len(bundles)
         view = self._wrap_arena(bundles)
         if self._tokens == 1:
-            self._gather(view, self._gather_every, *self._gather_uncounted, count)
+            self._gather(count, view, self._gather_every, *self._gather_uncounted)
         else:
-            self._dense(view, *self._dense_rest, count, self._tokens)
+            self._dense(count, self._tokens, view, *self._dense_rest)
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
-        self._end(*self._end_arguments, self._tokens)
+        self._end(self._tokens, *self._end_arguments)
 
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on."""
@@ -337,7 +336,7 @@ class CpuExecutor:
         if count > len(self._logits):
             self._logits = self._space.make("float32", count, self._spec.vocab)
             self._head_logits = self._space.wrap(self._logits)
-        self._head(*self._head_arguments, self._head_logits, first, count)
+        self._head(first, count, *self._head_arguments, self._head_logits)
         return self._logits[:count]
 
     def count_active(self) -> int:
@@ -358,7 +357,7 @@ class CpuExecutor:
     ) -> None:
         """Read bundles with pread, without the GIL."""
         view = self._wrap_arena(arena)
-        self._read(view, slots, offsets, results, fd, start, step, len(slots))
+        self._read(fd, start, step, len(slots), view, slots, offsets, results)
 
     def close(self) -> None:
         """Forget every array."""

@@ -28,6 +28,8 @@ class Cache:
     keys: v.Buffer
     values: v.Buffer
     context: v.Expr
+    once: v.Expr
+    """1, see `Activations.once`."""
 
 
 def count_lanes(length: int) -> int:
@@ -68,7 +70,7 @@ def emit_rope(
             v.let((second * cosine + first * sine) * factor),
         )
 
-    with T.serial(spec.heads) as head, T.serial(half // lanes) as step:
+    with T.serial(spec.heads) as head, T.serial(half // lanes * cache.once) as step:
         place, first, second = rotate(head, step, 1.0 / math.sqrt(size))
         v.store(qkv, place, first, lanes)
         v.store(qkv, place + half, second, lanes)
@@ -78,7 +80,7 @@ def emit_rope(
             + v.wide(T.floordiv(at, KV_BLOCK))
         )
         row = v.let(block * (size * KV_BLOCK) + v.wide(T.floormod(at, KV_BLOCK)))
-        with T.serial(half // lanes) as step:
+        with T.serial(half // lanes * cache.once) as step:
             _, first, second = rotate(spec.heads + head, step, 1.0)
             for offset, part in ((0, first), (half, second)):
                 place = row + v.wide((step * lanes + offset) * KV_BLOCK)
@@ -88,7 +90,7 @@ def emit_rope(
         source = v.let(start + (spec.heads + spec.kv_heads + head) * size)
         target = v.let((v.wide(head) * v.wide(cache.context) + v.wide(at)) * size)
         wide = count_lanes(size)
-        with T.serial(size // wide) as step:
+        with T.serial(size // wide * cache.once) as step:
             part = v.cast(v.load(qkv, source + step * wide, wide), "float16", wide)
             v.store(cache.values, target + v.wide(step * wide), part, wide)
 
@@ -151,7 +153,7 @@ def _emit_heads(
         keys = v.let(key_head + v.wide(block) * (size * KV_BLOCK))
         for index in range(count):
             v.store(scores, index * 16, v.constant(0.0, "float32", 16), 16)
-        with T.serial(size) as element:
+        with T.serial(size * cache.once) as element:
             key = v.let(v.cast(v.load(cache.keys, keys + v.wide(element * 16), 16), "float32", 16))
             for index in range(count):
                 value = v.splat(qkv[query + index * size + element], 16)
@@ -173,7 +175,7 @@ def _emit_heads(
             v.store(largest, index, top, 1)
             v.store(factors, index, factor, 1)
         values = v.let(key_head + v.wide(block) * (size * KV_BLOCK))
-        with T.serial(size // lanes) as part:
+        with T.serial(size // lanes * cache.once) as part:
             sums = [
                 v.let(
                     v.load(output, result + index * size + part * lanes, lanes)
@@ -196,6 +198,6 @@ def _emit_heads(
                 v.store(output, result + index * size + part * lanes, sums[index], lanes)
     for index in range(count):
         factor = v.let(v.constant(1.0, "float32") / totals[index])
-        with T.serial(size // lanes) as part:
+        with T.serial(size // lanes * cache.once) as part:
             place = result + index * size + part * lanes
             v.store(output, place, v.load(output, place, lanes) * v.splat(factor, lanes), lanes)

@@ -49,14 +49,15 @@ def make_target(isa: Isa, triple: str | None = None) -> tvm.target.Target:
 def lower(module: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Turn kernels into what the code generator takes.
 
-    The kernels are explicit loops and vectors: the passes of the default pipeline that look for
-    such structure have nothing to find here and cost most of its time.
+    The kernels are explicit loops and vectors over flat buffers: the passes of the default
+    pipeline that look for such structure have nothing to find here.  FlattenBuffer in particular
+    turns vector loads into gathers (it adds a vector of zeros to every index), from which LLVM
+    needs seconds to recover.
     """
     passes = [
         tirx.transform.BindTarget(target.with_host(target)),
         s_tir.transform.ConvertBlocksToOpaque(),
         s_tir.transform.LowerOpaqueBlock(),
-        tirx.transform.FlattenBuffer(),
         tirx.transform.AnnotateEntryFunc(),
         tirx.transform.SplitHostDevice(),
         tirx.transform.MakePackedAPI(),

@@ -37,6 +37,21 @@ class Activations:
     scales: v.Buffer
     sums: v.Buffer
     values: v.Buffer
+    once: v.Expr
+    """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
+    unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
+
+
+def list_runs(length: int) -> list[tuple[int, int, int]]:
+    """Return (lanes, first group, number of blocks) for each run of equal blocks."""
+    blocks = split_lanes(length)
+    full = blocks.count(16)
+    runs = [(16, 0, full)] if full else []
+    group = full * 16
+    for lanes in blocks[full:]:
+        runs.append((lanes, group, 1))
+        group += lanes
+    return runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +75,16 @@ def emit_dots(
     """Return vector . x for each token; ``prefetch(byte, size)`` is told what is being read."""
     if vector.precision == "fp16":
         return _emit_halves(vector, activations, tokens, prefetch)
-    blocks = split_lanes(activations.length)
-    top = blocks[0]
+    tokens = [v.let(v.wide(token)) for token in tokens]
+    runs = list_runs(activations.length)
+    top = runs[0][0]
     sums = T.alloc_buffer((len(tokens) * top,), "float32")
     for index in range(len(tokens)):
         v.store(sums, index * top, v.constant(0.0, "float32", top), top)
-    full = blocks.count(16)
-    if full:
-        with T.serial(full) as block:
-            _emit_block(isa, vector, activations, tokens, sums, top, block * 16, 16, prefetch)
-    group = full * 16
-    for lanes in blocks[full:]:
-        _emit_block(isa, vector, activations, tokens, sums, top, group, lanes, prefetch)
-        group += lanes
+    for lanes, first, count in runs:
+        with T.serial(v.wide(count * activations.once)) as block:
+            group = v.let(first + block * lanes)
+            _emit_block(isa, vector, activations, tokens, sums, top, group, lanes, prefetch)
     return [
         v.let(v.add_lanes(v.load(sums, index * top, top), "float32", top))
         for index in range(len(tokens))
@@ -93,9 +105,9 @@ def _emit_block(
     """Add the products of the block that begins with group ``group`` to ``sums``."""
     element = group * GROUP
     group_bytes = GROUP // 2 if vector.precision == "int4" else GROUP
-    byte = v.let(vector.weights_base + v.wide(group * group_bytes))
+    byte = v.let(vector.weights_base + group * group_bytes)
     if prefetch is not None:
-        prefetch(v.wide(group * group_bytes), lanes * group_bytes)
+        prefetch(group * group_bytes, lanes * group_bytes)
     first = 0
     while first < lanes:
         width = min(isa.lanes, lanes - first)
@@ -110,7 +122,7 @@ def _emit_block(
             lanes,
             width,
         )
-        scale_byte = vector.scales_base + v.wide((group + first) * 2)
+        scale_byte = vector.scales_base + (group + first) * 2
         weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
         groups = activations.length // GROUP
         for index, token in enumerate(tokens):
@@ -270,7 +282,7 @@ def _emit_halves(
     sums = T.alloc_buffer((len(tokens) * 32,), "float32")
     for index in range(2 * len(tokens)):
         v.store(sums, index * 16, v.constant(0.0, "float32", 16), 16)
-    with T.serial(length // GROUP) as group:
+    with T.serial(length // GROUP * activations.once) as group:
         if prefetch is not None:
             prefetch(v.wide(group * 2 * GROUP), 2 * GROUP)
         for half in range(2):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Vector
-from pi2.plan.layout import GROUP, split_lanes
+from pi2.backends.kernels.dots import Vector, list_runs
+from pi2.plan.layout import GROUP
 
 
 def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> None:
@@ -16,17 +16,9 @@ def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> 
             values = v.load_halves(vector.weights, vector.weights_base + v.wide(step * 32), 16)
             v.store(target, base + step * 16, values, 16)
         return
-    group = 0
-    blocks = split_lanes(length)
-    full = blocks.count(16)
-    if full:
-        with T.serial(full) as block, T.serial(16) as lane:
-            _emit_group(vector, target, base, block * 16, lane, 16)
-        group = full * 16
-    for lanes in blocks[full:]:
-        with T.serial(lanes) as lane:
-            _emit_group(vector, target, base, group, lane, lanes)
-        group += lanes
+    for lanes, first, count in list_runs(length):
+        with T.serial(count) as block, T.serial(lanes) as lane:
+            _emit_group(vector, target, base, v.let(first + block * lanes), lane, lanes)
 
 
 def _emit_group(

@@ -112,6 +112,7 @@ def emit_gathered(
                     value,
                     partial,
                     v.let(thread * hidden),
+                    activations.once,
                     _look_ahead(spec, arena, following, "down"),
                 )
     with T.serial(hidden // 16) as step:
@@ -131,6 +132,7 @@ def _emit_down(
     value: v.Expr,
     target: v.Buffer,
     base: v.Expr,
+    once: v.Expr,
     ask: Callable[[v.Expr, int], None],
 ) -> None:
     """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
@@ -147,7 +149,7 @@ def _emit_down(
 
     for lanes, group, units in list_units(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(units // per_block) as block:
+        with T.serial(units // per_block * once) as block:
             emit_block(lanes, group + block * groups)
 
 

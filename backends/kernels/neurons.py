@@ -9,10 +9,10 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Vector
+from pi2.backends.kernels.dots import Vector, list_runs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.layout import GROUP, PartName, Precision, split_lanes
+from pi2.plan.layout import GROUP, PartName, Precision
 
 
 def take_part(spec: KernelSpec, arena: v.Buffer, base: v.Expr, name: PartName) -> Vector:
@@ -56,14 +56,7 @@ def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
     if precision == "fp16":
         return [(16, 0, hidden // GROUP)]
     per_block = 4 if precision == "int4" else 8
-    blocks = split_lanes(hidden)
-    full = blocks.count(16)
-    runs = [(16, 0, full * per_block)] if full else []
-    group = full * 16
-    for lanes in blocks[full:]:
-        runs.append((lanes, group, per_block))
-        group += lanes
-    return runs
+    return [(lanes, first, count * per_block) for lanes, first, count in list_runs(hidden)]
 
 
 def emit_unit(
@@ -134,17 +127,9 @@ def emit_leave_lane_order(
             place = base + step * 16
             v.store(target, place, v.load(target, place, 16) + v.load(source, place, 16), 16)
         return
-    group = 0
-    blocks = split_lanes(hidden)
-    full = blocks.count(16)
-    if full:
-        with T.serial(full) as block, T.serial(16) as lane:
-            _emit_leave_group(source, target, base, v.let(block * 16), lane, 16)
-        group = full * 16
-    for lanes in blocks[full:]:
-        with T.serial(lanes) as lane:
-            _emit_leave_group(source, target, base, group, lane, lanes)
-        group += lanes
+    for lanes, first, count in list_runs(hidden):
+        with T.serial(count) as block, T.serial(lanes) as lane:
+            _emit_leave_group(source, target, base, v.let(first + block * lanes), lane, lanes)
 
 
 def _emit_leave_group(

@@ -5,21 +5,20 @@ Every array parameter is a flat buffer.  Those of type uint8 may lie anywhere; t
 values, in the order codes, scales, sums, values.
 
 ======================  ==========================================================================
-function                parameters
+function                parameters: numbers, then arrays
 ======================  ==========================================================================
-``embed``               weights, scales, ids int32 [T], x, T
-``attend``              x, norm, qkv weights, scales, [bias], output weights, scales, cosines,
-                        sines, keys, values (fp16), qkv, qa (hidden), qa (width), T, position,
-                        context
-``begin_ffn``           x, norm, qa (hidden), y, T
-``predict_low_rank_R``  in weights, scales, out weights, scales, bias, qa (hidden), qa (R), scores,
-                        indices, found, neurons, threshold float32
-``predict_gate``        gate weights, scales, qa (hidden), scores, indices, found, neurons
-``add_neurons``         arena, slots, qa (hidden), gates, firing, partial, counts, y, n
-``add_dense``           bundles, qa (hidden), values, unpacked, y, n, T
-``end_ffn``             x, y, T
-``logits``              x, norm, weights, scales, qa (hidden), logits, first, T
-``read_bundles``        arena, slots, offsets int64, results int64, fd, start, step, n
+``embed``               T; weights, scales, ids int32 [T], x
+``attend``              T, position, context; x, norm, qkv weights, scales, [bias], output weights,
+                        scales, cosines, sines, keys, values (fp16), qkv, qa (hidden), qa (width)
+``begin_ffn``           T; x, norm, qa (hidden), y
+``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
+                        qa (hidden), qa (R), scores, indices, found
+``predict_gate``        neurons; gate weights, scales, qa (hidden), scores, indices, found
+``add_neurons``         n; arena, slots, qa (hidden), gates, firing, partial, counts, y
+``add_dense``           n, T; bundles, qa (hidden), values, unpacked, y
+``end_ffn``             T; x, y
+``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
+``read_bundles``        fd, start, step, n; arena, slots, offsets int64, results int64
 ======================  ==========================================================================
 """
 
@@ -69,9 +68,10 @@ class Parameters:
             precision=precision,
         )
 
-    def take_activations(self, name: str, length: int, planes: int) -> Activations:
-        """Declare the four arrays of quantised activations."""
+    def take_activations(self, name: str, length: int, planes: int, count: v.Expr) -> Activations:
+        """Declare the four arrays of quantised activations; ``count`` is a positive parameter."""
         return Activations(
+            once=T.min(count, 1),
             length=length,
             planes=planes,
             codes=self.take_array(f"{name}_codes", "int8"),
@@ -131,17 +131,17 @@ class Program:
             {name: make_function(name, emit) for name, emit in self.list_functions().items()}
         )
 
-    def _take_hidden(self, take: Parameters) -> Activations:
-        return take.take_activations("hidden", self.spec.hidden, self.spec.planes)
+    def _take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
+        return take.take_activations("hidden", self.spec.hidden, self.spec.planes, count)
 
     def emit_embed(self, take: Parameters) -> None:
         """Set x float32 [T, hidden] to rows ``ids`` of the embedding."""
         spec = self.spec
+        tokens = take.take_number("tokens")
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
         ids = take.take_array("ids", "int32")
         x = take.take_array("x", "float32")
-        tokens = take.take_number("tokens")
         with T.serial(tokens) as token:
             row = v.let(v.wide(ids[token]))
             vector = Vector(
@@ -156,6 +156,9 @@ class Program:
     def emit_attend(self, take: Parameters) -> None:
         """Add the attention block to x; keys and values of the tokens are kept."""
         spec, isa = self.spec, self.isa
+        tokens = take.take_number("tokens")
+        position = take.take_number("position")
+        context = take.take_number("context")
         x = take.take_array("x", "float32")
         norm = take.take_array("norm", "float32")
         project = take.take_matrix("qkv", spec.qkv_rows, spec.hidden, spec.attention)
@@ -166,11 +169,9 @@ class Program:
         keys = take.take_array("keys", "float16")
         values = take.take_array("values", "float16")
         qkv = take.take_array("qkv", "float32")
-        hidden = self._take_hidden(take)
-        mixed = take.take_activations("mixed", spec.width, spec.planes)
-        tokens = take.take_number("tokens")
-        position = take.take_number("position")
-        cache = Cache(keys=keys, values=values, context=take.take_number("context"))
+        hidden = self._take_hidden(take, tokens)
+        mixed = take.take_activations("mixed", spec.width, spec.planes, tokens)
+        cache = Cache(keys=keys, values=values, context=context, once=hidden.once)
 
         def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             total = value if bias is None else value + bias[row]
@@ -194,11 +195,11 @@ class Program:
     def emit_begin_ffn(self, take: Parameters) -> None:
         """Normalise and quantise x; set y to zero."""
         spec = self.spec
+        tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         norm = take.take_array("norm", "float32")
-        hidden = self._take_hidden(take)
+        hidden = self._take_hidden(take, tokens)
         y = take.take_array("y", "float32")
-        tokens = take.take_number("tokens")
 
         def prepare(token: v.Expr) -> None:
             emit_norm(x, token, norm, spec.epsilon, hidden, token)
@@ -214,17 +215,17 @@ class Program:
         assert precision is not None
 
         def emit(take: Parameters) -> None:
+            neurons = take.take_number("neurons")
+            threshold = take.take_number("threshold", "float32")
             inner = take.take_matrix("inner", rank, spec.hidden, precision)
             weights = take.take_array("outer_weights", "uint8")
             scales = take.take_array("outer_scales", "uint8")
             bias = take.take_array("bias", "float32")
-            hidden = self._take_hidden(take)
-            middle = take.take_activations("middle", rank, spec.planes)
+            hidden = self._take_hidden(take, neurons)
+            middle = take.take_activations("middle", rank, spec.planes, neurons)
             scores = take.take_array("scores", "float32")
             indices = take.take_array("indices", "int32")
             found = take.take_array("found", "int32")
-            neurons = take.take_number("neurons")
-            threshold = take.take_number("threshold", "float32")
             outer = Matrix(
                 weights=weights, scales=scales, rows=neurons, length=rank, precision=precision
             )
@@ -238,13 +239,13 @@ class Program:
         spec = self.spec
         precision = spec.gate_rows
         assert precision is not None
+        neurons = take.take_number("neurons")
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
-        hidden = self._take_hidden(take)
+        hidden = self._take_hidden(take, neurons)
         scores = take.take_array("scores", "float32")
         indices = take.take_array("indices", "int32")
         found = take.take_array("found", "int32")
-        neurons = take.take_number("neurons")
         matrix = Matrix(
             weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
         )
@@ -258,9 +259,10 @@ class Program:
 
     def emit_add_neurons(self, take: Parameters) -> None:
         """Add gathered neurons to y of one token."""
+        count = take.take_number("count")
         arena = take.take_array("arena", "uint8")
         slots = take.take_array("slots", "int32")
-        hidden = self._take_hidden(take)
+        hidden = self._take_hidden(take, count)
         emit_gathered(
             self.isa,
             self.spec,
@@ -272,13 +274,15 @@ class Program:
             partial=take.take_array("partial", "float32"),
             counts=take.take_array("counts", "int32"),
             total=take.take_array("y", "float32"),
-            count=take.take_number("count"),
+            count=count,
         )
 
     def emit_add_dense(self, take: Parameters) -> None:
         """Add contiguous neurons to y of all tokens."""
+        count = take.take_number("count")
+        tokens = take.take_number("tokens")
         bundles = take.take_array("bundles", "uint8")
-        hidden = self._take_hidden(take)
+        hidden = self._take_hidden(take, count)
         emit_dense(
             self.isa,
             self.spec,
@@ -287,28 +291,28 @@ class Program:
             values=take.take_array("values", "float32"),
             unpacked=take.take_array("unpacked", "float32"),
             total=take.take_array("y", "float32"),
-            count=take.take_number("count"),
-            tokens=take.take_number("tokens"),
+            count=count,
+            tokens=tokens,
         )
 
     def emit_end_ffn(self, take: Parameters) -> None:
         """Add y to x."""
         spec = self.spec
+        tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         y = take.take_array("y", "float32")
-        tokens = take.take_number("tokens")
         emit_each_token(tokens, lambda t: emit_leave_lane_order(spec.hidden, spec.ffn, y, x, t))
 
     def emit_logits(self, take: Parameters) -> None:
         """Set logits float32 [T, vocab] of the tokens from ``first`` on."""
         spec = self.spec
+        first = take.take_number("first")
+        tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         norm = take.take_array("norm", "float32")
         head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
-        hidden = self._take_hidden(take)
+        hidden = self._take_hidden(take, tokens)
         logits = take.take_array("logits", "float32")
-        first = take.take_number("first")
-        tokens = take.take_number("tokens")
 
         def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
@@ -319,14 +323,14 @@ class Program:
     def emit_read_bundles(self, take: Parameters) -> None:
         """Read bundles start, start + step, ... of ``n`` with pread."""
         spec = self.spec
-        arena = take.take_array("arena", "uint8")
-        slots = take.take_array("slots", "int32")
-        offsets = take.take_array("offsets", "int64")
-        results = take.take_array("results", "int64")
         fd = take.take_number("fd")
         start = take.take_number("start")
         step = take.take_number("step")
         count = take.take_number("count")
+        arena = take.take_array("arena", "uint8")
+        slots = take.take_array("slots", "int32")
+        offsets = take.take_array("offsets", "int64")
+        results = take.take_array("results", "int64")
         with T.serial(T.floordiv(count - start + step - 1, step)) as turn:
             index = v.let(start + turn * step)
             place = v.wide(slots[index]) * spec.stride

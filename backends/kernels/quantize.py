@@ -10,8 +10,8 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations
-from pi2.plan.layout import GROUP, split_lanes
+from pi2.backends.kernels.dots import Activations, list_runs
+from pi2.plan.layout import GROUP
 
 LIMIT = {1: 127, 2: 127 * 256}
 """Largest code by number of planes."""
@@ -33,14 +33,14 @@ def emit_norm(
     sums = T.alloc_buffer((32,), "float32")
     for half in range(2):
         v.store(sums, half * 16, v.constant(0.0, "float32", 16), 16)
-    with T.serial(length // 32) as step:
+    with T.serial(length // 32 * target.once) as step:
         for half in range(2):
             part = v.let(v.load(source, row * length + step * 32 + half * 16, 16))
             v.store(sums, half * 16, T.fma(part, part, v.load(sums, half * 16, 16)), 16)
     total = v.add_lanes(v.load(sums, 0, 16) + v.load(sums, 16, 16), "float32", 16)
     mean = total * v.constant(1.0 / length, "float32") + v.constant(epsilon, "float32")
     factor = v.let(v.constant(1.0, "float32") / T.sqrt(mean))
-    with T.serial(length // 16) as step:
+    with T.serial(length // 16 * target.once) as step:
         part = v.load(source, row * length + step * 16, 16) * v.splat(factor, 16)
         part = part * v.load(weight, step * 16, 16)
         v.store(target.values, token * length + step * 16, part, 16)
@@ -49,17 +49,9 @@ def emit_norm(
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
     """Set codes, scales and sums of ``target`` from its values."""
-    group = 0
-    blocks = split_lanes(target.length)
-    full = blocks.count(16)
-    if full:
-        with T.serial(full) as block, T.serial(16) as lane:
-            _emit_group(target, token, block * 16, lane, 16)
-        group = full * 16
-    for lanes in blocks[full:]:
-        with T.serial(lanes) as lane:
-            _emit_group(target, token, group, lane, lanes)
-        group += lanes
+    for lanes, first, count in list_runs(target.length):
+        with T.serial(count * target.once) as block, T.serial(lanes * target.once) as lane:
+            _emit_group(target, token, v.let(first + block * lanes), lane, lanes)
 
 
 def _emit_group(
