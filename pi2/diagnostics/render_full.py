@@ -102,18 +102,23 @@ def _render_place(
 
 def _cut(line: str, span: Span) -> tuple[str, int, int]:
     """The line as shown, the caret's offset in it and the number of carets."""
-    shown, columns = show_line(line)
     first = min(span.column - 1, len(line))
     last = len(line) if span.end_line > span.line else min(span.end_column - 1, len(line))
+    # Only the surroundings are measured: a line may be a whole file.
+    origin = max(0, first - 2 * MAX_COLUMNS)
+    end = first + 4 * MAX_COLUMNS
+    more = end < len(line)
+    line, first, last = line[origin:end], first - origin, min(last, end) - origin
+    shown, columns = show_line(line)
     start = columns[first]
     length = max(1, columns[last] - start)
-    if columns[-1] <= MAX_COLUMNS:
+    if columns[-1] <= MAX_COLUMNS and origin == 0:
         return shown, start, length
     begin = 0 if start < MAX_COLUMNS // 2 else start - MAX_COLUMNS // 4
     left = next(index for index, column in enumerate(columns) if column >= begin)
     right = max(i for i, column in enumerate(columns) if column <= columns[left] + MAX_COLUMNS)
     piece, _ = show_line(line[left:right])
-    before = "..." if left else ""
-    after = "..." if right < len(line) else ""
+    before = "..." if origin + left else ""
+    after = "..." if more or right < len(line) else ""
     offset = start - columns[left] + len(before)
     return before + piece + after, offset, min(length, max(1, columns[right] - start))

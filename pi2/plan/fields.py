@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
+
+MAX_COMPARED = 200
+"""Names that a misspelt one is compared with: documents have fewer, hostile files may not."""
 
 
 def strip_annotation(annotation: Any) -> Any:
@@ -54,7 +58,7 @@ def list_known_keys(root: type[BaseModel], path: Sequence[str | int]) -> list[st
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
     """The known name nearest to ``word``, if one is near."""
-    names = {name.lower(): name for name in known}
+    names = {name.lower(): name for name in islice(known, MAX_COMPARED)}
     cutoff = 0.6 if len(word) > 3 else 0.7  # two letters of three are no likeness: cpu, gpu
     near = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
     return names[near[0]] if near else None

@@ -13,12 +13,9 @@ from pydantic import ValidationError
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents import SCHEMA_VERSION, Document
 from pi2.plan.paths import KeyPath, format_path, name_path
-from pi2.plan.source import SourceFile
+from pi2.plan.source import MAX_SHOWN, SourceFile, limit_findings
 
 D = TypeVar("D", bound=Document)
-
-MAX_SHOWN = 100
-"""Findings per file that are reported one by one."""
 
 
 def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
@@ -32,6 +29,7 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     for path, finding in _check_scalars(source, values):
         odd_paths.add(path)
         findings.append(finding)
+    seen = 0
     text = json.dumps(values, default=lambda value: None)
     try:
         result: D | None = document.model_validate_json(text)
@@ -39,20 +37,14 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
         from pi2.plan.schema_messages import explain_violation, is_misspelt
 
         result = None
-        for violation in error.errors(include_url=False):
+        seen = error.error_count()
+        for violation in error.errors(include_url=False)[:MAX_SHOWN]:
             path = _find_path(source.values, violation["loc"])
             if path in odd_paths:
                 continue
             if violation["type"] != "missing" or not is_misspelt(source, document, path):
                 findings.append(explain_violation(source, document, path, violation))
-    if len(findings) > MAX_SHOWN:
-        rest = len(findings) - MAX_SHOWN
-        findings = findings[:MAX_SHOWN]
-        findings.append(
-            Diagnostic(
-                code="P100", message=f"{rest} more findings in this file", span=findings[-1].span
-            )
-        )
+    findings = limit_findings(findings, len(findings) + max(0, seen - MAX_SHOWN))
     return (None if findings else result), findings
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.fields import find_type, list_known_keys, suggest
+from pi2.plan.fields import MAX_COMPARED, find_type, list_known_keys, suggest
 from pi2.plan.paths import KeyPath, format_path, name_path
 from pi2.plan.quantities import format_bytes
 from pi2.plan.source import SourceFile
@@ -140,7 +141,8 @@ def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) ->
     for part in path[:-1]:
         current = current[part]
     known = list_known_keys(document, path[:-1])
-    return any(key not in known and suggest(key, known) == path[-1] for key in current)
+    keys = islice(current, MAX_COMPARED)
+    return any(key not in known and suggest(key, known) == path[-1] for key in keys)
 
 
 def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:

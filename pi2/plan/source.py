@@ -30,6 +30,9 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 24
 """Deepest nesting of tables and arrays; documents need six."""
 
+MAX_SHOWN = 100
+"""Findings per file that are reported one by one."""
+
 CANNOT_READ = frozenset({"P001", "P002", "P003"})
 """Codes that mean that there was nothing to judge: exit code 2 rather than 1."""
 
@@ -97,7 +100,8 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     except tomli.TOMLDecodeError as error:
         from pi2.plan.syntax import explain_syntax_error
 
-        return explain_syntax_error(name, text, error)
+        found = explain_syntax_error(name, text, error)
+        return limit_findings(found, len(found))
     except RecursionError:
         return [_nesting_finding(name, text)]
     except ValueError:  # int() refuses decimal numbers of thousands of digits
@@ -128,6 +132,15 @@ def measure_depth(values: Any) -> int:
         if depth > 10_000:
             break
     return depth
+
+
+def limit_findings(findings: list[Diagnostic], total: int) -> list[Diagnostic]:
+    """Keep the first hundred of ``total`` findings, and say how many there are."""
+    shown = findings[:MAX_SHOWN]
+    if total > len(shown):
+        message = f"{total - len(shown)} more findings in this file"
+        shown.append(Diagnostic(code="P100", severity="note", message=message, span=shown[-1].span))
+    return shown
 
 
 def _finding(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import tomli
@@ -83,6 +84,7 @@ class _Indexer:
         self.array_counts: dict[KeyPath, int] = {}
         self.closed: set[KeyPath] = set()
         self.pairs: set[KeyPath] = set()
+        self.characters: dict[int, list[int] | None] = {}
 
     def locate(self, first: Node, last: Node | None = None) -> Span:
         """Span from the start of ``first`` to the end of ``last``; byte to character columns."""
@@ -97,7 +99,12 @@ class _Indexer:
 
     def _count_characters(self, row: int, column: int) -> int:
         line = self.lines[row] if row < len(self.lines) else b""
-        return len(line[:column].decode("utf-8", errors="replace"))
+        column = min(column, len(line))
+        if row not in self.characters:  # once per line: a line may hold everything
+            starts = ((byte & 0xC0) != 0x80 for byte in line)
+            self.characters[row] = None if line.isascii() else list(accumulate(starts, initial=0))
+        counts = self.characters[row]
+        return column if counts is None else counts[column]
 
     def walk_document(self, root: Node) -> None:
         for node in root.children:
