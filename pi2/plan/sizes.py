@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.plan.layout import matrix_bytes, round_up, scale_bytes, weight_bytes
+from pi2.plan.layout import GROUP, matrix_bytes, round_up, scale_bytes, weight_bytes
 from pi2.plan.quantities import approximate_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ STAGING_BUFFERS = 2
 """One is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
+PANEL_FLOATS = 256
+"""FFN neurons that a dense layer computes together, of every token."""
+THREAD_BYTES = 8192
+"""Scratch of a compute thread."""
+SMALL_BYTES = 16 << 10
+"""Alignment, counters, and the predictor's inner vector."""
+UNKNOWN_THREADS = 64
+"""Compute threads that are assumed of a device that states no cores."""
 DEFAULT_BLOCK_BYTES = 512
 """Block of a device that states none: the smallest that drives have."""
 UNKNOWN_ACTIVE = 0.25
@@ -141,7 +149,7 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
         )
-    return Need(0, f"predictor is {plan.decode.predictor!r}")
+    return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 
 
 def _need_hot(resolved: Resolved) -> Need:
@@ -160,7 +168,7 @@ def _need_cold(resolved: Resolved) -> Need:
     """
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
-        return Need(0, "predictor is 'none': cold neurons stream through the workspace")
+        return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
     share = _expect_active(plan, model)
     computed = model.shape.ffn * (model.moe.active_experts if model.moe is not None else 1)
     wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
@@ -184,26 +192,42 @@ def _expect_active(plan: Plan, model: Model) -> float:
 
 
 def _need_workspace(resolved: Resolved) -> Need:
-    """Activations of a chunk, logits, and staging.
+    """Activations, logits, and staging: what the cpu backend takes; others take less.
 
-    C (3 d + (h + 2k) w + h w) floats of residual, norm, FFN sum, qkv and attention output;
-    C V floats of logits; two staging buffers of min(f, 512) neurons.
+    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and h w
+    wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
+    floats; 256 floats of dense FFN; its id.  Logits: V floats; the logits of several tokens, which
+    evaluation asks for, take what is left.  Two staging buffers of min(f, 512) neurons.  Tables:
+    rotary positions (context w floats), five numbers per neuron of a layer, d floats and 8 KiB per
+    thread.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
-    activations = 4 * chunk * (3 * shape.hidden + qkv + query)
-    logits = 4 * chunk * shape.vocab
-    neurons = min(shape.ffn, STAGED_NEURONS)
+    inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
+    activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    logits = 4 * shape.vocab
+    neurons = min(model.layer_neurons, STAGED_NEURONS)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
-    total = _align(activations) + _align(logits) + _align(staging)
+    threads = _count_threads(resolved)
+    tables = 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
+    tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
-        total,
+        activations + logits + staging + tables,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, "
         f"logits {approximate_bytes(logits)}, staging of {STAGING_BUFFERS} x {neurons} neurons "
-        f"{approximate_bytes(staging)}",
+        f"{approximate_bytes(staging)}, tables {approximate_bytes(tables)}",
     )
+
+
+def _count_threads(resolved: Resolved) -> int:
+    """Compute threads; where neither plan nor device states them, as many as are likely."""
+    if resolved.plan.threads.compute is not None:
+        return resolved.plan.threads.compute
+    units = resolved.device.units.values()
+    cores = sum(cluster.cores for unit in units for cluster in unit.clusters)
+    return cores or UNKNOWN_THREADS
 
 
 def count_ffn_bytes(resolved: Resolved) -> int:

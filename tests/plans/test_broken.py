@@ -125,7 +125,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "usable-above-installed.device.toml": ("P250", 16, 10),
     "utf-16.plan.toml": ("P006", 1, 1),
     "wide-before-place.plan.toml": ("P106", 28, 24),
-    "wide-characters.plan.toml": ("P101", 4, 1),
+    "wide-characters.plan.toml": ("P101", 41, 1),
     "windows-lines.plan.toml": ("P103", 41, 9),
     "workspace-too-small.plan.toml": ("P202", 17, 13),
     "wrong-kind-of-unit.device.toml": ("P104", 12, 8),
