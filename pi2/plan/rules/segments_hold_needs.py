@@ -67,8 +67,10 @@ def _find_origins(resolved: Resolved, segment: str) -> tuple[Origin, ...]:
             Origin(document="plan", path=("decode", "predictor"), text=f'predictor = "{mode}"'),
         )
     if segment == "hot":
-        return (
-            Origin(document="plan", path=("layers", "hot"), text=f"hot = {resolved.layers[0].hot}"),
+        settings = {layer.hot_path: layer.hot for layer in resolved.layers}
+        return tuple(
+            Origin(document="plan", path=path, text=f"hot = {hot}")
+            for path, hot in sorted(settings.items(), key=lambda item: -item[1])
         )
     if segment == "workspace":
         chunk = resolved.plan.prefill.chunk

@@ -1,0 +1,62 @@
+"""docs/plan-language.md says what is true."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.diagnostics.render import full
+from pi2.plan.check import check_file
+from pi2.plan.rules import load_rules
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/plan-language.md").read_text("utf-8")
+
+
+def find_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("my.plan.toml")
+    path.write_text(find_blocks("toml")[0], "utf-8")
+    return path
+
+
+def test_the_example_is_a_sound_plan(example: Path) -> None:
+    report = check_file(example)
+    assert report.diagnostics == ()
+    assert report.resolved is not None
+    assert [layer.hot_neurons for layer in report.resolved.layers] == [512] * 2 + [128] * 6
+
+
+def test_the_diagnostic_is_what_validate_answers(example: Path) -> None:
+    example.write_text(example.read_text("utf-8").replace("hot = 0.5", "hot = 1.0"))
+    report = check_file(example)
+    texts = [full([item], sources=report.sources) for item in report.diagnostics]
+    assert find_blocks("text")[0] in texts
+
+
+def test_the_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for line in "".join(find_blocks("sh")).splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "pi2"
+        if arguments[0] != "run":
+            assert run(arguments) == 0, line
+
+
+def test_every_rule_documents_itself() -> None:
+    codes = [rule.code for rule in load_rules()]
+    assert len(codes) == len(set(codes))
+    for rule in load_rules():
+        title, _, rest = rule.documentation.partition("\n")
+        assert title.endswith("."), rule.code
+        for part in ("\nWhy: ", "\nExample: ", "\nFix: "):
+            assert part in rest, (rule.code, part)
