@@ -1,0 +1,160 @@
+"""Dense tensors of a synthetic model: embedding, attention, predictors, norms, head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from pi2.importing.synthesis.blueprint import (
+    ATTENTION,
+    CONSTANT,
+    NORM,
+    OUTPUT_SHARE,
+    RANDOM,
+    STREAM,
+    Blueprint,
+)
+from pi2.importing.synthesis.neurons import (
+    CHUNK_WEIGHTS,
+    count_chunks,
+    draw_vectors,
+    find_gate_biases,
+    locate_chunk,
+)
+from pi2.importing.synthesis.randomness import F32, draw_normals, draw_signs
+from pi2.plan.layout import Precision
+from pi2.plan.packing import quantize
+from pi2.plan.tensor_names import EMBEDDING as EMBEDDING_NAME
+from pi2.plan.tensor_names import FINAL_NORM, HEAD
+from pi2.store.tensors import DenseTensor
+from pi2.store.writer import TensorPieces
+
+_NEXT_LOGIT = 12.0
+_TIED_LOGIT_DEVIATION = 4.0
+_BIAS_DEVIATION = 0.1
+
+
+def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
+    """Rows of ``tensor`` in pieces, as `pi2.store.writer.StoreWriter.write_dense` wants them."""
+    if tensor.name == EMBEDDING_NAME:
+        return _quantize(tensor, lambda first, count: _make_embedding(blueprint, first, count))
+    if tensor.name == HEAD:
+        return _quantize(tensor, lambda first, count: _make_head(blueprint, first, count))
+    if tensor.name == FINAL_NORM:
+        return [(_make_final_norm(blueprint), None)]
+    _, number, kind = tensor.name.split(".")
+    layer = int(number)
+    match kind:
+        case "attention_norm" | "ffn_norm":
+            return [(np.ones((1, tensor.length), np.float32), None)]
+        case "qkv" | "output":
+            return _draw_projection(blueprint, tensor, layer, kind)
+        case "qkv_bias":
+            normals = draw_normals((1, tensor.length), *blueprint.key(ATTENTION, layer, 2))
+            return [(normals * np.float32(_BIAS_DEVIATION), None)]
+        case "predictor_in":
+            rows = make_predictor_in(blueprint, layer, tensor.rows)
+            return _quantize(tensor, lambda first, count: rows[first : first + count])
+        case "predictor_out":
+            return _make_predictor_out(blueprint, tensor, layer)
+        case "predictor_bias":
+            return [(make_predictor_bias(blueprint)[None, :], None)]
+    raise AssertionError(tensor.name)
+
+
+def make_predictor_in(blueprint: Blueprint, layer: int, rank: int) -> F32:
+    """fc1 float32 [rank, hidden]: B and -B, so that relu(z) - relu(-z) = z.
+
+    A rank above twice the latents repeats them; with an odd half, or fewer latents than half the
+    rank, the loadings are shared out over the repetitions (`make_predictor_out`).
+    """
+    directions = blueprint.draw_directions(layer) * np.float32(blueprint.direction_scale)
+    latents = np.arange(rank // 2) % blueprint.latents
+    return np.concatenate([directions[latents], -directions[latents]])
+
+
+def spread_loadings(loadings: F32, rank: int) -> F32:
+    """fc2 float32 [n, rank] that gives A z behind `make_predictor_in`; ``loadings`` is A."""
+    latents = np.arange(rank // 2) % loadings.shape[1]
+    times = np.bincount(latents, minlength=loadings.shape[1]).astype(np.float32)
+    half = (loadings / np.maximum(times, 1))[:, latents]
+    return np.concatenate([half, -half], axis=1)
+
+
+def make_predictor_bias(blueprint: Blueprint) -> F32:
+    """Score of every neuron at z = 0, float32 [ffn]: its gate there, and the margin."""
+    from_threshold = find_gate_biases(blueprint)
+    if blueprint.model.ffn.activation == "fatrelu":
+        from_threshold = from_threshold - np.float32(blueprint.model.ffn.threshold)
+    return from_threshold + np.float32(blueprint.tuning.margin)
+
+
+def _make_predictor_out(blueprint: Blueprint, tensor: DenseTensor, layer: int) -> TensorPieces:
+    assert tensor.precision != "fp32"
+    for chunk in range(count_chunks(blueprint)):
+        _, count = locate_chunk(blueprint, chunk)
+        loadings, lengths = blueprint.draw_loadings(layer, chunk, count)
+        yield quantize(spread_loadings(loadings * lengths, tensor.length), tensor.precision)
+
+
+def _make_embedding(blueprint: Blueprint, first: int, count: int) -> F32:
+    parts = blueprint.draw_token_parts(first, count)
+    parts *= np.float32(STREAM * RANDOM)
+    parts += blueprint.draw_constant() * np.float32(STREAM * CONSTANT)
+    return parts
+
+
+def _make_head(blueprint: Blueprint, first: int, count: int) -> F32:
+    """Row t points to what token t - 1 adds to the stream: greedy decoding walks through the
+    vocabulary, and so activates other neurons at every step."""
+    before = np.empty((count, blueprint.model.shape.hidden), np.float32)
+    start = 0
+    if first == 0:
+        # Nobody is followed by token 0 but the last one.
+        before[0] = blueprint.draw_token_parts(blueprint.model.shape.vocab - 1, 1)[0]
+        start = 1
+    if count > start:
+        before[start:] = blueprint.draw_token_parts(first + start - 1, count - start)
+    return before * np.float32(_NEXT_LOGIT / (RANDOM * blueprint.model.shape.hidden))
+
+
+def _make_final_norm(blueprint: Blueprint) -> F32:
+    """Ones; random signs where the head is the embedding, or every token would follow itself."""
+    hidden = blueprint.model.shape.hidden
+    if not blueprint.model.tied_head:
+        return np.ones((1, hidden), np.float32)
+    signs = draw_signs(hidden, *blueprint.key(NORM))[None, :]
+    return np.asarray(signs * np.float32(_TIED_LOGIT_DEVIATION / (STREAM * math.sqrt(hidden))))
+
+
+def _draw_projection(
+    blueprint: Blueprint, tensor: DenseTensor, layer: int, kind: str
+) -> TensorPieces:
+    """Query, key and value of magnitude 1; an output that disturbs the stream little."""
+    deviation = 1 / math.sqrt(tensor.length)
+    if kind == "output":
+        deviation *= STREAM * OUTPUT_SHARE
+    precision = _get_precision(tensor)
+    for number, (first, count) in enumerate(_cut(tensor)):
+        del first
+        key = blueprint.key(ATTENTION, layer, 0 if kind == "qkv" else 1, number)
+        yield draw_vectors(count, tensor.length, precision, deviation, *key)
+
+
+def _quantize(tensor: DenseTensor, make: Callable[[int, int], F32]) -> TensorPieces:
+    for first, count in _cut(tensor):
+        yield quantize(make(first, count), _get_precision(tensor))
+
+
+def _cut(tensor: DenseTensor) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of the pieces that a tensor is made in."""
+    size = max(1, CHUNK_WEIGHTS // tensor.length)
+    for first in range(0, tensor.rows, size):
+        yield first, min(size, tensor.rows - first)
+
+
+def _get_precision(tensor: DenseTensor) -> Precision:
+    assert tensor.precision != "fp32", tensor.name
+    return tensor.precision

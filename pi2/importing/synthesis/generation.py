@@ -1,0 +1,96 @@
+"""Writes a synthetic store: layer by layer, chunk by chunk, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from pi2.importing.synthesis.blueprint import Blueprint
+from pi2.importing.synthesis.dense import make_tensor
+from pi2.importing.synthesis.neurons import count_chunks, make_bundles
+from pi2.importing.synthesis.randomness import U8
+from pi2.importing.synthesis.tokenizer import make_tokenizer
+from pi2.store.manifest import Manifest
+from pi2.store.tensors import DenseTensor
+from pi2.store.writer import StoreWriter, TensorPieces
+
+Progress = Callable[[str, float], None]
+
+RECIPE_FILE = "synthesis.json"
+"""What was asked for, inside the store."""
+
+
+def write_synthetic_store(
+    output: Path,
+    blueprint: Blueprint,
+    *,
+    stride: int | None = None,
+    replace: bool = False,
+    progress: Progress = lambda label, share: None,
+) -> Manifest:
+    """Write the store of a calibrated ``blueprint`` to ``output``.
+
+    Needs about 0.3 GiB of memory whatever the model's size.  A job that was killed or interrupted
+    goes on where it was when called again; the bytes are the same.  Raises `UserError` P521-P523.
+    """
+    model, recipe = blueprint.model, blueprint.recipe
+    layers = model.shape.layers
+    ranks = None if model.predictor is None else [model.predictor.rank] * layers
+    with StoreWriter(
+        output,
+        model,
+        ranks=ranks,
+        order="hotness",
+        synthetic=True,
+        stride=stride,
+        replace=replace,
+        job=recipe.describe_job(model, stride or 0),
+    ) as writer:
+        steps = layers + len(writer.tensors) // 4
+        with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
+            for layer in range(layers):
+                bundles = _make_layer(blueprint, layer, writer, pool)
+                writer.write_layer(layer, blueprint.draw_original(layer), bundles)
+                progress("making neurons", (layer + 1) / steps)
+            done = layers
+
+            def read(tensor: DenseTensor) -> TensorPieces:
+                nonlocal done
+                done += 1
+                progress("making dense weights", (layers + (done - layers) / 4) / steps)
+                return make_tensor(blueprint, tensor)
+
+            writer.write_dense(read)
+        writer.add_file(model.tokenizer.file, make_tokenizer(model))
+        text = json.dumps(recipe.describe(model), indent=1)
+        writer.add_file(RECIPE_FILE, text.encode() + b"\n")
+        manifest = writer.finish()
+    progress("making dense weights", 1.0)
+    return manifest
+
+
+def _make_layer(
+    blueprint: Blueprint, layer: int, writer: StoreWriter, pool: ThreadPoolExecutor
+) -> Iterator[U8]:
+    """Bundles of a layer in stored order; called only when its file is to be written."""
+    directions = blueprint.draw_directions(layer)
+    tasks = (
+        pool.submit(make_bundles, blueprint, layer, chunk, directions, writer.bundle)
+        for chunk in range(count_chunks(blueprint))
+    )
+    yield from _take_in_order(tasks, ahead=os.cpu_count() or 1)
+
+
+def _take_in_order(tasks: Iterable[Future[U8]], *, ahead: int) -> Iterator[U8]:
+    """Results in order, while at most ``ahead`` of the following are being made."""
+    waiting: deque[Future[U8]] = deque()
+    for task in tasks:
+        waiting.append(task)
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

@@ -1,0 +1,203 @@
+"""Statistics of a store as it lies on the disk, by the reference mathematics, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference import ReferenceExecutor, activate
+from pi2.importing.synthesis.statistics import (
+    LayerStatistics,
+    Overlap,
+    compute_overlap,
+    compute_skew,
+)
+from pi2.plan.layout import BundleLayout
+from pi2.plan.model import Model
+from pi2.plan.packing import unpack_bundles
+from pi2.plan.tensor_names import name_layer_tensor
+from pi2.store.reader import NeuronStore, StoredLayer
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.bool_]
+Progress = Callable[[str, float], None]
+
+_CHUNK_WEIGHTS = 2**22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a sample of tokens does to every layer."""
+
+    tokens: int
+    layers: tuple[LayerStatistics, ...]
+    token_shares: F32
+    """Share of active neurons of every token, over all layers, [tokens]."""
+    counts: I64
+    """Activations by original neuron, [layers, ffn]."""
+
+
+def choose_tokens(model: Model, count: int) -> npt.NDArray[np.int32]:
+    """``count`` tokens, one after the other through the vocabulary, end tokens left out."""
+    ends = set(model.tokenizer.eos)
+    vocab = model.shape.vocab
+    usable = np.array([token for token in range(vocab) if token not in ends], np.int32)
+    first = min(1000, len(usable) // 4)
+    return np.resize(np.roll(usable, -first), count)
+
+
+def measure_store(
+    path: Path,
+    model: Model,
+    *,
+    tokens: int,
+    threshold: float = 0.0,
+    progress: Progress = lambda label, share: None,
+) -> Measurement:
+    """Run ``tokens`` tokens through the store at ``path`` as one sequence, densely.
+
+    ``threshold`` is the predictor score from which a neuron counts as predicted.  Holds one layer
+    at a time, in pieces.
+    """
+    ids = choose_tokens(model, tokens)
+    stream: F32 | None = None
+    layers: list[LayerStatistics] = []
+    counts = np.zeros((model.shape.layers, model.shape.ffn), np.int64)
+    active_neurons = np.zeros(tokens, np.int64)
+    for layer in range(model.shape.layers):
+        # Opened anew for every layer: what is mapped of the others would count as our memory.
+        with NeuronStore.open(path, model=model) as store:
+            executor = _LayerExecutor(_describe_request(store, model, tokens))
+            if stream is None:
+                executor.embed(ids)
+            else:
+                executor.stream = stream
+            executor.attend(layer, 0)
+            executor.begin_ffn(layer)
+            active, gates = _run_neurons(executor, store.layers[layer], store.bundle, model)
+            executor.end_ffn(layer)
+            stream = executor.stream
+            predicted = None
+            if model.predictor is not None:
+                predicted = executor.predict_all(layer) >= threshold
+            counts[layer, store.layers[layer].original] = active.sum(axis=0)
+        active_neurons += active.sum(axis=1)
+        layers.append(_summarise(active, gates, predicted))
+        progress("measuring", (layer + 1) / model.shape.layers)
+    shares = active_neurons / (model.shape.layers * model.shape.ffn)
+    return Measurement(
+        tokens=tokens,
+        layers=tuple(layers),
+        token_shares=shares.astype(np.float32),
+        counts=counts,
+    )
+
+
+class _LayerExecutor(ReferenceExecutor):
+    """The reference executor, with access to what lies between its steps."""
+
+    @property
+    def stream(self) -> F32:
+        """x [tokens, hidden]."""
+        return self._x
+
+    @stream.setter
+    def stream(self, value: F32) -> None:
+        self._x = value
+
+    @property
+    def ffn_input(self) -> F32:
+        """u [tokens, hidden]."""
+        return self._u
+
+    def add_output(self, output: F32) -> None:
+        """Add [tokens, hidden] to the sum of the FFN."""
+        self._y = self._y + output
+
+    def predict_all(self, layer: int) -> F32:
+        """Predictor scores [tokens, ffn]."""
+        inner = self._u @ self._matrix(name_layer_tensor(layer, "predictor_in")).T
+        scores = np.maximum(inner, 0) @ self._matrix(name_layer_tensor(layer, "predictor_out")).T
+        return np.asarray(scores + self._matrix(name_layer_tensor(layer, "predictor_bias")))
+
+
+def _run_neurons(
+    executor: _LayerExecutor, layer: StoredLayer, layout: BundleLayout, model: Model
+) -> tuple[Bits, Bits]:
+    """Compute all neurons; returns which were active, and whose gates were above the threshold,
+    [tokens, ffn] each, in stored order."""
+    inputs = executor.ffn_input
+    active = np.empty((len(inputs), layer.neurons), bool)
+    gates = np.empty_like(active)
+    threshold = model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0
+    for first, bundles in _read_bundles(layer, layout):
+        gate, up, down = unpack_bundles(bundles, layout)
+        gate_values = inputs @ gate.T
+        values = activate(model, gate_values, inputs @ up.T)
+        executor.add_output(values @ down)
+        place = slice(first, first + len(bundles))
+        gates[:, place] = gate_values > threshold
+        # Every value of SiLU counts: what is negative contributes little, but not nothing.
+        active[:, place] = gates[:, place] if model.ffn.activation == "silu" else values != 0
+    return active, gates
+
+
+def _read_bundles(
+    layer: StoredLayer, layout: BundleLayout
+) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """First neuron and bundles of every piece, read into memory that is given back."""
+    size = max(1, _CHUNK_WEIGHTS // layout.hidden)
+    with layer.path.open("rb") as file:
+        file.seek(layer.bundles_offset)
+        for first in range(0, layer.neurons, size):
+            count = min(size, layer.neurons - first)
+            piece = np.frombuffer(file.read(count * layout.stride), np.uint8)
+            yield first, piece.reshape(count, layout.stride)
+
+
+def _summarise(active: Bits, gates: Bits, predicted: Bits | None) -> LayerStatistics:
+    shares = active.mean(axis=1)
+    counts = active.sum(axis=0)
+    found = recall = None
+    if predicted is not None:
+        found = float(predicted.mean())
+        recall = float((active & predicted).sum() / max(1, active.sum()))
+    overlap: Overlap = compute_overlap(active)
+    neurons = active.shape[1]
+    return LayerStatistics(
+        active=float(shares.mean()),
+        active_deviation=float(shares.std()),
+        gate_positive=float(gates.mean()),
+        skew=compute_skew(counts),
+        first_half=float(counts[: neurons // 2].sum() / max(1, counts.sum())),
+        predicted=found,
+        recall=recall,
+        overlap=overlap.successive,
+        overlap_by_chance=overlap.chance,
+    )
+
+
+def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildRequest:
+    def allocate(segment: str, size: int) -> npt.NDArray[np.uint8]:
+        return np.zeros(size, np.uint8)
+
+    return BuildRequest(
+        model=model,
+        tensors=store.tensors,
+        bundle=store.bundle,
+        neurons=model.shape.ffn,
+        chunk=tokens,
+        context=tokens,
+        gate_rows=None,
+        threads=1,
+        features=frozenset(),
+        architecture="",
+        allocate=allocate,
+        progress=lambda label, share: None,
+    )

@@ -1,0 +1,141 @@
+"""Bundles of synthetic neurons."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pi2.importing.synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
+from pi2.importing.synthesis.randomness import (
+    F16,
+    F32,
+    U8,
+    draw_bits,
+    draw_int4_pairs,
+    draw_int8,
+    draw_normals,
+    measure_int4_deviation,
+    measure_int8_deviation,
+)
+from pi2.plan.layout import GROUP, BundleLayout, Precision, weight_bytes
+from pi2.plan.packing import quantize
+
+CHUNK_WEIGHTS = 2**22
+"""Weights of one matrix that are made together."""
+
+_SCALE_SPREAD = 0.2
+
+
+def count_chunk_neurons(hidden: int) -> int:
+    """Neurons of a chunk; random numbers are drawn by chunk, so it never changes."""
+    return max(1, CHUNK_WEIGHTS // hidden)
+
+
+def make_bundles(
+    blueprint: Blueprint, layer: int, chunk: int, directions: F32, layout: BundleLayout
+) -> U8:
+    """Bundles uint8 [n, stride] of the neurons of ``chunk``; ``directions`` are the layer's B."""
+    _, count = locate_chunk(blueprint, chunk)
+    bundles = np.zeros((count, layout.stride), np.uint8)
+    gate = quantize(make_gates(blueprint, layer, chunk, directions), layout.precision)
+    key = (layer, chunk)
+    if blueprint.model.ffn.activation == "drelu":
+        factors = draw_factors(blueprint, layer, chunk)
+        up = scale_groups(*gate, factors, layout.precision)
+    else:
+        deviation = 1 / math.sqrt(layout.hidden)
+        up = draw_vectors(
+            count, layout.hidden, layout.precision, deviation, *blueprint.key(UP, *key)
+        )
+    down = draw_vectors(
+        count,
+        layout.hidden,
+        layout.precision,
+        blueprint.find_output_deviation(),
+        *blueprint.key(DOWN, *key),
+    )
+    for part, (weights, scales) in zip(layout.parts, (gate, up, down), strict=True):
+        bundles[:, part.weights_offset : part.weights_offset + weights.shape[1]] = weights
+        if scales is not None:
+            packed = scales.view(np.uint8)
+            bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    return bundles
+
+
+def locate_chunk(blueprint: Blueprint, chunk: int) -> tuple[int, int]:
+    """First neuron and number of neurons of ``chunk``."""
+    neurons, size = blueprint.model.shape.ffn, count_chunk_neurons(blueprint.model.shape.hidden)
+    first = chunk * size
+    return first, min(size, neurons - first)
+
+
+def count_chunks(blueprint: Blueprint) -> int:
+    """Chunks of a layer."""
+    return -(-blueprint.model.shape.ffn // count_chunk_neurons(blueprint.model.shape.hidden))
+
+
+def make_gates(blueprint: Blueprint, layer: int, chunk: int, directions: F32) -> F32:
+    """Gate rows float32 [n, hidden]: b c / (a hidden) + A B, before rounding."""
+    first, count = locate_chunk(blueprint, chunk)
+    loadings, lengths = blueprint.draw_loadings(layer, chunk, count)
+    rows = loadings @ directions
+    rows *= lengths * np.float32(blueprint.direction_scale)
+    biases = find_gate_biases(blueprint)[first : first + count, None]
+    constant = blueprint.draw_constant() / np.float32(CONSTANT * blueprint.model.shape.hidden)
+    rows += biases * constant
+    return rows
+
+
+def find_gate_biases(blueprint: Blueprint) -> F32:
+    """b of every neuron, float32 [ffn]: what its gate is on average, threshold included."""
+    threshold = 0.0
+    if blueprint.model.ffn.activation == "fatrelu":
+        threshold = blueprint.model.ffn.threshold
+    biases = blueprint.biases + blueprint.tuning.shift + threshold
+    return biases.astype(np.float32)
+
+
+def draw_factors(blueprint: Blueprint, layer: int, chunk: int) -> F32:
+    """Factors [n, groups] that make an up row out of a gate row, group by group: with mean 1 and
+    deviation f, the product of up and u is the gate's plus a random part of deviation f."""
+    _, count = locate_chunk(blueprint, chunk)
+    groups = blueprint.model.shape.hidden // GROUP
+    normals = draw_normals((count, groups), *blueprint.key(FACTORS, layer, chunk))
+    # Log-normal: a quantiser's scales are never negative.
+    width = math.log(1 + blueprint.factor_deviation**2)
+    factors: F32 = np.exp(normals * np.float32(math.sqrt(width)) - np.float32(width / 2))
+    return factors
+
+
+def scale_groups(
+    weights: U8, scales: F16 | None, factors: F32, precision: Precision
+) -> tuple[U8, F16 | None]:
+    """Multiply groups of packed vectors with ``factors`` [n, groups]."""
+    if scales is not None:
+        return weights, (scales.astype(np.float32) * factors).astype("<f2")
+    assert precision == "fp16"
+    values = weights.view("<f2").astype(np.float32) * np.repeat(factors, GROUP, axis=1)
+    return quantize(values, precision)
+
+
+def draw_vectors(
+    count: int, length: int, precision: Precision, deviation: float, *key: int
+) -> tuple[U8, F16 | None]:
+    """Random packed vectors [count, length] of mean 0 and the given deviation.
+
+    Codes are drawn as bytes: nothing is rounded, so this takes no longer than writing them.
+    """
+    size = weight_bytes(length, precision)
+    if precision == "fp16":
+        values = draw_normals((count, length), *key, 0) * np.float32(deviation)
+        return quantize(values, precision)
+    if precision == "int4":
+        weights = draw_int4_pairs(count * size, *key, 0)
+        steps = measure_int4_deviation()
+    else:
+        weights = draw_int8(count * size, *key, 0)
+        steps = measure_int8_deviation()
+    spread = draw_bits(count * length // GROUP, *key, 1).astype(np.float32) / 65536 - 0.5
+    scales = np.float32(deviation / steps) * (1 + np.float32(2 * _SCALE_SPREAD) * spread)
+    return weights.reshape(count, size), scales.astype("<f2").reshape(count, length // GROUP)

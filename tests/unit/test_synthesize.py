@@ -1,0 +1,344 @@
+"""Synthetic stores have the statistics that were asked for, and are the same every time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tomlkit
+
+import pi2
+from pi2.diagnostics import UserError
+from pi2.importing.activations import read_counts
+from pi2.importing.synthesis.calibration import tune_blueprint
+from pi2.importing.synthesis.generation import write_synthetic_store
+from pi2.importing.synthesis.measurement import Measurement, choose_tokens, measure_store
+from pi2.importing.synthesis.recipe import Recipe, check_recipe
+from pi2.importing.synthesis.statistics import average_layers
+from pi2.plan.model import Model
+from pi2.store.manifest import read_manifest
+from pi2.store.reader import NeuronStore
+from pi2.store.verification import verify_store
+from tests.helpers.models import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "synthesize.py"
+
+SHAPE = {
+    "layers": 2,
+    "hidden": 256,
+    "ffn": 1024,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 1024,
+    "context": 256,
+}
+
+
+def make(activation: str = "drelu", **changes: Any) -> Model:
+    settings = {"shape": SHAPE, "ffn": {"activation": activation}, "predictor": {"rank": 128}}
+    return make_model({**settings, "tied_head": False, **changes})
+
+
+def synthesize(folder: Path, model: Model, recipe: Recipe) -> Path:
+    path = folder / "store"
+    write_synthetic_store(path, tune_blueprint(model, recipe))
+    return path
+
+
+def measure(folder: Path, model: Model, recipe: Recipe) -> Measurement:
+    return measure_store(synthesize(folder, model, recipe), model, tokens=192)
+
+
+def hash_store(path: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("activation", "active", "skew"),
+    [
+        ("drelu", 0.10, 0.26),
+        ("drelu", 0.10, 0.43),
+        ("relu", 0.10, 0.26),
+        ("relu", 0.30, 0.43),
+        ("fatrelu", 0.10, 0.26),
+        ("relu2", 0.05, 0.26),
+    ],
+)
+def test_what_is_measured_is_what_was_asked_for(
+    tmp_path: Path, activation: str, active: float, skew: float
+) -> None:
+    ffn = {"activation": activation, "threshold": 0.1 if activation == "fatrelu" else 0.0}
+    model = make(ffn=ffn)
+    measured = measure(tmp_path, model, Recipe(active=active, skew=skew))
+    for layer in measured.layers:
+        assert layer.active == pytest.approx(active, rel=0.10)
+        assert layer.skew == pytest.approx(skew, abs=0.04)
+        assert layer.recall is not None and layer.predicted is not None
+        assert layer.recall == pytest.approx(0.98, abs=0.015)
+        assert layer.active < layer.predicted < 1.7 * active
+
+
+def test_predictors_find_as_much_as_is_asked_for(tmp_path: Path) -> None:
+    model = make("relu")
+    shares = {}
+    for recall in (0.80, 0.95):
+        folder = tmp_path / str(recall)
+        folder.mkdir()
+        mean = average_layers(measure(folder, model, Recipe(recall=recall)).layers)
+        assert mean["recall"] == pytest.approx(recall, abs=0.03)
+        shares[recall] = mean["predicted"] or 0.0
+    assert shares[0.80] < shares[0.95]
+
+
+def test_in_drelu_most_neurons_with_a_positive_gate_have_a_positive_up(tmp_path: Path) -> None:
+    mean = average_layers(measure(tmp_path, make("drelu"), Recipe(agreement=0.7)).layers)
+    assert mean["active"] is not None and mean["gate_positive"] is not None
+    assert mean["active"] / mean["gate_positive"] == pytest.approx(0.7, abs=0.05)
+
+
+def test_tokens_differ_in_how_much_they_activate(tmp_path: Path) -> None:
+    shares = measure(tmp_path, make("relu"), Recipe(variation=0.4)).token_shares
+    assert shares.std() / shares.mean() == pytest.approx(0.4, rel=0.25)
+
+
+def test_successive_tokens_have_nothing_in_common_unless_asked(tmp_path: Path) -> None:
+    overlaps = {}
+    for correlation in (0.0, 0.8):
+        folder = tmp_path / str(correlation)
+        folder.mkdir()
+        recipe = Recipe(correlation=correlation)
+        mean = average_layers(measure(folder, make("relu"), recipe).layers)
+        assert mean["overlap"] is not None and mean["overlap_by_chance"] is not None
+        overlaps[correlation] = mean["overlap"] / mean["overlap_by_chance"]
+    assert overlaps[0.0] == pytest.approx(1.0, abs=0.05)
+    assert overlaps[0.8] > 1.2
+
+
+def test_layers_activate_different_neurons(tmp_path: Path) -> None:
+    counts = measure(tmp_path, make("relu"), Recipe()).counts
+    assert abs(np.corrcoef(counts[0], counts[1])[0, 1]) < 0.15
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_every_precision_keeps_the_statistics(tmp_path: Path, precision: str) -> None:
+    kinds = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), precision)
+    measured = measure(tmp_path, make(quantization=kinds), Recipe())
+    mean = average_layers(measured.layers)
+    assert mean["active"] == pytest.approx(0.10, rel=0.1)
+    assert mean["recall"] == pytest.approx(0.98, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn": {"activation": "silu"}, "predictor": None},
+        {"tied_head": True},
+        {"attention": {"qkv_bias": True, "sliding_window": 32}},
+        {"rope": {"kind": "llama3", "factor": 8.0}},
+        {"predictor": {"rank": 32}},
+        {"predictor": {"rank": 352}},
+        {"shape": {**SHAPE, "ffn": 1000, "vocab": 300}},
+    ],
+)
+def test_other_models_become_sound_stores_that_make_text(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = make(**changes)
+    store = synthesize(tmp_path, model, Recipe())
+    assert verify_store(store) == []
+    with NeuronStore.open(store, model=model) as opened:
+        assert opened.manifest.synthetic
+        assert opened.manifest.order == "hotness"
+    measured = measure_store(store, model, tokens=96)
+    assert all(layer.active == pytest.approx(0.1, rel=0.25) for layer in measured.layers)
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    model = make()
+    hashes = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        hashes.append(hash_store(synthesize(tmp_path / name, model, Recipe(seed=seed))))
+    assert hashes[0] == hashes[1]
+    assert hashes[0]["dense.arrow"] != hashes[2]["dense.arrow"]
+    assert hashes[0]["layers/ffn-001.arrow"] != hashes[2]["layers/ffn-001.arrow"]
+
+
+def test_neurons_are_stored_hottest_first_in_a_random_order_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    model = make("relu")
+    store = synthesize(tmp_path, model, Recipe())
+    counts = measure_store(store, model, tokens=192).counts
+    with NeuronStore.open(store, model=model) as opened:
+        original = opened.layers[0].original
+        assert sorted(original) == list(range(1024))
+        stored = counts[0][original]
+    quarters = stored.reshape(4, -1).sum(axis=1)
+    assert list(quarters) == sorted(quarters, reverse=True)
+    assert quarters[0] > 10 * quarters[3]
+
+
+def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
+    with pytest.raises(UserError) as caught:
+        check_recipe(Recipe(active=0.4, skew=0.26, recall=2.0, seed=-1), make())
+    text = " ".join(item.message for item in caught.value.diagnostics)
+    assert "recall is 2.0" in text
+    assert "seed is -1" in text
+    assert "26% of the neurons cannot make 80%" in text
+
+
+def test_sample_tokens_are_neighbours_and_never_end_a_text() -> None:
+    model = make(tokenizer={"eos": [260]})
+    tokens = choose_tokens(model, 2000)
+    assert 260 not in tokens
+    assert int(np.sum(np.diff(tokens) == 1)) > 1900
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    model = make_model({"shape": {**SHAPE, "layers": 6}, "tied_head": False})
+    path = tmp_path / "tiny.model.toml"
+    path.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
+    return path
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run_tool(
+    environment: dict[str, str], *arguments: str | Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, TOOL, *arguments],
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
+    tmp_path: Path, model_file: Path, environment: dict[str, str]
+) -> None:
+    plan = tmp_path / "plans" / "tiny.plan.toml"
+    done = run_tool(
+        environment, model_file, tmp_path / "store", "--plan", plan, "--backend", "reference"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "synthetic" in done.stdout
+    store = tmp_path / "store"
+    statistics = json.loads((store / "statistics.json").read_text())
+    assert statistics["synthetic"] is True
+    assert statistics["asked"]["skew"] == 0.26
+    assert len(statistics["layers"]) == 6
+    assert statistics["mean"]["active"] == pytest.approx(0.1, abs=0.02)
+    counts = read_counts(store / "activations.parquet", 6, 1024)
+    assert counts.sum() > 0
+    metadata = pq.read_schema(store / "activations.parquet").metadata
+    assert metadata[b"synthetic"] == b"true"
+    assert {"statistics.json", "activations.parquet"} <= {
+        entry.path for entry in read_manifest(store).files
+    }
+    assert verify_store(store) == []
+
+    with pi2.load(plan) as model:
+        result = model.generate("def ", max_tokens=24, seed=0).result
+        assert len(set(result.token_ids)) > 12, "greedy decoding walks through the vocabulary"
+        assert result.statistics.active_share == pytest.approx(0.1, abs=0.04)
+        assert result.statistics.hit_rate == 1.0
+
+
+def test_a_plan_with_less_memory_reads_neurons_from_flash(
+    tmp_path: Path, model_file: Path, environment: dict[str, str]
+) -> None:
+    plan = tmp_path / "tiny.plan.toml"
+    done = run_tool(
+        environment,
+        *(model_file, tmp_path / "store", "--plan", plan, "--backend", "reference"),
+        *("--memory", "200 MiB"),
+    )
+    assert done.returncode == 0, done.stderr
+    with pi2.load(plan) as model:
+        assert model.plan.plan.memory.budget == 200 * 2**20
+        assert 0 < model.plan.plan.layers.hot < 1
+        statistics = model.generate("def ", max_tokens=24).result.statistics
+        assert statistics.hit_rate is not None and 0 < statistics.hit_rate < 1
+
+
+def test_too_little_memory_for_a_plan_is_explained(
+    tmp_path: Path, model_file: Path, environment: dict[str, str]
+) -> None:
+    plan = tmp_path / "tiny.plan.toml"
+    done = run_tool(
+        environment, model_file, tmp_path / "store", "--plan", plan, "--memory", "10 MiB"
+    )
+    assert done.returncode == 2
+    assert "error[P552]: 10 MiB of memory is too little" in done.stderr
+    assert not plan.exists()
+
+
+def test_a_killed_job_goes_on_and_gives_the_same_store(
+    tmp_path: Path, model_file: Path, environment: dict[str, str]
+) -> None:
+    whole = run_tool(environment, model_file, tmp_path / "whole", "--tokens", "32")
+    assert whole.returncode == 0, whole.stderr
+
+    target = tmp_path / "killed"
+    partial = tmp_path / ".killed.partial"
+    job = subprocess.Popen(
+        [sys.executable, TOOL, model_file, target, "--tokens", "32"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    journal = partial / "journal.jsonl"
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and job.poll() is None:
+        if journal.exists() and len(journal.read_text().splitlines()) >= 3:
+            break
+        time.sleep(0.001)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    assert not target.exists(), "the job was over before it could be killed"
+    kept = {
+        file.name: file.stat().st_mtime_ns for file in (partial / "layers").glob("ffn-000.arrow")
+    }
+    assert kept
+
+    again = run_tool(environment, model_file, target, "--tokens", "32")
+    assert again.returncode == 0, again.stderr
+    assert hash_store(target) == hash_store(tmp_path / "whole")
+    assert (target / "layers" / "ffn-000.arrow").stat().st_mtime_ns == kept["ffn-000.arrow"]
+
+
+def test_a_store_that_is_there_is_measured_not_made_again(
+    tmp_path: Path, model_file: Path, environment: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    assert run_tool(environment, model_file, store, "--tokens", "32").returncode == 0
+    before = (store / "dense.arrow").stat().st_mtime_ns
+    again = run_tool(environment, model_file, store, "--tokens", "32")
+    assert (store / "dense.arrow").stat().st_mtime_ns == before
+    other = run_tool(environment, model_file, store, "--seed", "7")
+    assert other.returncode == 2
+    assert "P521" in other.stderr
+    assert again.returncode == 0, again.stderr

@@ -1,0 +1,264 @@
+"""Write a store of random weights that behaves like a trained model, for measuring speed.
+
+    python tools/synthesize.py plans/models/bamboo-7b.model.toml /data/bamboo-7b \\
+        --plan /data/bamboo-7b.plan.toml
+
+Neurons fire as rarely as asked for, some much more often than others, and predictors predict them;
+the text that such a model makes means nothing.  The store says that it is synthetic.  What was
+asked for is then measured on the store itself, printed, and kept in it: statistics.json, and
+activations.parquet with the activations of every neuron.
+
+A job that was killed goes on where it was when started again; a store that is already there is
+only measured.  The same options give the same bytes.  Memory: below 1 GiB for a 7B model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from pi2.cli.progress import ProgressBar
+from pi2.diagnostics import UserError, render
+from pi2.importing.synthesis.blueprint import Blueprint
+from pi2.importing.synthesis.calibration import tune_blueprint
+from pi2.importing.synthesis.generation import RECIPE_FILE, write_synthetic_store
+from pi2.importing.synthesis.measurement import Measurement, measure_store
+from pi2.importing.synthesis.plan_file import PlanWish, write_plan
+from pi2.importing.synthesis.recipe import Recipe, check_recipe
+from pi2.importing.synthesis.statistics import (
+    average_layers,
+    describe_layers,
+    round_values,
+    write_counts,
+)
+from pi2.plan.check import check_file
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+from pi2.plan.quantities import BYTE_UNITS, QuantityError, approximate_bytes, parse_quantity
+from pi2.plan.references import find_document
+from pi2.plan.resolve import load_plan, make_error
+from pi2.store.additions import add_files
+from pi2.store.manifest import read_manifest
+
+STATISTICS_FILE = "statistics.json"
+COUNTS_FILE = "activations.parquet"
+
+
+def main() -> int:
+    """Make, measure, and write a plan; exit codes as those of ``pi2``."""
+    arguments = parse_arguments()
+    try:
+        synthesize(arguments)
+    except UserError as error:
+        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = Recipe()
+    parser.add_argument("model", help="a model file, or the short name of a shipped one")
+    parser.add_argument("output", type=Path, help="folder of the store")
+    parser.add_argument(
+        "--active",
+        type=float,
+        help=f"mean share of active neurons (the model file's, else {defaults.active})",
+    )
+    for name, text in (
+        ("skew", "share of the neurons that makes 80 %% of the activations"),
+        ("variation", "deviation of a token's share of active neurons, relative to the mean"),
+        ("correlation", "of successive tokens of the vocabulary"),
+        ("recall", "share of the active neurons that predictors find"),
+        ("agreement", "dReLU: share of positive gates whose up is positive too"),
+    ):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=float, default=value, help=f"{text} ({value})")
+    parser.add_argument("--seed", type=int, default=0, help="start of the random numbers (0)")
+    parser.add_argument("--stride", help='bytes from neuron to neuron, such as "8 KiB"')
+    parser.add_argument("--replace", action="store_true", help="replace a store that is there")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens to measure with (256)")
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--plan", type=Path, help="write a plan for this machine to this file")
+    plan.add_argument(
+        "--memory", help='its budget: "60%%" of the store, or "4 GiB"; all resident if not given'
+    )
+    plan.add_argument("--predictor", choices=("none", "gate", "low-rank"))
+    plan.add_argument("--context", type=int, help="tokens of the KV cache (2048)")
+    plan.add_argument("--backend", choices=("cpu", "reference"), default="cpu")
+    return parser.parse_args()
+
+
+def synthesize(arguments: argparse.Namespace) -> None:
+    """Everything that the command does."""
+    model_file = find_document(arguments.model, "model", Path())
+    model = load_model(model_file)
+    recipe = make_recipe(arguments, model)
+    check_recipe(recipe, model)
+    output: Path = arguments.output
+    with ProgressBar() as progress:
+        start = time.perf_counter()
+        blueprint = tune_blueprint(model, recipe)
+        if arguments.replace or not is_finished(output, blueprint):
+            write_synthetic_store(
+                output,
+                blueprint,
+                stride=None if arguments.stride is None else parse_bytes(arguments.stride),
+                replace=arguments.replace,
+                progress=progress,
+            )
+        made_s = time.perf_counter() - start
+        measurement = measure_store(output, model, tokens=arguments.tokens, progress=progress)
+    statistics = describe(blueprint, measurement)
+    manifest = add_files(
+        output,
+        {
+            STATISTICS_FILE: json.dumps(statistics, indent=1).encode() + b"\n",
+            COUNTS_FILE: write_counts(measurement.counts, measurement.tokens),
+        },
+    )
+    size = sum(entry.bytes for entry in manifest.files)
+    print(f"{output}: {approximate_bytes(size)}, synthetic, made in {made_s:.0f} s")
+    print(report(blueprint, measurement))
+    if arguments.plan is not None:
+        write_plan(
+            arguments.plan,
+            model=model,
+            model_file=model_file,
+            device=load_host(),
+            store=output,
+            bundle=manifest.bundle.layout,
+            store_bytes=size,
+            wish=make_wish(arguments),
+        )
+        resolved = load_plan(arguments.plan)
+        budget = approximate_bytes(resolved.plan.memory.budget)
+        print(f"{arguments.plan}: budget {budget}, digest {resolved.digest[:12]}")
+
+
+def load_model(path: Path) -> Model:
+    """Read a model file; `UserError` with all findings."""
+    found = check_file(path)
+    if not found.is_sound or not isinstance(found.document, Model):
+        raise make_error(found)
+    return found.document
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that ``text`` means; `UserError` P552 if it has no unit, or a wrong one."""
+    try:
+        return int(parse_quantity(text, BYTE_UNITS))
+    except QuantityError as error:
+        raise UserError.of("P552", str(error), help='for example "4 GiB"') from None
+
+
+def load_host() -> Device:
+    """The shipped device that stands for whatever machine this is."""
+    found = check_file(find_document("host", "device", Path()))
+    assert isinstance(found.document, Device)
+    return found.document
+
+
+def make_recipe(arguments: argparse.Namespace, model: Model) -> Recipe:
+    """What is asked for; the active share may come from the model file."""
+    active = arguments.active
+    if active is None:
+        active = Recipe().active if model.sparsity is None else model.sparsity.active
+    return Recipe(
+        active=active,
+        skew=arguments.skew,
+        variation=arguments.variation,
+        correlation=arguments.correlation,
+        recall=arguments.recall,
+        agreement=arguments.agreement,
+        seed=arguments.seed,
+    )
+
+
+def make_wish(arguments: argparse.Namespace) -> PlanWish:
+    """What the plan shall be like."""
+    memory: float | int | None = None
+    if arguments.memory is not None:
+        text = arguments.memory.strip()
+        memory = float(text[:-1]) / 100 if text.endswith("%") else parse_bytes(text)
+    return PlanWish(
+        memory=memory,
+        predictor=arguments.predictor,
+        context=arguments.context,
+        backend=arguments.backend,
+    )
+
+
+def is_finished(output: Path, blueprint: Blueprint) -> bool:
+    """Whether the store that would be made is there already."""
+    if not (output / "manifest.json").is_file():
+        return False
+    manifest = read_manifest(output)
+    entry = manifest.find_file(RECIPE_FILE)
+    if not manifest.synthetic or entry is None:
+        return False
+    made = json.loads((output / RECIPE_FILE).read_text("utf-8"))
+    return bool(made == blueprint.recipe.describe(blueprint.model))
+
+
+def describe(blueprint: Blueprint, measurement: Measurement) -> dict[str, object]:
+    """Contents of statistics.json."""
+    shares = measurement.token_shares
+    return {
+        "synthetic": True,
+        "tokens": measurement.tokens,
+        "asked": blueprint.recipe.describe(blueprint.model),
+        "mean": round_values(average_layers(measurement.layers)),
+        "token_active": round_values(
+            {
+                "mean": float(shares.mean()),
+                "deviation": float(shares.std()),
+                "least": float(shares.min()),
+                "most": float(shares.max()),
+            }
+        ),
+        "layers": describe_layers(measurement.layers),
+    }
+
+
+def report(blueprint: Blueprint, measurement: Measurement) -> str:
+    """The same for people: asked and measured."""
+    recipe, layers = blueprint.recipe, measurement.layers
+    mean = average_layers(layers)
+    shares = measurement.token_shares
+    variation = float(shares.std() / shares.mean())
+
+    def span(name: str) -> str:
+        values = [getattr(layer, name) for layer in layers]
+        return f"{min(values):.4f} .. {max(values):.4f}"
+
+    rows = [
+        ("active share", f"{recipe.active:.4f}", f"{mean['active']:.4f}", span("active")),
+        ("skew", f"{recipe.skew:.4f}", f"{mean['skew']:.4f}", span("skew")),
+        ("variation over tokens", f"{recipe.variation:.4f}", f"{variation:.4f}", ""),
+        ("made by the first half", "", f"{mean['first_half']:.4f}", span("first_half")),
+        ("positive gates", "", f"{mean['gate_positive']:.4f}", span("gate_positive")),
+        ("overlap of next tokens", "", f"{mean['overlap']:.4f}", span("overlap")),
+        ("overlap by chance", "", f"{mean['overlap_by_chance']:.4f}", span("overlap_by_chance")),
+    ]
+    if mean["recall"] is not None:
+        rows.insert(3, ("recall", f"{recipe.recall:.4f}", f"{mean['recall']:.4f}", span("recall")))
+        rows.insert(4, ("predicted share", "", f"{mean['predicted']:.4f}", span("predicted")))
+    lines = [f"measured with {measurement.tokens} tokens; shares of a layer's neurons"]
+    lines.append(f"{'':24}{'asked':>8}{'mean':>9}   layers")
+    lines += [f"{name:24}{asked:>8}{found:>9}   {spread}" for name, asked, found, spread in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
