@@ -127,6 +127,28 @@ class Decode(Table):
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
 
 
+class Pipeline(Table):
+    """How reading and computing go together while a token is generated.
+
+    Read by `pi2 simulate` only: the engine has one way, whatever stands here.  It lets a plan
+    describe other engines, so that they can be compared on the same device.
+    """
+
+    policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
+    """``neuron-cluster`` computes what is in memory while one thread reads the rest, cluster by
+    cluster; ``layer-barrier`` reads all that a layer misses, then computes; ``mmap`` maps the
+    file and waits for every page that is not in memory."""
+    phases: Literal[1, 2] = 1
+    """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
+    open, up and down (2)."""
+    cluster: Count = 64
+    """Neurons that are read and computed together."""
+    prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
+    """``chunks-first`` takes a chunk of the prompt through all layers, then the next, and reads
+    what is not in memory again for every chunk; ``layers-first`` reads every layer once and whole,
+    in one sequential stream, and takes all chunks through it before the next."""
+
+
 class Kv(Table):
     """The cache of keys and values."""
 
@@ -161,5 +183,7 @@ class Plan(Document):
     """Prompt processing."""
     decode: Decode = Decode.default()
     """Token generation."""
+    pipeline: Pipeline = Pipeline.default()
+    """Order of reading and computing; read by `pi2 simulate` only."""
     kv: Kv
     """Context."""

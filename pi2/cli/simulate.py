@@ -1,0 +1,101 @@
+"""Predict what a plan does on a device that need not be here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.plan.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.simulate import SimulationInput, SimulationResult
+
+TRACED_TOKENS = 2
+"""Tokens in a trace: more make files that viewers cannot open."""
+
+
+@click.command("simulate")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option(
+    "--prompt",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens of the prompt.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"Write {TRACED_TOKENS} tokens as a Chrome or Perfetto trace.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a picture of the times between tokens (needs the extra `plot`).",
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    plan: Path,
+    tokens: int,
+    prompt: int,
+    seed: int,
+    trace: Path | None,
+    plot: Path | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Simulate PLAN on the device that it names.
+
+    Everything printed is simulated, never measured; the last line says where the figures of the
+    device and the model come from.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.plan.resolve import load_plan
+    from pi2.simulate import read_inputs, simulate
+
+    inputs = read_inputs(load_plan(plan, overrides=parse_assignments(settings)))
+    with ProgressBar() as bar:
+        result = simulate(
+            inputs,
+            prompt_tokens=prompt,
+            tokens=tokens,
+            seed=seed,
+            progress=lambda share: bar("simulating", share),
+        )
+    if trace is not None:
+        write_trace(trace, inputs, prompt, seed)
+    if plot is not None:
+        write_plot(plot, result)
+    click.echo(json.dumps(result.describe(), indent=2) if as_json else result.summarise())
+
+
+def write_trace(path: Path, inputs: SimulationInput, prompt_tokens: int, seed: int) -> None:
+    """Write the first tokens as a trace; UserError P631 if it cannot be written."""
+    from pi2.simulate.decode import trace_decode
+    from pi2.simulate.trace import make_chrome_trace
+
+    recorder = trace_decode(inputs, prompt_tokens=prompt_tokens, tokens=TRACED_TOKENS, seed=seed)
+    notes = {"simulated": "true", "plan": inputs.name, "plan_digest": inputs.digest}
+    _write(path, json.dumps(make_chrome_trace(recorder, notes)).encode())
+
+
+def write_plot(path: Path, result: SimulationResult) -> None:
+    """Write a picture; UserError P632 without matplotlib."""
+    from pi2.simulate.plot import draw_run
+
+    _write(path, draw_run(result, path.suffix.lstrip(".") or "png"))
+
+
+def _write(path: Path, data: bytes) -> None:
+    from pi2.diagnostics import UserError
+
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,9 @@
+"""Discrete-event simulation of a plan on a device that nobody needs to have at hand."""
+
+from __future__ import annotations
+
+from pi2.simulate.inputs import SimulationInput, read_inputs
+from pi2.simulate.report import SimulationResult
+from pi2.simulate.simulator import simulate
+
+__all__ = ["SimulationInput", "SimulationResult", "read_inputs", "simulate"]

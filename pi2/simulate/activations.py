@@ -1,0 +1,151 @@
+"""Which neurons a token activates: hotness, a token's share of active neurons, and the cache.
+
+Model.  A neuron fires if its input, a normal variable around the neuron's own mean, is positive.
+The means of a layer are normal too, with standard deviation ``spread``: 0 makes all neurons alike,
+large values make some fire always and most never.  ``spread`` follows from the published share of
+neurons that make 80 % of all activations, the mean from the share of active neurons.  A token moves
+all inputs by a common normal amount, so that some tokens activate more neurons than others and,
+among them, relatively more of the rare ones: those that are not in memory.
+
+Neurons are taken together in classes of equal hotness, hottest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+CLASSES = 128
+"""Classes of equal hotness that a layer is divided into."""
+_SHIFTS = 33
+"""Points at which quantities are tabulated over the shift of a token, in -4..4 sigma."""
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hotness:
+    """Distribution of activations over the neurons of a layer, or of one expert."""
+
+    active: float
+    """Mean share of neurons that a token activates."""
+    spread: float
+    """Standard deviation of the neurons' means, in units of a neuron's own variation."""
+
+    def compute_chances(self, shift: float = 0.0) -> Floats:
+        """Chance of each class [CLASSES] to fire for a token moved by ``shift``."""
+        if self.active >= 1.0:
+            return np.ones(CLASSES)
+        return _compute_chances(self.active, self.spread, round(shift, 9))
+
+
+@lru_cache(maxsize=4096)
+def _compute_chances(active: float, spread: float, shift: float) -> Floats:
+    centre = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
+    means = centre + spread * _list_quantiles(CLASSES)
+    chances = _compute_cdf(means)
+    scale = active / float(chances.mean())  # the classes' tails are cut off
+    shifted = np.minimum(_compute_cdf(means + shift) * scale, 1.0)
+    shifted.flags.writeable = False
+    return shifted
+
+
+@lru_cache(maxsize=64)
+def find_spread(active: float, skew: float) -> float:
+    """Spread for which the hottest ``skew`` of all neurons make 80 % of the activations."""
+    if active >= 1.0 or skew >= 0.8:
+        return 0.0
+    low, high = 0.0, 6.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if measure_skew(Hotness(active=active, spread=middle)) > skew:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def measure_skew(hotness: Hotness) -> float:
+    """Share of the neurons, hottest first, that make 80 % of the activations."""
+    chances = hotness.compute_chances()
+    sums = np.concatenate([[0.0], np.cumsum(chances)]) / chances.sum()
+    return float(np.interp(0.8, sums, np.arange(CLASSES + 1) / CLASSES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDraws:
+    """Active neurons per token and layer [tokens, layers]."""
+
+    dense: Floats
+    """Of those that are computed densely anyway."""
+    hot: Floats
+    """Of the other hot ones."""
+    cached: Floats
+    """Cold and found in the cache."""
+    missing: Floats
+    """Cold and to be read."""
+
+
+def draw_tokens(
+    hotness: Hotness,
+    hit_chances: Floats,
+    dense_share: float,
+    hot_share: float,
+    neurons: float,
+    *,
+    shape: tuple[int, int],
+    variation: float,
+    random: np.random.Generator,
+    shifts: Floats,
+) -> TokenDraws:
+    """Draw active and missing neurons of ``shape`` [tokens, layers].
+
+    ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache.  The hottest
+    ``hot_share`` is resident; of it the hottest ``dense_share`` needs no prediction.  ``neurons``
+    is the number that a token could activate, ``shifts`` [tokens] is every token's own shift.
+    """
+    sigmas = np.linspace(-4.0, 4.0, _SHIFTS)
+    chances = np.stack([hotness.compute_chances(float(x)) for x in sigmas * variation])
+    # Shifts make rare neurons more active on average: keep the mean at the published figure.
+    density = np.exp(-0.5 * sigmas**2)
+    mean = float((chances.mean(axis=1) * density).sum() / density.sum())
+    chances = np.minimum(chances * (hotness.active / mean), 1.0)
+    size = neurons / CLASSES
+
+    def draw(share: Floats) -> Floats:
+        rates = chances * share
+        at = sigmas * variation
+        means = np.interp(shifts, at, rates.sum(axis=1)) * size
+        spreads = np.interp(shifts, at, (rates * (1.0 - rates)).sum(axis=1)) * size
+        noise = np.sqrt(np.maximum(spreads, 0.0))[:, None] * random.standard_normal(shape)
+        return np.asarray(np.clip(np.rint(means[:, None] + noise), 0.0, neurons))
+
+    hot, dense = weigh_hot(hot_share), weigh_hot(dense_share)
+    return TokenDraws(
+        dense=draw(dense),
+        hot=draw(hot - dense),
+        cached=draw((1.0 - hot) * hit_chances),
+        missing=draw((1.0 - hot) * (1.0 - hit_chances)),
+    )
+
+
+def weigh_hot(hot_share: float) -> Floats:
+    """Part of each class [CLASSES] that lies within the hottest ``hot_share``."""
+    return np.clip(hot_share * CLASSES - np.arange(CLASSES), 0.0, 1.0)
+
+
+def _list_quantiles(count: int) -> Floats:
+    """Normal quantiles of ``count`` equal classes, largest first."""
+    return np.array([_NORMAL.inv_cdf((count - i - 0.5) / count) for i in range(count)])
+
+
+def _compute_cdf(values: Floats) -> Floats:
+    """Normal distribution function, element by element."""
+    from math import erf, sqrt
+
+    return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])

@@ -1,0 +1,167 @@
+"""The simulator's constants: all of them, with meaning, unit and origin.
+
+They are properties of programs and of kinds of hardware, the same for every plan, model and
+device.  What differs between devices and models stands in their documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+Kind = Literal["published", "estimated", "calibrated"]
+
+
+def _constant(value: float, unit: str, kind: Kind, meaning: str) -> float:
+    """A field with its description; the type is what the field holds."""
+    return field(default=value, metadata={"unit": unit, "kind": kind, "meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Constants of the simulation; `describe_constants` lists them for people."""
+
+    barrier_s: float = _constant(
+        20e-6,
+        "s",
+        "calibrated",
+        "time in which all CPU threads of a parallel operation have met and gone on",
+    )
+    graph_barriers: float = _constant(
+        16.0,
+        "per layer",
+        "estimated",
+        "operations with a barrier in engines that run a graph of matrix operations "
+        "(llama.cpp: norms, q, k, v, rope, scores, softmax, values, output, gate, up, down)",
+    )
+    cluster_barriers: float = _constant(
+        6.0,
+        "per layer",
+        "estimated",
+        "the same where clusters flow without barriers: qkv, heads, output, two of the "
+        "predictor, sum",
+    )
+    dense_launch_s: float = _constant(
+        150e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
+    )
+    gather_efficiency: float = _constant(
+        0.5,
+        "share",
+        "calibrated",
+        "part of the streaming bandwidth that a CPU reaches with single neurons",
+    )
+    read_latency_s: float = _constant(
+        70e-6,
+        "s",
+        "estimated",
+        "one small read in an idle queue, where the device states no storage.latency",
+    )
+    reader_wake_s: float = _constant(
+        40e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
+    )
+    reader_penalty: float = _constant(
+        0.4,
+        "share",
+        "published",
+        "read rate lost where several cores issue reads, where the device states none "
+        "(PowerInfer-2, sec 2.3.2)",
+    )
+    up_down_share: float = _constant(
+        0.8,
+        "share",
+        "published",
+        "missing neurons whose gate is open, so that up and down are read too "
+        "(PowerInfer-2: gate, up and down are active together in 80 %)",
+    )
+    named_per_active: float = _constant(
+        1.5,
+        "ratio",
+        "calibrated",
+        "neurons that a low-rank predictor names for each that is active, where the model "
+        "does not state predictor.active",
+    )
+    default_active: float = _constant(
+        0.107,
+        "share",
+        "estimated",
+        "active neurons of a ReLU model that states none (Bamboo 10 %, ProSparse 10.7 %)",
+    )
+    default_skew: float = _constant(
+        0.4,
+        "share",
+        "calibrated",
+        "neurons that make 80 % of the activations, where the model states no sparsity.skew "
+        "(PowerInfer publishes 26 % for OPT, 43 % for a ReGLU model)",
+    )
+    smooth_skew: float = _constant(
+        0.7,
+        "share",
+        "published",
+        "the same for SiLU models (PowerInfer: 69 to 75 % for SwiGLU)",
+    )
+    token_variation: float = _constant(
+        0.1,
+        "sigma",
+        "calibrated",
+        "how much a token moves the activation threshold of all neurons, in standard "
+        "deviations of a neuron's input",
+    )
+    token_correlation: float = _constant(
+        0.1,
+        "share",
+        "estimated",
+        "part of a neuron's activation that the previous token decides",
+    )
+    expert_correlation: float = _constant(
+        0.1,
+        "share",
+        "estimated",
+        "part of an expert's choice that the previous token decides (Mixtral repeats experts "
+        "somewhat more often than chance)",
+    )
+    page_fault_s: float = _constant(
+        0.7e-6, "s", "calibrated", "work of the kernel for one 4 KiB page of a mapped file"
+    )
+    readahead_bytes: float = _constant(
+        128 * 1024, "B", "published", "what Linux reads ahead of a page fault"
+    )
+    streaming_compute_share: float = _constant(
+        0.55,
+        "share",
+        "calibrated",
+        "part of its prefill rate that an NPU keeps while weights come from flash",
+    )
+    copy_bytes_s: float = _constant(
+        13e9,
+        "B/s",
+        "estimated",
+        "one core copying what was read to where it is computed with, where reading and "
+        "computing do not overlap",
+    )
+    cpu_of_peak: float = _constant(
+        43.9 / 76.8,
+        "share",
+        "estimated",
+        "part of a phone's peak memory bandwidth that its CPU reaches (OnePlus 12), where the "
+        "device states no rate",
+    )
+    dense_of_peak: float = _constant(
+        56.0 / 76.8, "share", "estimated", "the same for its NPU or GPU"
+    )
+    both_of_peak: float = _constant(
+        59.6 / 76.8, "share", "estimated", "the same for all units together"
+    )
+
+
+def describe_constants(constants: Constants) -> list[tuple[str, float, str, str, str]]:
+    """Return name, value, unit, kind and meaning of every constant."""
+    return [
+        (
+            item.name,
+            float(getattr(constants, item.name)),
+            str(item.metadata["unit"]),
+            str(item.metadata["kind"]),
+            str(item.metadata["meaning"]),
+        )
+        for item in fields(constants)
+    ]

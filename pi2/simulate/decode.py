@@ -1,0 +1,275 @@
+"""Token generation: draws what every token asks of every layer, and adds up the layers' times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pi2.simulate.activations import Hotness, draw_tokens, find_spread
+from pi2.simulate.cache import compute_hit_chances
+from pi2.simulate.inputs import LayerChoice, SimulationInput
+from pi2.simulate.layer import CPU_LANE, DENSE_LANE, LayerSimulation, LayerWork
+from pi2.simulate.paging import find_page_misses
+from pi2.simulate.trace import Recorder
+
+Floats = NDArray[np.float64]
+Progress = Callable[[float], None]
+
+_STEP = 1.03
+"""Counts of neurons are rounded to powers of it, so that equal layers are simulated once."""
+_EXACT = 8
+"""Counts up to this one are not rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """Outcome of a simulated generation; arrays have one entry per token."""
+
+    token_s: Floats
+    flash_s: Floats
+    """Time in which the flash was at work."""
+    waiting_s: Floats
+    """Time in which nothing computed because of reads."""
+    cpu_s: Floats
+    dense_s: Floats
+    read_bytes: Floats
+    active_neurons: Floats
+    """Neurons that a token needed, wherever they were."""
+    missing_neurons: Floats
+
+
+def simulate_decode(
+    inputs: SimulationInput,
+    *,
+    prompt_tokens: int,
+    tokens: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> DecodeRun:
+    """Generate ``tokens`` after ``prompt_tokens``."""
+    assert tokens > 0, tokens
+    random = np.random.default_rng(seed)
+    shifts = random.standard_normal(tokens) * inputs.constants.token_variation
+    shifts = np.clip(shifts, *(np.array([-4.0, 4.0]) * inputs.constants.token_variation))
+    positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
+    total = _start_tokens(inputs, positions)
+    simulation = LayerSimulation(inputs)
+    done = 0
+    for choice in inputs.choices.layers:
+        works = draw_work(inputs, choice, shifts, random)
+        _add_layers(total, simulation, works)
+        done += choice.count
+        if progress is not None:
+            progress(done / inputs.workload.layers)
+    return DecodeRun(**total)
+
+
+def _start_tokens(inputs: SimulationInput, positions: Floats) -> dict[str, Floats]:
+    """What every token costs outside of the FFN: attention, keys and values, output head."""
+    workload, machine = inputs.workload, inputs.machine
+    layer_s = compute_attention_s(inputs, positions)
+    head_s = workload.head_bytes / _find_joint_rate(inputs) + inputs.constants.barrier_s
+    total = workload.layers * layer_s + head_s
+    zeros = np.zeros_like(total)
+    uses_dense = machine.dense_bytes_s is not None
+    faults = find_page_misses(inputs)
+    stalled = faults.attention_bytes * LayerSimulation(inputs).costs.fault_byte_s
+    return {
+        "token_s": total + stalled,
+        "flash_s": zeros + stalled,
+        "waiting_s": zeros + stalled,
+        "cpu_s": total.copy(),
+        "dense_s": total.copy() if uses_dense else zeros.copy(),
+        "read_bytes": zeros + faults.attention_bytes,
+        "active_neurons": zeros.copy(),
+        "missing_neurons": zeros.copy(),
+    }
+
+
+def compute_attention_s(inputs: SimulationInput, positions: Floats) -> Floats:
+    """Time of a layer's attention block for each position: weights, keys and values, barriers."""
+    workload, constants = inputs.workload, inputs.constants
+    size = workload.attention_bytes + workload.kv_token_bytes * positions
+    return size / _find_joint_rate(inputs) + count_barriers(inputs) / 2 * constants.barrier_s
+
+
+def count_barriers(inputs: SimulationInput) -> float:
+    """Barriers of a layer; half of them belong to the attention block."""
+    clusters = inputs.choices.policy == "neuron-cluster"
+    return inputs.constants.cluster_barriers if clusters else inputs.constants.graph_barriers
+
+
+def _find_joint_rate(inputs: SimulationInput) -> float:
+    """Rate of dense work that is divided between all units that the plan uses."""
+    machine = inputs.machine
+    return machine.shared_bytes_s if machine.dense_bytes_s is not None else machine.cpu_bytes_s
+
+
+def make_hotness(inputs: SimulationInput) -> Hotness:
+    """How activations are distributed over the neurons of a layer."""
+    workload = inputs.workload
+    return Hotness(active=workload.active, spread=find_spread(workload.active, workload.skew))
+
+
+def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> Floats:
+    """Chance per class of neurons that an active cold one is in the cache."""
+    workload, constants = inputs.workload, inputs.constants
+    return compute_hit_chances(
+        make_hotness(inputs),
+        choice.hot,
+        find_cold_share(inputs, choice),
+        workload.chosen,
+        constants.token_correlation,
+        constants.expert_correlation,
+    )
+
+
+def find_cold_share(inputs: SimulationInput, choice: LayerChoice) -> float:
+    """Part of a layer's neurons that its share of the cache holds."""
+    workload = inputs.workload
+    absent = [(1.0 - item.hot) * item.count for item in inputs.choices.layers]
+    if sum(absent) <= 0.0:
+        return 0.0
+    all_cold = inputs.choices.cold_neurons / workload.layer_neurons
+    return min(1.0 - choice.hot, all_cold * (1.0 - choice.hot) / sum(absent))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWork:
+    """Neurons per token and layer [tokens, layers], before rounding."""
+
+    dense: float
+    """Computed by the dense unit in every layer of every token."""
+    cold: float
+    """Not hot, active or not, in every layer of every token."""
+    resident: Floats
+    missing: Floats
+    active: Floats
+    """Active ones, wherever they are computed."""
+
+
+def draw_work(
+    inputs: SimulationInput, choice: LayerChoice, shifts: Floats, random: np.random.Generator
+) -> TokenWork:
+    """Draw the work of the layers of one kind."""
+    workload, choices = inputs.workload, inputs.choices
+    neurons = float(workload.computed_neurons)
+    shape = (len(shifts), choice.count)
+    every = np.full(shape, neurons)
+    cold = (1.0 - choice.hot) * neurons
+    if choices.policy == "mmap":
+        missing = every * find_page_misses(inputs).ffn_share
+        return TokenWork(
+            dense=0.0, cold=cold, resident=every - missing, missing=missing, active=every
+        )
+    dense_share = min(choice.dense, choice.hot)
+    dense = dense_share * neurons
+    if not choices.predicted:
+        absent = max(1.0 - choice.hot - find_cold_share(inputs, choice), 0.0)
+        missing = every * (absent if absent * neurons >= 1.0 else 0.0)
+        return TokenWork(
+            dense=dense,
+            cold=cold,
+            resident=every - dense - missing,
+            missing=missing,
+            active=every,
+        )
+    drawn = draw_tokens(
+        make_hotness(inputs),
+        find_hit_chances(inputs, choice),
+        dense_share,
+        choice.hot,
+        neurons,
+        shape=shape,
+        variation=inputs.constants.token_variation,
+        random=random,
+        shifts=shifts,
+    )
+    return TokenWork(
+        dense=dense,
+        cold=cold,
+        resident=drawn.hot + drawn.cached,
+        missing=drawn.missing,
+        active=drawn.dense + drawn.hot + drawn.cached + drawn.missing,
+    )
+
+
+def round_counts(counts: Floats) -> Floats:
+    """Round counts to steps of 3 percent; small ones stay as they are."""
+    safe = np.maximum(counts, 1.0)
+    steps = np.rint(np.log(safe) / np.log(_STEP))
+    return np.where(counts <= _EXACT, np.rint(counts), _STEP**steps)
+
+
+def _add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork) -> None:
+    """Simulate every different layer once and add its times to the tokens that have it."""
+    resident, missing = round_counts(work.resident), round_counts(work.missing)
+    pairs = np.stack([resident.ravel(), missing.ravel()], axis=1)
+    unique, where = np.unique(pairs, axis=0, return_inverse=True)
+    where = where.reshape(resident.shape)
+    rows = []
+    for stays, read in unique.tolist():
+        times = simulation.run(
+            LayerWork(dense=work.dense, resident=stays, missing=read, cold=work.cold)
+        )
+        meter = times.meter
+        per_neuron = meter.read_bytes / read if read else 0.0
+        rows.append(
+            (
+                times.duration_s,
+                meter.flash_s,
+                meter.waiting_s,
+                meter.cpu_s,
+                meter.dense_s,
+                per_neuron,
+            )
+        )
+    table = np.array(rows)
+    for number, name in enumerate(("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")):
+        total[name] += table[:, number][where].sum(axis=1)
+    total["read_bytes"] += (table[:, 5][where] * work.missing).sum(axis=1)
+    total["active_neurons"] += work.active.sum(axis=1)
+    total["missing_neurons"] += work.missing.sum(axis=1)
+
+
+def trace_decode(
+    inputs: SimulationInput, *, prompt_tokens: int, tokens: int, seed: int
+) -> Recorder:
+    """Simulate a few tokens layer after layer, and record what every lane does."""
+    random = np.random.default_rng(seed)
+    shifts = random.standard_normal(tokens) * inputs.constants.token_variation
+    recorder = Recorder()
+    simulation = LayerSimulation(inputs)
+    works = [
+        (choice, draw_work(inputs, choice, shifts, random)) for choice in inputs.choices.layers
+    ]
+    lanes = [f"{CPU_LANE} thread {number}" for number in range(inputs.choices.compute_threads)]
+    if inputs.machine.dense_bytes_s is not None:
+        lanes.append(DENSE_LANE)
+    head_s = inputs.workload.head_bytes / _find_joint_rate(inputs)
+    for token in range(tokens):
+        attention_s = float(
+            compute_attention_s(inputs, np.array([float(prompt_tokens + token)]))[0]
+        )
+        for choice, work in works:
+            for layer in range(choice.count):
+                for lane in lanes:
+                    recorder.add_slice(lane, "attention", 0.0, attention_s)
+                recorder.offset_s += attention_s
+                times = simulation.run(
+                    LayerWork(
+                        dense=work.dense,
+                        resident=float(work.resident[token, layer]),
+                        missing=float(work.missing[token, layer]),
+                        cold=work.cold,
+                    ),
+                    recorder,
+                )
+                recorder.offset_s += times.duration_s
+        for lane in lanes:
+            recorder.add_slice(lane, f"head, token {token}", 0.0, head_s)
+        recorder.offset_s += head_s
+    return recorder

@@ -1,0 +1,121 @@
+"""Read rates of a flash device between its measured points.
+
+A figure holds for one block size, pattern, extent of the file, issuing core, depth and number of
+threads.  A question takes the figures of its pattern; of several cores, depths or thread counts
+those nearest to the question; and interpolates the rate over extent and block size, both on
+logarithmic scales, because rates follow powers of both over wide stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log
+from typing import Literal
+
+Pattern = Literal["sequential", "random"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashPoint:
+    """One figure of a device's ``storage.reads``."""
+
+    pattern: Pattern
+    block_bytes: int
+    rate_bytes_s: float
+    range_bytes: int | None = None
+    core: str | None = None
+    depth: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flash:
+    """The flash of a device, as far as reading goes."""
+
+    points: tuple[FlashPoint, ...]
+    latency_s: float
+    """One small read in an idle queue."""
+    reader_penalty: float
+    """Part of the rate lost where several threads issue reads."""
+    block_bytes: int
+    """Direct reads are multiples of it."""
+    queues: int = 1
+
+    def find_rate_bytes_s(
+        self,
+        pattern: Pattern,
+        block_bytes: int,
+        *,
+        range_bytes: int | None = None,
+        core: str | None = None,
+        threads: int = 1,
+    ) -> float:
+        """Rate of back-to-back reads of ``block_bytes`` within ``range_bytes`` of a file.
+
+        Raises ``LookupError`` where the device has no figure of the pattern.
+        """
+        points = [item for item in self.points if item.pattern == pattern]
+        if not points:
+            raise LookupError(pattern)
+        points = _keep_core(points, core)
+        by_block: list[tuple[float, float]] = []
+        for block in sorted({item.block_bytes for item in points}):
+            same = [item for item in points if item.block_bytes == block]
+            by_block.append((block, _rate_in_range(same, range_bytes, threads)))
+        return _interpolate(by_block, block_bytes, slope_below=1.0)
+
+    def compute_read_s(
+        self, pattern: Pattern, block_bytes: int, *, range_bytes: int, core: str | None
+    ) -> float:
+        """Time of one of many reads that one thread has in flight."""
+        rate = self.find_rate_bytes_s(
+            pattern, block_bytes, range_bytes=range_bytes, core=core, threads=1
+        )
+        return block_bytes / (rate * self.queues)
+
+
+def _keep_core(points: list[FlashPoint], core: str | None) -> list[FlashPoint]:
+    """Of figures that differ in the core only, keep the wished one, else the fastest."""
+    kept: dict[tuple[object, ...], FlashPoint] = {}
+    for item in points:
+        key = (item.block_bytes, item.range_bytes, item.depth, item.threads)
+        old = kept.get(key)
+        better = old is None or (
+            old.core != core and (item.core == core or item.rate_bytes_s > old.rate_bytes_s)
+        )
+        if better:
+            kept[key] = item
+    return list(kept.values())
+
+
+def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None, threads: int) -> float:
+    """Rate of figures of one block size at an extent; one without an extent is the widest."""
+    wide = [item for item in points if item.range_bytes is None]
+    narrow = [item for item in points if item.range_bytes is not None]
+    if not narrow or (range_bytes is None and wide):
+        return _fastest_of_deep(wide, threads)
+    curve: list[tuple[float, float]] = []
+    for extent in sorted({item.range_bytes for item in narrow if item.range_bytes is not None}):
+        same = [item for item in narrow if item.range_bytes == extent]
+        curve.append((extent, _fastest_of_deep(same, threads)))
+    return _interpolate(curve, range_bytes or curve[0][0], slope_below=0.0)
+
+
+def _fastest_of_deep(points: Sequence[FlashPoint], threads: int) -> float:
+    """The deepest figure: reads of the simulated engines are many at a time."""
+    del threads
+    return max(item.rate_bytes_s for item in points)
+
+
+def _interpolate(curve: Sequence[tuple[float, float]], at: float, *, slope_below: float) -> float:
+    """Interpolate on logarithmic scales; constant above, a power law below the first point."""
+    first_x, first_y = curve[0]
+    if at <= first_x:
+        return float(first_y * (at / first_x) ** slope_below)
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if at <= x1:
+            share = (log(at) - log(x0)) / (log(x1) - log(x0))
+            return exp(log(y0) + share * (log(y1) - log(y0)))
+    return curve[-1][1]

@@ -1,0 +1,178 @@
+"""What a simulation found, for machines and for people; always labelled as simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pi2.simulate.decode import DecodeRun
+from pi2.simulate.inputs import Figure, SimulationInput
+from pi2.simulate.prefill import PrefillRun
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """Estimate from the device's power figures; a unit at rest counts as nothing."""
+
+    token_j: float
+    mean_w: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """Outcome of `simulate`."""
+
+    inputs: SimulationInput
+    seed: int
+    prompt_tokens: int
+    prefill: PrefillRun | None
+    decode: DecodeRun
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens generated per second."""
+        return len(self.decode.token_s) / float(self.decode.token_s.sum())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time of a token."""
+        return float(self.decode.token_s.mean())
+
+    def find_percentile_s(self, percent: float) -> float:
+        """Time that ``percent`` of all tokens do not exceed."""
+        return float(np.percentile(self.decode.token_s, percent))
+
+    @property
+    def waiting_share(self) -> float:
+        """Part of the time in which nothing computed because of reads."""
+        return float(self.decode.waiting_s.sum() / self.decode.token_s.sum())
+
+    @property
+    def miss_rate(self) -> float:
+        """Part of the active neurons that had to be read."""
+        active = float(self.decode.active_neurons.sum())
+        return float(self.decode.missing_neurons.sum()) / active if active else 0.0
+
+    @property
+    def energy(self) -> Energy | None:
+        """Energy of a token, where the device states powers."""
+        return _estimate_energy(self.inputs, self.decode)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything as one JSON object."""
+        run, prefill, energy = self.decode, self.prefill, self.energy
+        tokens = len(run.token_s)
+        active = run.active_neurons + (run.active_neurons == 0)
+        return {
+            "simulated": True,
+            "plan": self.inputs.name,
+            "plan_digest": self.inputs.digest,
+            "seed": self.seed,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": tokens,
+            "prefill": None
+            if prefill is None
+            else {
+                "tokens_s": _round(prefill.tokens_s),
+                "duration_s": _round(prefill.duration_s),
+                "read_bytes": round(prefill.read_bytes),
+            },
+            "decode": {
+                "tokens_s": _round(self.tokens_s),
+                "mean_ms": _round(self.mean_s * 1e3),
+                **{
+                    f"p{percent}_ms": _round(self.find_percentile_s(percent) * 1e3)
+                    for percent in PERCENTILES
+                },
+                "waiting_share": _round(self.waiting_share),
+                "flash_share": _round(float(run.flash_s.sum() / run.token_s.sum())),
+                "cpu_share": _round(float(run.cpu_s.sum() / run.token_s.sum())),
+                "dense_share": _round(float(run.dense_s.sum() / run.token_s.sum())),
+                "hit_rate": _round(1.0 - self.miss_rate),
+                "miss_rate_p99": _round(float(np.percentile(run.missing_neurons / active, 99))),
+                "active_neurons": round(float(run.active_neurons.mean())),
+                "read_bytes_per_token": round(float(run.read_bytes.mean())),
+            },
+            "energy": None
+            if energy is None
+            else {"token_j": _round(energy.token_j), "mean_w": _round(energy.mean_w)},
+            "provenance": {
+                "figures": dict(sorted(self.inputs.count_statuses().items())),
+                "sources": [
+                    {"name": item.name, "status": item.status, "source": item.source}
+                    for item in self.inputs.figures
+                ],
+            },
+        }
+
+    def summarise(self) -> str:
+        """The same for people, in a few lines."""
+        from pi2.plan.quantities import approximate_bytes
+
+        run, decode = self.describe()["decode"], self.decode
+        lines = [f"SIMULATED, not measured: {self.inputs.name}"]
+        if self.prefill is None:
+            lines.append(
+                "prefill   not simulated: the device states no arithmetic rate of the unit "
+                "(units.*.compute)"
+            )
+        else:
+            lines.append(
+                f"prefill   {self.prefill.tokens_s:.1f} tokens/s, {self.prefill.tokens} tokens "
+                f"in {self.prefill.duration_s:.2f} s, "
+                f"{approximate_bytes(self.prefill.read_bytes)} read"
+            )
+        percentiles = " · ".join(f"P{p} {run[f'p{p}_ms']:.1f}" for p in PERCENTILES)
+        lines.append(
+            f"decode    {self.tokens_s:.2f} tokens/s over {len(decode.token_s)} tokens; "
+            f"ms per token: mean {run['mean_ms']:.1f} · {percentiles}"
+        )
+        lines.append(
+            f"reads     {approximate_bytes(run['read_bytes_per_token'])} per token; flash busy "
+            f"{run['flash_share']:.0%}, computing waits for it {run['waiting_share']:.0%}; "
+            f"cache hits {run['hit_rate']:.1%}"
+        )
+        if self.energy is not None:
+            lines.append(
+                f"energy    about {self.energy.token_j:.3f} J per token, {self.energy.mean_w:.1f} W"
+            )
+        lines.append("inputs    " + describe_statuses(self.inputs.figures))
+        return "\n".join(lines)
+
+
+def describe_statuses(figures: tuple[Figure, ...]) -> str:
+    """One line on where the figures come from."""
+    counts: dict[str, int] = {}
+    for item in figures:
+        counts[item.status] = counts.get(item.status, 0) + 1
+    parts = [f"{count} {status}" for status, count in sorted(counts.items())]
+    return f"{len(figures)} figures of device and model: {', '.join(parts)}"
+
+
+def _estimate_energy(inputs: SimulationInput, run: DecodeRun) -> Energy | None:
+    """Power of what is at work times the time it is: all units, the CPU or the other one alone."""
+    machine = inputs.machine
+    cpu_w, dense_w = machine.cpu_power_w, machine.dense_power_w
+    both_w = machine.power_w or max(cpu_w or 0.0, dense_w or 0.0)
+    if not both_w:
+        return None
+    total = float(run.token_s.sum())
+    if machine.dense_bytes_s is None:
+        energy = (cpu_w or both_w) * total
+    else:
+        dense = min(float(run.dense_s.sum()), total)
+        energy = both_w * dense + (cpu_w or both_w) * (total - dense)
+    tokens = len(run.token_s)
+    return Energy(token_j=energy / tokens, mean_w=energy / total)
+
+
+def _round(value: float) -> float:
+    return round(value, 4)
+
+
+Summary = Mapping[str, Any]
