@@ -26,6 +26,7 @@ from pi2.importing.synthesis.measurement import Measurement, choose_tokens, meas
 from pi2.importing.synthesis.recipe import Recipe, check_recipe
 from pi2.importing.synthesis.statistics import average_layers
 from pi2.plan.model import Model
+from pi2.plan.resolve import load_plan
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -271,14 +272,16 @@ def test_a_plan_with_less_memory_reads_neurons_from_flash(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
     plan = tmp_path / "tiny.plan.toml"
-    done = run_tool(
-        environment,
-        *(model_file, tmp_path / "store", "--plan", plan, "--backend", "reference"),
-        *("--memory", "200 MiB"),
-    )
+    settings = (model_file, tmp_path / "store", "--tokens", "16", "--backend", "reference")
+    done = run_tool(environment, *settings, "--plan", plan)
+    assert done.returncode == 0, done.stderr
+    memory = load_plan(plan).plan.memory
+    budget = memory.budget - memory.segments.hot // 2
+
+    done = run_tool(environment, *settings, "--plan", plan, "--memory", f"{budget} B")
     assert done.returncode == 0, done.stderr
     with pi2.load(plan) as model:
-        assert model.plan.plan.memory.budget == 200 * 2**20
+        assert model.plan.plan.memory.budget == budget
         assert 0 < model.plan.plan.layers.hot < 1
         statistics = model.generate("def ", max_tokens=24).result.statistics
         assert statistics.hit_rate is not None and 0 < statistics.hit_rate < 1

@@ -154,7 +154,9 @@ def _shrink(
 
 
 def _round_up(size: int) -> int:
-    return -(-size // _ROUND_BYTES) * _ROUND_BYTES
+    """A readable size that is not smaller."""
+    step = _ROUND_BYTES if size > 16 * _ROUND_BYTES else _ROUND_BYTES // 16
+    return -(-size // step) * step
 
 
 def _round_down(share: float) -> float:

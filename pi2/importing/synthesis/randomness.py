@@ -92,7 +92,8 @@ def _normal_table() -> F32:
 def _int4_table() -> U8:
     codes = np.clip(np.rint(_list_quantiles(256) * _INT4_DEVIATION), -7, 7).astype(np.int64) + 8
     both = np.arange(65536)
-    return (codes[both & 255] | codes[both >> 8] << 4).astype(np.uint8)
+    pairs: U8 = (codes[both & 255] | codes[both >> 8] << 4).astype(np.uint8)
+    return pairs
 
 
 @cache
