@@ -192,32 +192,38 @@ def _expect_active(plan: Plan, model: Model) -> float:
 
 
 def _need_workspace(resolved: Resolved) -> Need:
-    """Activations, logits, and staging: what the cpu backend takes; others take less.
+    """Activations, logits and staging: the larger of two uses.
 
-    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and h w
-    wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
-    floats; 256 floats of dense FFN; its id.  Logits: V floats; the logits of several tokens, which
-    evaluation asks for, take what is left.  Two staging buffers of min(f, 512) neurons.  Tables:
-    rotary positions (context w floats), five numbers per neuron of a layer, d floats and 8 KiB per
-    thread.
+    Generating, as the cpu backend does it.  Per token of a chunk: 2 d floats (residual, FFN sum);
+    the inputs of the projections, d and h w wide, each in two 8-bit planes, as floats, and with a
+    float and an integer per group; qkv floats; 256 floats of dense FFN; its id.  V floats of
+    logits.  Rotary positions (context w floats), five numbers per neuron of a layer, d floats and
+    8 KiB per thread.
+
+    Evaluating a chunk: per token 3 d floats, qkv and h w floats, and V floats of logits.
+
+    Both: two staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
-    inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
-    activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
-    logits = 4 * shape.vocab
     neurons = min(model.layer_neurons, STAGED_NEURONS)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
-    threads = _count_threads(resolved)
-    tables = 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
-    tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+
+    inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
+    generating = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    generating += 4 * shape.vocab + 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
+    generating += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
+
+    evaluating = 4 * chunk * (3 * shape.hidden + qkv + query + shape.vocab)
+
+    use = "logits of them all" if evaluating > generating else "tables"
     return Need(
-        activations + logits + staging + tables,
-        f"activations of {chunk} tokens {approximate_bytes(activations)}, "
-        f"logits {approximate_bytes(logits)}, staging of {STAGING_BUFFERS} x {neurons} neurons "
-        f"{approximate_bytes(staging)}, tables {approximate_bytes(tables)}",
+        max(generating, evaluating) + staging,
+        f"activations of {chunk} tokens and {use} "
+        f"{approximate_bytes(max(generating, evaluating))}, staging of "
+        f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
     )
 
 

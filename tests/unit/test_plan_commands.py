@@ -277,3 +277,15 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(Terminal())  # type: ignore[arg-type]
     assert not wants_colour(sys.__stdin__)  # type: ignore[arg-type]
+
+
+def test_validate_takes_little_processor_time() -> None:
+    """0.25 s on a quiet machine of 2017; the limit leaves room for slow and busy ones."""
+
+    def measure() -> float:
+        before = os.times()
+        assert start("validate", DEMO).returncode == 0
+        after = os.times()
+        return after.children_user + after.children_system - before[2] - before[3]
+
+    assert min(measure() for _ in range(3)) < 0.9
