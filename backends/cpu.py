@@ -139,6 +139,7 @@ class CpuExecutor:
         self._library = library
         self._spec = spec
         self._tokens = 0
+        self._chunk = chunk
         self._context = round_up(request.context, KV_BLOCK)
         self._threads = spec.threads
         neurons = request.neurons
@@ -334,7 +335,8 @@ class CpuExecutor:
         """Return logits of the tokens from ``first`` on."""
         count = self._tokens - first
         if count > len(self._logits):
-            self._logits = self._space.make("float32", count, self._spec.vocab)
+            # Decoding never comes here: several rows are for prompts whose logits are asked for.
+            self._logits = self._space.make("float32", self._chunk, self._spec.vocab)
             self._head_logits = self._space.wrap(self._logits)
         self._head(first, count, *self._head_arguments, self._head_logits)
         return self._logits[:count]

@@ -68,4 +68,5 @@ class Library:
 def _view_writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the same memory without the read-only mark, which DLPack cannot express."""
     raw = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    return np.frombuffer(raw, dtype=array.dtype)
+    writeable: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+    return writeable.view(array.dtype)

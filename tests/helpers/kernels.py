@@ -1,0 +1,293 @@
+"""Kernels in tests: compiled in the test's own process, and numpy in float64 to compare with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.machine.cpu import detect_cpu
+from pi2.plan.layout import GROUP, Precision, lay_out_bundle
+from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
+from pi2.plan.packing import pack_bundles, pack_codes, quantize, slice_part
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+
+X86_FEATURES: Mapping[str, frozenset[str]] = {
+    "x86-64": frozenset(),
+    "sse4.2": frozenset({"sse4.2"}),
+    "avx2": frozenset({"sse4.2", "avx2", "fma", "f16c"}),
+    "avx512bw": frozenset({"sse4.2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl"}),
+    "avx512vnni": frozenset(
+        {"sse4.2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"}
+    ),
+}
+"""Features by the name of the schedule that they choose."""
+
+
+def find_own_features() -> frozenset[str]:
+    """Return what this machine's processor has."""
+    return frozenset(detect_cpu().features)
+
+
+def list_runnable_isas() -> list[str]:
+    """Return the schedules that this machine can run."""
+    cpu = detect_cpu()
+    if cpu.architecture != "x86-64":
+        return []
+    own = frozenset(cpu.features)
+    return [name for name, features in X86_FEATURES.items() if features <= own]
+
+
+def make_isa(name: str) -> Isa:
+    """Return a schedule by name."""
+    isa = choose_isa(X86_FEATURES[name], "x86-64")
+    assert isa.name == name
+    return isa
+
+
+def allocate(dtype: str, *shape: int) -> npt.NDArray[Any]:
+    """Return a zeroed array that begins at a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an aligned, read-only copy, as a memory-mapped store gives it."""
+    copy = allocate(array.dtype.name, *array.shape)
+    copy[...] = array
+    copy.flags.writeable = False
+    return copy
+
+
+def allocate_segment(_segment: str, size: int) -> U8:
+    """Stand in for the budget's allocator."""
+    return allocate("uint8", size)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]:
+    """Compile a function in this process; its arrays are passed flat."""
+    import tvm
+
+    from pi2.backends.kernels.compile import generate, make_target
+    from pi2.backends.kernels.program import make_function
+
+    module = tvm.IRModule({"kernel": make_function("kernel", emit)})
+    kernel = tvm.runtime.Executable(generate(module, make_target(isa))).jit()["kernel"]
+
+    def call(*arguments: Any) -> None:
+        kernel(*(a.reshape(-1) if isinstance(a, np.ndarray) else a for a in arguments))
+
+    return call
+
+
+def compile_program(name: str, spec: KernelSpec) -> Callable[..., None]:
+    """Compile one function of a spec."""
+    from pi2.backends.kernels.program import Program
+
+    program = Program(spec)
+    return compile_kernel(program.list_functions()[name], program.isa)
+
+
+def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDArray[Any]]:
+    """Return codes, scales, sums and values."""
+    return [
+        allocate("int8", tokens, planes, length),
+        allocate("float32", tokens, length // GROUP),
+        allocate("int32", tokens, length // GROUP),
+        allocate("float32", tokens, length),
+    ]
+
+
+def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F64]:
+    """Quantise as the kernels do; return their four arrays, and the values that they stand for."""
+    tokens, length = x.shape
+    limit = 127 * 256 if planes == 2 else 127
+    groups = x.reshape(tokens, -1, GROUP)
+    largest = np.abs(groups).max(-1)
+    safe = np.where(largest < 1e-30, np.float32(1), largest)
+    factor = np.where(largest < 1e-30, np.float32(0), np.float32(limit) / safe)
+    codes = np.rint(groups * factor[..., None].astype(np.float32)).astype(np.int64)
+    scales = np.where(largest < 1e-30, np.float32(0), largest * np.float32(1.0 / limit))
+    arrays = allocate_activations(tokens, length, planes)
+    high = (codes + 128) >> 8
+    parts = [high, codes - 256 * high] if planes == 2 else [codes]
+    for plane, part in enumerate(parts):
+        flat = part.reshape(tokens, length).astype(np.int8)
+        arrays[0][:, plane] = pack_codes(flat, "int8").view(np.int8)
+    arrays[1][:] = scales
+    arrays[2][:] = -8 * codes.sum(-1)
+    arrays[3][:] = x
+    stands_for = codes * scales.astype(np.float64)[..., None]
+    return arrays, stands_for.reshape(tokens, length)
+
+
+def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+    """Return the largest difference relative to the largest expected value."""
+    top = float(np.abs(expected).max())
+    difference = float(np.abs(found.astype(np.float64) - expected).max())
+    return difference / top if top > 0 else difference
+
+
+def make_spec(**changes: Any) -> KernelSpec:
+    """Return a small spec for this machine; ``changes`` replaces fields."""
+    hidden = changes.get("hidden", 256)
+    ffn: Precision = changes.get("ffn", "int4")
+    values: dict[str, Any] = {
+        "hidden": hidden,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocab": 100,
+        "epsilon": 1e-5,
+        "activation": "drelu",
+        "threshold": 0.0,
+        "qkv_bias": False,
+        "window": None,
+        "attention": "int4",
+        "embedding": "int8",
+        "head": "int8",
+        "ffn": ffn,
+        "gate_rows": ffn,
+        "predictor": "int8",
+        "ranks": (64,),
+        "stride": lay_out_bundle(hidden, ffn).stride,
+        "threads": 2,
+        "planes": 2,
+        "architecture": "x86-64",
+        "features": tuple(sorted(find_own_features() - {"avx512vnni"})),
+    }
+    return KernelSpec(**(values | changes))
+
+
+class RandomModel:
+    """A model with random weights, as a backend sees it."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 2,
+        hidden: int = 64,
+        ffn: int = 96,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        vocab: int = 80,
+        context: int = 60,
+        chunk: int = 16,
+        threads: int = 2,
+        activation: str = "drelu",
+        threshold: float = 0.0,
+        window: int | None = None,
+        bias: bool = False,
+        tied_head: bool = True,
+        rank: int | None = 32,
+        rope: Rope | None = None,
+        precision: Mapping[str, Precision] | None = None,
+        features: frozenset[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._tensors: dict[str, Tensor] = {}
+        chosen = {
+            "ffn": "int4",
+            "attention": "int4",
+            "embedding": "int8",
+            "head": "int8",
+            "predictor": "int8",
+        } | dict(precision or {})
+        self.model = Model(
+            schema_version=1,
+            id="random",
+            shape=Shape(
+                layers=layers,
+                hidden=hidden,
+                ffn=ffn,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                vocab=vocab,
+                context=context,
+            ),
+            rope=rope or Rope(),
+            attention=Attention(qkv_bias=bias, sliding_window=window),
+            ffn=Ffn.model_validate({"activation": activation, "threshold": threshold}),
+            tied_head=tied_head,
+            quantization=Quantization.model_validate(chosen),
+            predictor=None if rank is None else Predictor(rank=rank),
+        )
+        quantization = self.model.quantization
+        self._add_matrix(EMBEDDING, vocab, hidden, quantization.embedding, scale=1.0)
+        if not tied_head:
+            self._add_matrix(HEAD, vocab, hidden, quantization.head)
+        self._add_floats(FINAL_NORM, hidden, mean=1.0)
+        layout = lay_out_bundle(hidden, quantization.ffn)
+        self.bundles: list[U8] = []
+        gates = []
+        for layer in range(layers):
+            qkv = (heads + 2 * kv_heads) * head_dim
+            name = functools.partial(name_layer_tensor, layer)
+            self._add_floats(name("attention_norm"), hidden, mean=1.0)
+            self._add_floats(name("ffn_norm"), hidden, mean=1.0)
+            self._add_matrix(name("qkv"), qkv, hidden, quantization.attention)
+            self._add_matrix(name("output"), hidden, heads * head_dim, quantization.attention)
+            if bias:
+                self._add_floats(name("qkv_bias"), qkv, mean=0.0)
+            if rank is not None:
+                self._add_matrix(name("predictor_in"), rank, hidden, quantization.predictor)
+                self._add_matrix(name("predictor_out"), ffn, rank, quantization.predictor)
+                self._add_floats(name("predictor_bias"), ffn, mean=0.0)
+            parts = [self._draw(ffn, hidden, hidden**-0.5) for _ in range(3)]
+            packed = pack_bundles(parts[0], parts[1], parts[2], layout)
+            self.bundles.append(align(packed))
+            weights, scales = slice_part(packed, layout, 0)
+            gates.append((align(weights), None if scales is None else align(scales)))
+        self.request = BuildRequest(
+            model=self.model,
+            tensors=self._tensors,
+            bundle=layout,
+            neurons=ffn,
+            chunk=chunk,
+            context=context,
+            gate_rows=gates,
+            threads=threads,
+            features=find_own_features() if features is None else features,
+            architecture="x86-64",
+            allocate=allocate_segment,
+            progress=lambda _label, _share: None,
+        )
+
+    def _draw(self, rows: int, length: int, scale: float) -> F32:
+        return (self._rng.standard_normal((rows, length)) * scale).astype(np.float32)
+
+    def _add_matrix(
+        self, name: str, rows: int, length: int, precision: Precision, scale: float | None = None
+    ) -> None:
+        values = self._draw(rows, length, length**-0.5 if scale is None else scale)
+        weights, scales = quantize(values, precision)
+        self._tensors[name] = Tensor(
+            name=name,
+            rows=rows,
+            length=length,
+            precision=precision,
+            weights=align(weights),
+            scales=None if scales is None else align(scales),
+        )
+
+    def _add_floats(self, name: str, length: int, mean: float) -> None:
+        values = np.float32(mean) + self._draw(1, length, 0.1)
+        self._tensors[name] = Tensor(
+            name=name, rows=1, length=length, precision=None, weights=align(values)
+        )

@@ -1,0 +1,208 @@
+"""Packed matrices times activations, for shapes, precisions and schedules of every kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pi2.plan.layout import Precision
+from pi2.plan.packing import dequantize, quantize
+from tests.helpers.kernels import (
+    align,
+    allocate,
+    allocate_activations,
+    compile_kernel,
+    list_runnable_isas,
+    make_isa,
+    measure_error,
+    quantize_activations,
+)
+
+LENGTHS = st.sampled_from([32, 64, 96, 160, 256, 320, 480, 512, 544, 1024, 1504])
+PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
+
+
+@functools.cache
+def make_multiply(
+    isa: str, length: int, precision: Precision, planes: int, threads: int
+) -> Callable[[Any], None]:
+    """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
+    from pi2.backends.kernels import vectors as v
+    from pi2.backends.kernels.matrix import Matrix, emit_multiply
+
+    def emit(take: Any) -> None:
+        rows, tokens = take.take_number("rows"), take.take_number("tokens")
+        weights = take.take_array("weights", "uint8")
+        scales = take.take_array("scales", "uint8")
+        matrix = Matrix(
+            weights=weights, scales=scales, rows=rows, length=length, precision=precision
+        )
+        x = take.take_activations("x", length, planes, tokens)
+        y = take.take_array("y", "float32")
+
+        def keep(token: Any, row: Any, value: Any) -> None:
+            v.store(y, token * rows + row, value, 1)
+
+        emit_multiply(make_isa(isa), threads, matrix, x, tokens, keep)
+
+    return emit
+
+
+@pytest.mark.parametrize("isa", list_runnable_isas())
+@settings(max_examples=6)
+@given(
+    length=LENGTHS,
+    precision=PRECISIONS,
+    planes=st.sampled_from([1, 2]),
+    threads=st.sampled_from([1, 3]),
+    rows=st.integers(1, 70),
+    tokens=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_product_is_what_float64_says_of_the_same_codes(
+    isa: str,
+    length: int,
+    precision: Precision,
+    planes: int,
+    threads: int,
+    rows: int,
+    tokens: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    x = (rng.standard_normal((tokens, length)) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
+    arrays, stands_for = quantize_activations(x, planes)
+    y = allocate("float32", tokens, rows)
+    kernel = compile_kernel(
+        make_multiply(isa, length, precision, planes, threads), make_isa(isa)
+    )
+    packed_scales = weights if scales is None else align(scales)
+    kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, y)
+    plain = dequantize(weights, scales, length, precision).astype(np.float64)
+    inputs = x.astype(np.float64) if precision == "fp16" else stands_for
+    # Relative to the largest sum of magnitudes: products may cancel.
+    magnitude = float((np.abs(inputs) @ np.abs(plain).T).max())
+    assert np.abs(y - inputs @ plain.T).max() <= 1e-6 * magnitude
+
+
+@pytest.mark.parametrize("isa", list_runnable_isas())
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> None:
+    # Every weight and every activation at its extreme, all products of one sign.
+    length = 512
+    lowest = -8 if precision == "int4" else -127
+    rows = np.full((2, length), lowest, np.float32)
+    rows[1] = 7 if precision == "int4" else 127
+    weights, scales = quantize(rows, precision)
+    x = np.full((2, length), -1.0, np.float32)
+    x[1] = 1.0
+    arrays, stands_for = quantize_activations(x, 2)
+    y = allocate("float32", 2, 2)
+    assert scales is not None
+    kernel = compile_kernel(make_multiply(isa, length, precision, 2, 1), make_isa(isa))
+    kernel(2, 2, weights, scales.view(np.uint8), *arrays, y)
+    plain = dequantize(weights, scales, length, precision).astype(np.float64)
+    assert measure_error(y, stands_for @ plain.T) < 1e-6
+
+
+@pytest.mark.parametrize("isa", list_runnable_isas())
+def test_one_token_gives_the_same_bits_as_many(isa: str) -> None:
+    rng = np.random.default_rng(5)
+    rows, tokens, length = 33, 6, 352
+    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), "int4")
+    x = rng.standard_normal((tokens, length)).astype(np.float32)
+    assert scales is not None
+    kernel = compile_kernel(make_multiply(isa, length, "int4", 2, 2), make_isa(isa))
+    together, alone = allocate("float32", tokens, rows), allocate("float32", tokens, rows)
+    arrays, _ = quantize_activations(x, 2)
+    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, together)
+    for token in range(tokens):
+        arrays, _ = quantize_activations(x[token : token + 1], 2)
+        row = allocate("float32", 1, rows)
+        kernel(rows, 1, weights, scales.view(np.uint8), *arrays, row)
+        alone[token] = row
+    assert np.array_equal(together, alone)
+
+
+@settings(max_examples=5)
+@given(
+    length=LENGTHS,
+    planes=st.sampled_from([1, 2]),
+    tokens=st.integers(1, 5),
+    exponent=st.floats(-6, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_norm_and_quantisation_are_those_of_numpy(
+    length: int, planes: int, tokens: int, exponent: float, seed: int
+) -> None:
+    isa = list_runnable_isas()[-1]
+    rng = np.random.default_rng(seed)
+    x = allocate("float32", tokens, length)
+    x[:] = rng.standard_normal((tokens, length)) * 10**exponent
+    x[0, :32] = 0
+    weight = allocate("float32", length)
+    weight[:] = 1 + 0.1 * rng.standard_normal(length)
+    arrays = allocate_activations(tokens, length, planes)
+    kernel = compile_kernel(make_norm(length, planes), make_isa(isa))
+    kernel(tokens, x, weight, *arrays)
+    wide = x.astype(np.float64)
+    norm = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+    assert measure_error(arrays[3], norm) < 1e-6
+    # Codes from the kernel's own norm: equal but where two roundings meet half-way.
+    expected, _ = quantize_activations(arrays[3].copy(), planes)
+    wholes = [join_planes(part[0]) for part in (arrays, expected)]
+    assert np.abs(wholes[0] - wholes[1]).max() <= 1
+    assert np.allclose(arrays[1], expected[1], rtol=1e-6, atol=0)
+    assert np.array_equal(arrays[2], -8 * sum_groups(arrays[0], length))
+    assert not arrays[0][0, :, unpack_order(length)[:32]].any()
+
+
+def join_planes(codes: Any) -> Any:
+    """[tokens, planes, length] int8 -> the integers that they stand for."""
+    wide = codes.astype(np.int64)
+    return wide[:, 0] * 256 + wide[:, 1] if codes.shape[1] == 2 else wide[:, 0]
+
+
+def unpack_order(length: int) -> Any:
+    """Place in the packed vector of each element."""
+    from pi2.plan.layout import split_lanes
+
+    order = np.empty(length, np.int64)
+    group = 0
+    for lanes in split_lanes(length):
+        for lane in range(lanes):
+            for element in range(32):
+                chunk, byte = divmod(element, 4)
+                place = group * 32 + chunk * 4 * lanes + 4 * lane + byte
+                order[(group + lane) * 32 + element] = place
+        group += lanes
+    return order
+
+
+def sum_groups(codes: Any, length: int) -> Any:
+    """Sums of each group of 32 of the integers."""
+    joined = join_planes(codes)[:, unpack_order(length)]
+    return joined.reshape(len(codes), -1, 32).sum(-1)
+
+
+@functools.cache
+def make_norm(length: int, planes: int) -> Callable[[Any], None]:
+    """A kernel (tokens; x, weight, activations)."""
+    from pi2.backends.kernels.program import emit_each_token
+    from pi2.backends.kernels.quantize import emit_norm
+
+    def emit(take: Any) -> None:
+        tokens = take.take_number("tokens")
+        x = take.take_array("x", "float32")
+        weight = take.take_array("weight", "float32")
+        target = take.take_activations("target", length, planes, tokens)
+        emit_each_token(tokens, lambda t: emit_norm(x, t, weight, 1e-5, target, t))
+
+    return emit

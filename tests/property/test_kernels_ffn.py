@@ -1,0 +1,205 @@
+"""The FFN over gathered and contiguous neurons, for every activation, precision and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pi2.backends.kernels.spec import PANEL, UNPACKED, KernelSpec
+from pi2.plan.layout import Precision, lay_out_bundle
+from pi2.plan.model import Activation
+from pi2.plan.packing import pack_bundles, unpack_bundles
+from tests.helpers.kernels import (
+    align,
+    allocate,
+    compile_program,
+    make_spec,
+    measure_error,
+    quantize_activations,
+)
+
+F64 = npt.NDArray[np.float64]
+HIDDEN = st.sampled_from([32, 96, 256, 320, 480, 512, 544, 1056])
+ACTIVATIONS = st.sampled_from(["relu", "drelu", "fatrelu", "relu2", "silu"])
+PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
+
+
+def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F64:
+    """The model document's activations in float64."""
+    positive = np.maximum(gate, 0)
+    match activation:
+        case "relu":
+            return positive * up
+        case "drelu":
+            return positive * np.maximum(up, 0)
+        case "fatrelu":
+            return np.where(gate > threshold, gate, 0) * up
+        case "relu2":
+            return positive**2 * up
+        case "silu":
+            return gate / (1 + np.exp(-gate)) * up
+
+
+class Layer:
+    """A random FFN layer and quantised inputs for it."""
+
+    def __init__(self, spec: KernelSpec, neurons: int, tokens: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.spec = spec
+        self.tokens = tokens
+        layout = lay_out_bundle(spec.hidden, spec.ffn, spec.stride)
+        gate, up, down = (
+            rng.standard_normal((neurons, spec.hidden)).astype(np.float32) for _ in range(3)
+        )
+        self.bundles = align(pack_bundles(gate, up, down, layout))
+        self.parts = [part.astype(np.float64) for part in unpack_bundles(self.bundles, layout)]
+        x = rng.standard_normal((tokens, spec.hidden)).astype(np.float32) * 0.1
+        self.arrays, stands_for = quantize_activations(x, spec.planes)
+        self.inputs = x.astype(np.float64) if spec.ffn == "fp16" else stands_for
+
+    def compute(self, slots: npt.NDArray[Any]) -> tuple[F64, int]:
+        """Sum [tokens, hidden] and the number of non-zero activations, in float64."""
+        gate, up, down = (part[slots] for part in self.parts)
+        spec = self.spec
+        values = activate(
+            spec.activation, spec.threshold, self.inputs @ gate.T, self.inputs @ up.T
+        )
+        return values @ down, int(np.count_nonzero(values))
+
+    def gather(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], int]:
+        """What ``add_neurons`` makes of the first token."""
+        spec, count = self.spec, len(slots)
+        gates, firing = allocate("float32", max(count, 1)), allocate("int32", max(count, 1))
+        partial = allocate("float32", spec.threads, spec.hidden)
+        counts = allocate("int32", spec.threads + 1)
+        y = allocate("float32", spec.hidden)
+        one = [array[:1].copy() for array in self.arrays]
+        one = [np.array(array) for array in one]
+        aligned = [allocate(array.dtype.name, *array.shape) for array in one]
+        for target, source in zip(aligned, one, strict=True):
+            target[:] = source
+        wanted = allocate("int32", max(count, 1))
+        wanted[:count] = slots
+        kernel = compile_program("add_neurons", spec)
+        writeable = self.bundles.copy()
+        kernel(count, writeable, wanted, *aligned, gates, firing, partial, counts, y)
+        return leave_lane_order(spec, y[None])[0], int(counts[-1])
+
+    def compute_dense(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """What ``add_dense`` makes of neurons ``begin`` to ``end``."""
+        spec = self.spec
+        values = allocate("float32", self.tokens, PANEL)
+        unpacked = allocate("float32", spec.threads, UNPACKED * 128)
+        y = allocate("float32", self.tokens, spec.hidden)
+        kernel = compile_program("add_dense", spec)
+        bundles = self.bundles[begin:end].copy()
+        kernel(end - begin, self.tokens, bundles, *self.arrays, values, unpacked, y)
+        return leave_lane_order(spec, y)
+
+
+def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """What ``end_ffn`` adds to x."""
+    x = allocate("float32", *y.shape)
+    compile_program("end_ffn", spec)(len(y), x, y)
+    return x
+
+
+@settings(max_examples=12)
+@given(
+    hidden=HIDDEN,
+    precision=PRECISIONS,
+    activation=ACTIVATIONS,
+    threads=st.integers(1, 3),
+    planes=st.sampled_from([1, 2]),
+    neurons=st.integers(1, 80),
+    tokens=st.integers(2, 9),
+    data=st.data(),
+)
+def test_gathered_and_dense_sums_are_those_of_float64(
+    hidden: int,
+    precision: Precision,
+    activation: Activation,
+    threads: int,
+    planes: int,
+    neurons: int,
+    tokens: int,
+    data: st.DataObject,
+) -> None:
+    spec = make_spec(
+        hidden=hidden,
+        ffn=precision,
+        activation=activation,
+        threshold=0.2 if activation == "fatrelu" else 0.0,
+        threads=threads,
+        planes=planes,
+    )
+    layer = Layer(spec, neurons, tokens, data.draw(st.integers(0, 2**32 - 1)))
+    slots = np.array(
+        data.draw(st.lists(st.integers(0, neurons - 1), unique=True, max_size=neurons)), np.int32
+    )
+    found, active = layer.gather(slots)
+    expected, _ = layer.compute(slots)
+    assert measure_error(found, expected[0]) < 1e-5
+    if activation != "silu":
+        values = activate(
+            activation,
+            spec.threshold,
+            layer.inputs[:1] @ layer.parts[0][slots].T,
+            layer.inputs[:1] @ layer.parts[1][slots].T,
+        )
+        assert active == np.count_nonzero(values)
+    middle = neurons // 2
+    dense = layer.compute_dense(0, middle) + layer.compute_dense(middle, neurons)
+    expected, _ = layer.compute(np.arange(neurons))
+    assert measure_error(dense, expected) < 1e-5
+
+
+def test_more_neurons_than_a_panel() -> None:
+    spec = make_spec(hidden=96)
+    layer = Layer(spec, 2 * PANEL + 37, 5, 1)
+    count = len(layer.bundles)
+    expected, _ = layer.compute(np.arange(count))
+    assert measure_error(layer.compute_dense(0, count), expected) < 1e-5
+    assert measure_error(layer.gather(np.arange(count))[0], expected[0]) < 1e-5
+
+
+def test_equal_input_gives_equal_bits() -> None:
+    layer = Layer(make_spec(threads=3), 200, 4, 2)
+    slots = np.random.default_rng(0).permutation(200)[:150].astype(np.int32)
+    first, _ = layer.gather(slots)
+    assert all(np.array_equal(first, layer.gather(slots)[0]) for _ in range(20))
+    dense = layer.compute_dense(0, 200)
+    assert all(np.array_equal(dense, layer.compute_dense(0, 200)) for _ in range(20))
+
+
+def test_the_dense_sum_does_not_depend_on_the_number_of_threads() -> None:
+    alone = Layer(make_spec(threads=1), 130, 6, 3).compute_dense(0, 130)
+    shared = Layer(make_spec(threads=3), 130, 6, 3).compute_dense(0, 130)
+    assert np.array_equal(alone, shared)
+
+
+@pytest.mark.parametrize("place", [0, 1, 17, 59])
+def test_a_neuron_is_worth_the_same_wherever_it_is_computed(place: int) -> None:
+    # All others have closed gates for this input: the sum is that one neuron's.
+    layer = Layer(make_spec(threads=3, activation="relu"), 60, 2, 4)
+    gate, _, _ = layer.parts
+    open_gates = np.flatnonzero(layer.inputs[0] @ gate.T > 0)
+    closed = np.flatnonzero(layer.inputs[0] @ gate.T < -1e-3)
+    slots = np.resize(closed, 60).astype(np.int32)
+    slots[place] = open_gates[0]
+    alone, _ = layer.gather(open_gates[:1].astype(np.int32))
+    among_others, active = layer.gather(slots)
+    assert active == 1
+    assert np.array_equal(alone, among_others)
+
+
+def test_no_neurons_add_nothing() -> None:
+    layer = Layer(make_spec(), 4, 2, 5)
+    found, active = layer.gather(np.zeros(0, np.int32))
+    assert not found.any()
+    assert active == 0
