@@ -1,0 +1,114 @@
+"""The read bandwidth of the memory, measured in the same run as everything else."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.benchmarks.samples import Bandwidth
+from pi2.benchmarks.worker import Progress, Worker
+
+BUFFER_BYTES = 512 * 2**20
+"""Far more than any cache."""
+PASSES = 4
+
+Reader = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterRecipe:
+    """Makes a meter in a process of its own, so that its buffer is nobody else's memory."""
+
+    threads: int
+    size_bytes: int = BUFFER_BYTES
+
+    def __call__(self, progress: Progress) -> BandwidthMeter:
+        return BandwidthMeter(self.threads, self.size_bytes)
+
+
+class BandwidthMeter:
+    """Reads a large buffer with all threads and does next to nothing with it."""
+
+    def __init__(self, threads: int, size_bytes: int) -> None:
+        self._threads = threads
+        # Written once, so that every page is a page of its own.
+        self._buffer = np.ones(size_bytes // 8, np.uint64)
+        self._pool: ThreadPoolExecutor | None = None
+        self._reader, self._method = self._choose_reader()
+        self._reader()
+
+    def get_method(self) -> str:
+        """What reads."""
+        return self._method
+
+    def measure(self) -> list[float]:
+        """Bytes per second of each pass over the buffer."""
+        speeds = []
+        for _ in range(PASSES):
+            start = time.perf_counter()
+            self._reader()
+            speeds.append(self._buffer.nbytes / (time.perf_counter() - start))
+        return speeds
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _choose_reader(self) -> tuple[Reader, str]:
+        try:
+            from pi2.benchmarks.read_kernel import make_reader
+
+            return make_reader(self._buffer, self._threads), "compiled sum"
+        except ImportError:
+            return self._make_numpy_reader(), "numpy maximum"
+
+    def _make_numpy_reader(self) -> Reader:
+        pool = ThreadPoolExecutor(self._threads)
+        self._pool = pool
+        parts = np.array_split(self._buffer, self._threads)
+
+        def find_maximum(part: npt.NDArray[np.uint64]) -> object:
+            return part.max()
+
+        # numpy gives the GIL back while it reduces.
+        return lambda: list(pool.map(find_maximum, parts))
+
+
+class BandwidthLimit:
+    """The meter as its caller sees it: collects what it measured.  A context manager."""
+
+    def __init__(self, threads: int, *, size_bytes: int = BUFFER_BYTES) -> None:
+        self._threads = threads
+        self._worker = Worker(MeterRecipe(threads=threads, size_bytes=size_bytes))
+        self._method: str = self._worker.call("get_method")
+
+    def measure(self) -> list[float]:
+        """Read the buffer a few times; bytes per second of every pass."""
+        speeds: list[float] = self._worker.call("measure")
+        return speeds
+
+    def summarise(self, speeds: list[float]) -> Bandwidth:
+        """The median of ``speeds``."""
+        return Bandwidth(
+            bytes_s=statistics.median(speeds), threads=self._threads, method=self._method
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._worker.close()

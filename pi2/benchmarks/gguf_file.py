@@ -1,0 +1,187 @@
+"""GGUF files of random weights in the shape and precisions of a model document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.plan.model import Model, Precision
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+Progress = Callable[[str, float], None]
+
+FORMAT = 1
+"""Raise it when the files change."""
+INSTALL_HELP = (
+    "pip install gguf, and CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary "
+    "llama-cpp-python llama-cpp-python; or all of it by pip install 'pi2[bench]'"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """A tensor as GGUF names it."""
+
+    name: str
+    rows: int
+    length: int
+    precision: Precision | None
+    """None is float32."""
+
+    @property
+    def values_deviation(self) -> float:
+        """Deviation of random weights at which products keep their magnitude."""
+        return 1.0 / math.sqrt(self.length)
+
+
+def list_gguf_tensors(model: Model) -> list[GgufTensor]:
+    """The tensors of a LLaMA-like model, in the order of a file."""
+    shape, kinds = model.shape, model.quantization
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
+
+    def make(name: str, rows: int, length: int, precision: Precision | None) -> GgufTensor:
+        return GgufTensor(name=name, rows=rows, length=length, precision=precision)
+
+    tensors = [make("token_embd.weight", shape.vocab, hidden, kinds.embedding)]
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        tensors += [
+            make(f"{block}.attn_norm.weight", 1, hidden, None),
+            make(f"{block}.attn_q.weight", queries, hidden, kinds.attention),
+            make(f"{block}.attn_k.weight", keys, hidden, kinds.attention),
+            make(f"{block}.attn_v.weight", keys, hidden, kinds.attention),
+            make(f"{block}.attn_output.weight", hidden, queries, kinds.attention),
+            make(f"{block}.ffn_norm.weight", 1, hidden, None),
+            make(f"{block}.ffn_gate.weight", shape.ffn, hidden, kinds.ffn),
+            make(f"{block}.ffn_up.weight", shape.ffn, hidden, kinds.ffn),
+            make(f"{block}.ffn_down.weight", hidden, shape.ffn, kinds.ffn),
+        ]
+        if model.attention.qkv_bias:
+            for kind, rows in (("q", queries), ("k", keys), ("v", keys)):
+                tensors.append(make(f"{block}.attn_{kind}.bias", 1, rows, None))
+    tensors.append(make("output_norm.weight", 1, hidden, None))
+    if not model.tied_head:
+        tensors.append(make("output.weight", shape.vocab, hidden, kinds.head))
+    return tensors
+
+
+def find_gguf(model: Model, folder: Path) -> Path:
+    """Where the file for ``model`` lies in the cache ``folder``."""
+    described = model.model_dump(mode="json", include={"shape", "quantization", "attention"})
+    described |= {"format": FORMAT, "tied_head": model.tied_head, "norm": model.norm.epsilon}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return folder / f"{model.id}-{digest[:12]}.gguf"
+
+
+def write_gguf(model: Model, path: Path, progress: Progress = lambda label, share: None) -> None:
+    """Write random weights for ``model``, a tensor at a time; appears when it is complete.
+
+    int4 becomes Q4_0, int8 Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises
+    `UserError` P651 for what GGUF's plain LLaMA cannot express, P650 without the `gguf` package.
+    """
+    if model.moe is not None:
+        raise UserError.of("P651", "mixtures of experts cannot be compared yet")
+    try:
+        import gguf
+    except ImportError:
+        raise UserError.of(
+            "P650", "comparing with llama.cpp needs the package gguf", help=INSTALL_HELP
+        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    kinds = {
+        "int4": gguf.GGMLQuantizationType.Q4_0,
+        "int8": gguf.GGMLQuantizationType.Q8_0,
+        "fp16": gguf.GGMLQuantizationType.F16,
+        None: gguf.GGMLQuantizationType.F32,
+    }
+    writer = gguf.GGUFWriter(temporary, "qwen2" if model.attention.qkv_bias else "llama")
+    try:
+        _add_settings(writer, model)
+        tensors = list_gguf_tensors(model)
+        for tensor in tensors:
+            _add_tensor(writer, tensor, kinds[tensor.precision])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for number, data in enumerate(_draw_tensors(tensors)):
+            writer.write_tensor_data(data)
+            progress("writing a GGUF file", (number + 1) / len(tensors))
+        writer.close()
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _add_settings(writer: GGUFWriter, model: Model) -> None:
+    shape = model.shape
+    writer.add_name(f"{model.id}, random weights")
+    writer.add_vocab_size(shape.vocab)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(model.rope.theta)
+    writer.add_layer_norm_rms_eps(model.norm.epsilon)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _add_tensor(writer: GGUFWriter, tensor: GgufTensor, kind: GGMLQuantizationType) -> None:
+    shape = (tensor.length,) if tensor.precision is None else (tensor.rows, tensor.length)
+    dtype = np.dtype(np.float16 if tensor.precision == "fp16" else np.float32)
+    size = tensor.rows * _count_row_bytes(tensor)
+    writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
+
+
+def _count_row_bytes(tensor: GgufTensor) -> int:
+    match tensor.precision:
+        case "int4":
+            return tensor.length // 32 * 18
+        case "int8":
+            return tensor.length // 32 * 34
+        case "fp16":
+            return tensor.length * 2
+        case _:
+            return tensor.length * 4
+
+
+def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[npt.NDArray[np.generic]]:
+    """Weights of each: random codes, and one scale that keeps activations finite."""
+    bits = np.random.SFC64(0)
+    for tensor in tensors:
+        if tensor.precision is None:
+            yield np.ones(tensor.rows * tensor.length, np.float32)
+        elif tensor.precision == "fp16":
+            raw = _draw_bytes(bits, tensor.rows * tensor.length)
+            values = (raw.astype(np.float32) - 127.5) / 74.0 * tensor.values_deviation
+            yield values.astype(np.float16)
+        else:
+            # A group is a scale, then the codes: 32 of 4 bits around 8, or of 8 bits around 0.
+            width, steps = (18, 4.6) if tensor.precision == "int4" else (34, 74.0)
+            groups = tensor.rows * tensor.length // 32
+            blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
+            scale = np.array([tensor.values_deviation / steps], "<f2")
+            blocks[:, :2] = scale.view(np.uint8)
+            yield blocks
+
+
+def _draw_bytes(bits: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:
+    return np.asarray(bits.random_raw(-(-count // 8))).view(np.uint8)[:count]

@@ -1,0 +1,152 @@
+"""llama.cpp under test, through llama-cpp-python."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi2.benchmarks.gguf_file import INSTALL_HELP, find_gguf, write_gguf
+from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.samples import Description, Sample, TokenBytes
+from pi2.benchmarks.token_bytes import count_dense_bytes
+from pi2.benchmarks.worker import Progress
+from pi2.benchmarks.workloads import TokenSource, Workload
+from pi2.diagnostics import UserError
+from pi2.plan.model import Model
+
+
+def find_peer_folder() -> Path:
+    """Where GGUF files are kept: the user's cache folder for pi2."""
+    own = os.environ.get("PI2_CACHE_DIR")
+    if own:
+        return Path(own) / "peers"
+    common = os.environ.get("XDG_CACHE_HOME")
+    base = Path(common) if common and Path(common).is_absolute() else Path.home() / ".cache"
+    return base / "pi2" / "peers"
+
+
+def check_installed() -> None:
+    """`UserError` P650 if llama-cpp-python or gguf is missing."""
+    missing = [
+        package
+        for package, module in (("llama-cpp-python", "llama_cpp"), ("gguf", "gguf"))
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
+        raise UserError.of(
+            "P650",
+            f"comparing with llama.cpp needs {' and '.join(missing)}",
+            help=INSTALL_HELP,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaRecipe:
+    """Loads a random model of the same shape in llama.cpp with its default settings."""
+
+    model: Model
+    context: int
+    threads: int
+    folder: Path
+
+    def __call__(self, progress: Progress) -> LlamaContestant:
+        check_installed()
+        path = find_gguf(self.model, self.folder)
+        if not path.exists():
+            write_gguf(self.model, path, progress)
+        return LlamaContestant(self, path)
+
+
+class LlamaContestant:
+    """A model in llama.cpp; the low-level interface, as llama-bench uses it."""
+
+    def __init__(self, recipe: LlamaRecipe, path: Path) -> None:
+        import llama_cpp
+
+        self._recipe = recipe
+        self._library = llama_cpp
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        start = time.perf_counter()
+        self._model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self._model:
+            raise UserError.of(
+                "P652",
+                f"llama.cpp cannot load {path}",
+                help="remove the file; it is made anew",
+            )
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = recipe.context
+        parameters.n_threads = recipe.threads
+        parameters.n_threads_batch = recipe.threads
+        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            raise UserError.of("P652", "llama.cpp has no memory for its context")
+        self._load_s = time.perf_counter() - start
+        self._batch_tokens = parameters.n_batch
+        self._tokens = TokenSource.walk_vocabulary(
+            recipe.model.shape.vocab, recipe.model.tokenizer.eos
+        )
+
+    def describe(self) -> Description:
+        """See `pi2.benchmarks.contestant`."""
+        return Description(
+            engine=f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})",
+            model=self._recipe.model.id,
+            backend="cpu",
+            threads=self._recipe.threads,
+            synthetic=True,
+            load_s=self._load_s,
+            notes=("default settings", "dense, SiLU"),
+        )
+
+    def run(self, workload: Workload) -> Sample:
+        """See `pi2.benchmarks.contestant`."""
+        llama = self._library
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        if workload.depth:
+            self._decode(self._tokens.take(workload.depth))
+        tokens = self._tokens.take(workload.tokens)
+        start = time.perf_counter()
+        if workload.kind == "pp":
+            self._decode(tokens)
+        else:
+            for index in range(workload.tokens):
+                self._decode(tokens[index : index + 1])
+        return Sample(tokens=workload.tokens, seconds=time.perf_counter() - start)
+
+    def profile(self, workload: Workload) -> Profile | None:
+        """Nothing to look into."""
+        return None
+
+    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
+        """Everything is read for every token."""
+        if workload.kind == "pp":
+            return None
+        return count_dense_bytes(self._recipe.model, position=workload.mean_position)
+
+    def close(self) -> None:
+        """See `pi2.benchmarks.contestant`."""
+        self._library.llama_free(self._context)
+        self._library.llama_model_free(self._model)
+
+    def _decode(self, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        llama = self._library
+        for first in range(0, len(tokens), self._batch_tokens):
+            piece = np.ascontiguousarray(tokens[first : first + self._batch_tokens])
+            pointer = piece.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            code = llama.llama_decode(self._context, llama.llama_batch_get_one(pointer, len(piece)))
+            if code:
+                raise UserError.of("P652", f"llama_decode failed with {code}")
+        llama.llama_synchronize(self._context)

@@ -1,0 +1,132 @@
+"""pi2 itself under test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from pi2.benchmarks.profile import Profile, watch_parts
+from pi2.benchmarks.samples import Description, Sample, TokenBytes
+from pi2.benchmarks.token_bytes import count_token_bytes
+from pi2.benchmarks.worker import Progress
+from pi2.benchmarks.workloads import TokenSource, Workload
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.machine import detect_machine
+from pi2.orchestrator import choose_unit, load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecipe:
+    """Loads a plan in the process that is to be timed."""
+
+    path: Path
+    overrides: Mapping[str, object]
+    text: str | None = None
+    """Text that tokens are taken from; without it, tokens of the vocabulary in order."""
+
+    def __call__(self, progress: Progress) -> PlanContestant:
+        model = load(self.path, set=dict(self.overrides), progress=progress)
+        return PlanContestant(model, self.path, self.text)
+
+
+class PlanContestant:
+    """A loaded plan."""
+
+    def __init__(self, model: LoadedModel, path: Path, text: str | None) -> None:
+        self._model = model
+        self._path = path
+        shape, tokenizer = model.plan.model.shape, model.plan.model.tokenizer
+        if text is None:
+            self._tokens = TokenSource.walk_vocabulary(shape.vocab, tokenizer.eos)
+        else:
+            ids = model.encode(text)
+            if not ids:
+                raise UserError.of("P641", "the text to measure with has no tokens")
+            self._tokens = TokenSource(np.array(ids, np.int32))
+
+    def describe(self) -> Description:
+        """See `pi2.benchmarks.contestant`."""
+        resolved, store = self._model.plan, self._model._parts.store
+        _, backend = choose_unit(resolved)
+        notes = []
+        if self._model.fallback is not None:
+            notes.append(f"reads go through the page cache: {self._model.fallback}")
+        return Description(
+            engine=f"pi2 {version('pi2')}",
+            model=resolved.model.id,
+            backend=backend,
+            threads=resolved.plan.threads.compute or detect_machine().cores,
+            synthetic=store is not None and store.manifest.synthetic,
+            predictor=resolved.plan.decode.predictor,
+            plan=str(self._path),
+            digest=resolved.digest,
+            budget_bytes=resolved.plan.memory.budget,
+            load_s=self._model.load_s,
+            notes=tuple(notes),
+        )
+
+    def run(self, workload: Workload) -> Sample:
+        """See `pi2.benchmarks.contestant`."""
+        self._prepare(workload)
+        before = self._model.stats
+        seconds = self._time(workload)
+        return Sample(tokens=workload.tokens, seconds=seconds, counters=self._model.stats - before)
+
+    def profile(self, workload: Workload) -> Profile | None:
+        """See `pi2.benchmarks.contestant`."""
+        self._prepare(workload)
+        with watch_parts(self._model._parts) as watches:
+            seconds = self._time(workload)
+        return watches.report(workload.tokens, seconds)
+
+    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
+        """See `pi2.benchmarks.contestant`."""
+        if workload.kind == "pp":
+            return None
+        store = self._model._parts.store
+        predictor = None if store is None else store.manifest.predictor
+        return count_token_bytes(
+            self._model.plan,
+            ranks=None if predictor is None else predictor.rank,
+            active=active,
+            position=workload.mean_position,
+        )
+
+    def close(self) -> None:
+        """See `pi2.benchmarks.contestant`."""
+        self._model.close()
+
+    def _prepare(self, workload: Workload) -> None:
+        """Begin a new sequence and fill it up to the workload's depth."""
+        context = self._model.plan.plan.kv.context
+        if workload.depth + workload.tokens > context:
+            raise UserError.of(
+                "P642",
+                f"{workload.name} needs {workload.depth + workload.tokens} tokens of context, "
+                f"the plan has {context}",
+                help="raise kv.context and memory.segments.kv, or measure less",
+                file=str(self._path),
+            )
+        forward = self._model._parts.forward
+        forward.reset()
+        if workload.depth:
+            forward.prefill(self._tokens.take(workload.depth))
+
+    def _time(self, workload: Workload) -> float:
+        forward = self._model._parts.forward
+        tokens = self._tokens.take(workload.tokens)
+        if workload.kind == "pp":
+            start = time.perf_counter()
+            forward.prefill(tokens)
+            return time.perf_counter() - start
+        ids = tokens.tolist()
+        start = time.perf_counter()
+        for token in ids:
+            forward.decode(token)
+        return time.perf_counter() - start

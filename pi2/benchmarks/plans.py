@@ -1,0 +1,62 @@
+"""Measuring one plan, alone or against another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from pi2.benchmarks.bandwidth import BUFFER_BYTES, BandwidthLimit
+from pi2.benchmarks.contestant import RemoteContestant
+from pi2.benchmarks.llama_cpp import LlamaRecipe, check_installed, find_peer_folder
+from pi2.benchmarks.plan_contestant import PlanRecipe
+from pi2.benchmarks.session import Outcome, run_session
+from pi2.benchmarks.worker import Progress
+from pi2.benchmarks.workloads import Workload
+from pi2.plan.resolve import load_plan
+
+
+def measure_plan(
+    path: Path,
+    overrides: Mapping[str, object],
+    workloads: Sequence[Workload],
+    *,
+    repetitions: int,
+    with_profile: bool = False,
+    against: str | None = None,
+    text: str | None = None,
+    progress: Progress = lambda label, share: None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> list[Outcome]:
+    """Measure ``workloads`` with the plan at ``path``.
+
+    ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan; ``text``
+    is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
+    cannot be measured, P650-P652 if the other engine is not there or fails.
+    """
+    resolved = load_plan(path, overrides=overrides)
+    if against is not None:
+        check_installed()
+    with ExitStack() as stack:
+        recipe = PlanRecipe(path=path, overrides=dict(overrides), text=text)
+        contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
+        threads = contestants[0].description.threads
+        if against is not None:
+            other = LlamaRecipe(
+                model=resolved.model,
+                context=resolved.plan.kv.context,
+                threads=threads,
+                folder=find_peer_folder(),
+            )
+            contestants.append(stack.enter_context(RemoteContestant(other, progress)))
+        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=buffer_bytes))
+        return list(
+            run_session(
+                contestants,
+                workloads,
+                repetitions=repetitions,
+                limit=limit,
+                with_profile=with_profile,
+                progress=progress,
+            )
+        )

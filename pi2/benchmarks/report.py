@@ -1,0 +1,257 @@
+"""Figures as Markdown, JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.samples import Row
+from pi2.benchmarks.session import Outcome
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Under what circumstances a run was made."""
+
+    machine: str
+    """Processor, cores, memory, system."""
+    started: str
+    """Date and time, UTC."""
+    load_average: float | None
+    """Programs that wanted to run in the minute before: more than 0 disturbs the figures."""
+    tokens: str
+    """Where the tokens come from."""
+
+
+def write_json(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
+    """One object with everything."""
+    rows = [
+        {**describe_row(item.row), "profile": describe_profile(item.profile)} for item in outcomes
+    ]
+    return json.dumps({"conditions": asdict(conditions), "rows": rows}, indent=1)
+
+
+def write_csv(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
+    """A line per row; nested values have dotted names."""
+    rows = [flatten(describe_row(item.row)) for item in outcomes]
+    target = io.StringIO()
+    names = ["machine", "started", "load_average", *dict.fromkeys(k for row in rows for k in row)]
+    writer = csv.DictWriter(target, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    shared = asdict(conditions)
+    for row in rows:
+        writer.writerow({**{name: shared[name] for name in names[:3]}, **row})
+    return target.getvalue().rstrip("\n")
+
+
+def write_markdown(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
+    """Tables for people: speed, where the time goes, and what was measured."""
+    rows = [item.row for item in outcomes]
+    blocks = [write_speeds(rows)]
+    blocks += write_ratios(rows)
+    profiles = [item for item in outcomes if item.profile is not None]
+    if profiles:
+        blocks.append(write_profiles(profiles))
+    blocks.append("\n".join(describe_circumstances(conditions, rows)))
+    return "\n\n".join(blocks)
+
+
+def describe_row(row: Row) -> dict[str, Any]:
+    """Everything about a row as plain values; what is not known is None."""
+    tokens = row.token_bytes
+    return {
+        **asdict(row.description),
+        "test": row.workload.name,
+        "kind": row.workload.kind,
+        "tokens": row.workload.tokens,
+        "depth": row.workload.depth,
+        "tokens_s": asdict(row.speed),
+        "seconds": [sample.seconds for sample in row.samples],
+        "token_bytes": None if tokens is None else {**asdict(tokens), "total": tokens.total},
+        "used_bytes_s": row.used_bytes_s,
+        "bandwidth": None if row.bandwidth is None else asdict(row.bandwidth),
+        "limit_share": row.limit_share,
+        "active_share": row.active_share,
+        "predicted_share": row.predicted_share,
+        "hit_rate": row.hit_rate,
+        "flash_bytes_token": row.flash_bytes_token,
+        "peak_rss_bytes": row.peak_rss_bytes,
+    }
+
+
+def describe_profile(profile: Profile | None) -> dict[str, Any] | None:
+    """A profile as plain values."""
+    if profile is None:
+        return None
+    return {
+        "tokens": profile.tokens,
+        "total_s": profile.total_s,
+        "kernels_s": profile.kernels_s,
+        "io_wait_s": profile.io_wait_s,
+        "python_s": profile.python_s,
+        "level": profile.level,
+        "calls": {
+            name: {"count": count, "seconds": seconds}
+            for name, (count, seconds) in profile.calls.items()
+        },
+    }
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted names; lists as texts."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            flat[prefix + name] = " ".join(str(item) for item in value)
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def write_speeds(rows: Sequence[Row]) -> str:
+    """The main table."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "engine": _name_engine,
+        "model": _name_model,
+        "test": lambda row: row.workload.name,
+        "t/s": lambda row: f"{row.speed.mean:.2f} ± {row.speed.deviation:.2f}",
+        "median": lambda row: f"{row.speed.median:.2f}",
+        "MB/token": lambda row: _scale(row.total_bytes, 1e6, 0),
+        "GB/s": lambda row: _scale(row.used_bytes_s, 1e9, 1),
+        "limit": lambda row: _scale(row.limit_bytes_s, 1e9, 1),
+        "of limit": lambda row: _percent(row.limit_share),
+        "active": lambda row: _percent(row.active_share),
+        "computed": lambda row: _percent(row.predicted_share),
+        "hits": lambda row: _percent(row.hit_rate),
+        "flash MB/token": lambda row: _scale(row.flash_bytes_token, 1e6, 2),
+        "peak MiB": lambda row: _scale(row.peak_rss_bytes or None, 2**20, 0),
+        "budget MiB": lambda row: _scale(row.description.budget_bytes, 2**20, 0),
+    }
+    cells = [[write(row) for write in columns.values()] for row in rows]
+    return _write_table(list(columns), cells, left=3)
+
+
+def write_ratios(rows: Sequence[Row]) -> list[str]:
+    """pi2 against every other engine, where both did the same in turns; medians."""
+    lines = []
+    for row in rows:
+        if row.description.digest is None:
+            continue
+        for other in rows:
+            if other.description.digest is None and other.workload == row.workload:
+                ratio = row.speed.median / other.speed.median
+                lines.append(
+                    f"{row.workload.name}: {ratio:.2f} x {other.description.engine} "
+                    f"({row.speed.median:.2f} against {other.speed.median:.2f} t/s, medians of "
+                    f"{row.speed.repetitions} repetitions in turns)"
+                )
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def write_profiles(outcomes: Sequence[Outcome]) -> str:
+    """Where the time of a token goes."""
+    heads = ["test", "ms/token", "kernels", "waiting for reads", "Python", "measured around"]
+    cells, calls = [], []
+    for item in outcomes:
+        profile = item.profile
+        assert profile is not None
+        total = profile.total_s
+        cells.append(
+            [
+                item.row.workload.name,
+                f"{total / profile.tokens * 1e3:.2f}",
+                f"{profile.kernels_s / total:.1%}",
+                f"{profile.io_wait_s / total:.1%}",
+                f"{profile.python_s / total:.1%}",
+                profile.level,
+            ]
+        )
+        calls += [
+            [
+                item.row.workload.name,
+                name,
+                f"{count / profile.tokens:.1f}",
+                f"{seconds / profile.tokens * 1e3:.3f}",
+                f"{seconds / total:.1%}",
+            ]
+            for name, (count, seconds) in sorted(
+                profile.calls.items(), key=lambda entry: -entry[1][1]
+            )
+        ]
+    tables = [_write_table(heads, cells, left=1)]
+    if calls:
+        names = ["test", "executor call", "calls/token", "ms/token", "share"]
+        tables.append(_write_table(names, calls, left=2))
+    return "\n\n".join(tables)
+
+
+def describe_circumstances(conditions: Conditions, rows: Sequence[Row]) -> list[str]:
+    """What a reader of the tables has to know, line by line."""
+    lines = [f"- machine: {conditions.machine}"]
+    load = UNKNOWN if conditions.load_average is None else f"{conditions.load_average:.1f}"
+    lines.append(f"- started {conditions.started}, load average before: {load}")
+    lines.append(f"- tokens: {conditions.tokens}")
+    for method in dict.fromkeys(
+        f"{row.bandwidth.method}, {row.bandwidth.threads} threads" for row in rows if row.bandwidth
+    ):
+        lines.append(f"- limit: read bandwidth in the same run ({method})")
+    for description in dict.fromkeys(row.description for row in rows):
+        parts = [description.engine, description.model]
+        if description.plan is not None:
+            parts.append(f"plan {description.plan}")
+        if description.digest is not None:
+            parts.append(f"digest {description.digest[:12]}")
+        if description.load_s is not None:
+            parts.append(f"loaded in {description.load_s:.1f} s")
+        parts += description.notes
+        lines.append("- " + ", ".join(parts))
+    if any(row.description.synthetic for row in rows):
+        lines.append("- synthetic: random weights; the figures say nothing about text")
+    return lines
+
+
+def _name_engine(row: Row) -> str:
+    description = row.description
+    settings = [description.backend, f"{description.threads} threads"]
+    if description.predictor is not None:
+        settings.insert(1, description.predictor)
+    return f"{description.engine} ({', '.join(settings)})"
+
+
+def _name_model(row: Row) -> str:
+    return row.description.model + (" (synthetic)" if row.description.synthetic else "")
+
+
+def _scale(value: float | None, unit: float, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value / unit:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.1%}"
+
+
+def _write_table(heads: Sequence[str], cells: Sequence[Sequence[str]], *, left: int) -> str:
+    """A Markdown table that is also readable as it is; the first ``left`` columns are texts."""
+    widths = [max(len(text) for text in column) for column in zip(heads, *cells, strict=True)]
+
+    def write(texts: Sequence[str]) -> str:
+        padded = [
+            text.ljust(width) if number < left else text.rjust(width)
+            for number, (text, width) in enumerate(zip(texts, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rules = [
+        "-" * (width + 2) if number < left else "-" * (width + 1) + ":"
+        for number, width in enumerate(widths)
+    ]
+    return "\n".join([write(heads), f"|{'|'.join(rules)}|", *(write(line) for line in cells)])

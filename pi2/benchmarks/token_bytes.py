@@ -1,0 +1,90 @@
+"""Bytes that a generated token must read, counted from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pi2.benchmarks.samples import TokenBytes
+from pi2.plan.layout import vector_bytes
+from pi2.plan.model import Model
+from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.tensor_names import EMBEDDING, HEAD
+from pi2.store.tensors import DenseTensor, list_tensors
+
+_ELEMENT_BYTES = {"fp16": 2, "int8": 1}
+
+
+def count_token_bytes(
+    resolved: ResolvedPlan,
+    *,
+    ranks: Sequence[int] | None,
+    active: float | None,
+    position: float,
+) -> TokenBytes | None:
+    """Bytes per token at a context of ``position`` tokens.
+
+    ``active`` is the measured share of neurons with a non-zero activation: the others need not be
+    read, even if a predictor names them.  ``ranks`` of the store's predictors.  None where it is
+    not known: in a mixture of experts, and in sparse decoding without a share.
+    """
+    plan, model = resolved.plan, resolved.model
+    element = _ELEMENT_BYTES.get(plan.kv.type)
+    dense = plan.decode.predictor == "none"
+    if model.moe is not None or element is None or (active is None and not dense):
+        return None
+    shape, bundle = model.shape, resolved.bundle
+    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, ranks)}
+    embedding = sizes.pop(EMBEDDING)
+    row = embedding / shape.vocab
+    head = embedding if model.tied_head else sizes.pop(HEAD)
+    predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
+    neurons = shape.layers * shape.ffn
+    part = vector_bytes(bundle.hidden, bundle.precision)
+    match plan.decode.predictor:
+        case "none":
+            predictor, computed = 0.0, float(neurons * bundle.used_bytes)
+        case "gate":
+            assert active is not None
+            predictor, computed = float(neurons * part), neurons * active * 2 * part
+        case _:
+            assert active is not None
+            predictor, computed = (
+                float(sum(predictors.values())),
+                (neurons * active * bundle.used_bytes),
+            )
+    return TokenBytes(
+        attention=sum(sizes.values()) + row,
+        head=head,
+        predictor=predictor,
+        neurons=computed,
+        kv=_count_kv(model, position, element),
+    )
+
+
+def count_dense_bytes(model: Model, *, position: float) -> TokenBytes | None:
+    """Bytes per token of a dense engine with fp16 keys and values and the same precisions, at a
+    context of ``position`` tokens; None in a mixture of experts."""
+    if model.moe is not None:
+        return None
+    shape = model.shape
+    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
+    embedding = sizes.pop(EMBEDDING)
+    head = embedding if model.tied_head else sizes.pop(HEAD)
+    part = vector_bytes(shape.hidden, model.quantization.ffn)
+    return TokenBytes(
+        attention=sum(sizes.values()) + embedding / shape.vocab,
+        head=head,
+        predictor=0.0,
+        neurons=shape.layers * shape.ffn * 3 * part,
+        kv=_count_kv(model, position, 2),
+    )
+
+
+def _count_kv(model: Model, position: float, element_bytes: int) -> float:
+    shape, window = model.shape, model.attention.sliding_window
+    seen = position if window is None else min(position, window)
+    return 2 * shape.layers * seen * shape.kv_heads * shape.head_dim * element_bytes
+
+
+def _size(tensor: DenseTensor) -> int:
+    return tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)

@@ -1,0 +1,131 @@
+"""Measure a plan's speed, and the machine's limit beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+from pi2.plan.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.benchmarks.session import Outcome
+
+AGAINST = ("llama.cpp",)
+
+
+def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """``"128,512"`` becomes (128, 512)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"expected whole numbers such as 128,512, not {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+@click.command("bench")
+@click.argument(
+    "plans", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PLAN..."
+)
+@click.option(
+    "-p",
+    "--prompt",
+    callback=parse_lengths,
+    metavar="N,...",
+    default="128,512",
+    show_default=True,
+    help="Tokens of the prompts to process; 0 for none.",
+)
+@click.option(
+    "-n",
+    "--generate",
+    callback=parse_lengths,
+    metavar="N,...",
+    default="64",
+    show_default=True,
+    help="Tokens to generate; 0 for none.",
+)
+@click.option(
+    "-d",
+    "--depth",
+    callback=parse_lengths,
+    metavar="N,...",
+    default="0",
+    show_default=True,
+    help="Tokens that are in the context beforehand.",
+)
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["md", "json", "csv"]),
+    default="md",
+    show_default=True,
+    help="Form of the figures.",
+)
+@click.option("--profile", "with_profile", is_flag=True, help="Say where the time goes.")
+@click.option("--against", type=click.Choice(AGAINST), help="Measure another engine in turns.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="Take tokens from this file, not from the vocabulary in order.",
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+def command(
+    plans: tuple[Path, ...],
+    prompt: tuple[int, ...],
+    generate: tuple[int, ...],
+    depth: tuple[int, ...],
+    repetitions: int,
+    output: str,
+    with_profile: bool,
+    against: str | None,
+    text: Path | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Measure how fast each PLAN processes prompts and generates tokens.
+
+    Every test is run once to warm up and then a few times; figures go to standard output.  The
+    memory's read bandwidth is measured in the same run, and what a token must read is counted, so
+    that the figures say how far from the limit they are.
+    """
+    from pi2.benchmarks import report
+    from pi2.benchmarks.conditions import describe_conditions
+    from pi2.benchmarks.plans import measure_plan
+    from pi2.benchmarks.workloads import list_workloads
+    from pi2.cli.progress import ProgressBar
+
+    workloads = list_workloads(prompt, generate, depth)
+    if not workloads:
+        raise click.UsageError("nothing to measure: give -p or -n")
+    overrides = parse_assignments(settings)
+    content = None if text is None else read_text(text)
+    conditions = describe_conditions(None if text is None else text.name)
+    outcomes: list[Outcome] = []
+    for plan in plans:
+        with ProgressBar() as progress:
+            outcomes += measure_plan(
+                plan,
+                overrides,
+                workloads,
+                repetitions=repetitions,
+                with_profile=with_profile,
+                against=against,
+                text=content,
+                progress=progress,
+            )
+    write = {
+        "md": report.write_markdown,
+        "json": report.write_json,
+        "csv": report.write_csv,
+    }[output]
+    click.echo(write(conditions, outcomes))
+
+
+def read_text(path: Path) -> str:
+    """Text to take tokens from; UserError P641 if it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError.of("P641", f"cannot read the text {path}: {error}") from None
