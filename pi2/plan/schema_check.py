@@ -19,7 +19,11 @@ D = TypeVar("D", bound=Document)
 
 
 def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
-    """Validate ``source`` as a ``document``; the document is None if there are errors."""
+    """Validate ``source`` as a ``document``.
+
+    Where all that is wrong are unknown keys, the document is what remains without them, so that
+    the rules find their mistakes in the same run; after any other error it is None.
+    """
     version = _check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
@@ -31,12 +35,14 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
         findings.append(finding)
     seen = 0
     text = json.dumps(values, default=lambda value: None)
+    flawed = bool(findings)
+    result: D | None
     try:
-        result: D | None = document.model_validate_json(text)
+        result = document.model_validate_json(text)
     except ValidationError as error:
         from pi2.plan.schema_messages import explain_violation, is_misspelt
 
-        result = None
+        result = _validate_without_unknown(values, document, error)
         seen = error.error_count()
         for violation in error.errors(include_url=False)[:MAX_SHOWN]:
             path = _find_path(source.values, violation["loc"])
@@ -45,7 +51,26 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
             if violation["type"] != "missing" or not is_misspelt(source, document, path):
                 findings.append(explain_violation(source, document, path, violation))
     findings = limit_findings(findings, len(findings) + max(0, seen - MAX_SHOWN))
-    return (None if findings else result), findings
+    return (None if flawed else result), findings
+
+
+def _validate_without_unknown(
+    values: dict[str, Any], document: type[D], error: ValidationError
+) -> D | None:
+    """The document without its unknown keys; None if that is not all that is wrong."""
+    pruned = json.loads(json.dumps(values))
+    for violation in error.errors(include_url=False)[:MAX_SHOWN]:
+        if violation["type"] != "extra_forbidden":
+            return None
+        *way, key = _find_path(values, violation["loc"])
+        table = pruned
+        for part in way:
+            table = table[part]
+        table.pop(key, None)
+    try:
+        return document.model_validate_json(json.dumps(pruned))
+    except ValidationError:
+        return None
 
 
 def _check_version(source: SourceFile, document: type[Document]) -> Diagnostic | None:

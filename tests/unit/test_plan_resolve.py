@@ -153,6 +153,14 @@ def test_findings_of_plan_device_and_model_come_together(plan: Path, tmp_path: P
     assert files == ["my.plan.toml", "phone.device.toml", "small.model.toml"]
 
 
+def test_an_unknown_key_does_not_hide_what_the_rules_find(plan: Path) -> None:
+    text = plan.read_text().replace("cpu = 0.25, npu = 0.75", "cpu = 0.25, npu = 0.85")
+    plan.write_text(text + "\n[io]\nthread = 4\n")
+    with pytest.raises(UserError) as caught:
+        load_plan(plan)
+    assert [item.code for item in caught.value.diagnostics] == ["P210", "P101"]
+
+
 def test_a_document_may_lie_behind_a_link(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "phone.device.toml").rename(tmp_path / "real.device.toml")
     (tmp_path / "phone.device.toml").symlink_to("real.device.toml")
