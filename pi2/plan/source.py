@@ -30,6 +30,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 24
 """Deepest nesting of tables and arrays; documents need six."""
 
+MANY_BRACKETS = 300
+"""Texts with fewer cannot be nested so deeply that a parser fails."""
 MAX_SHOWN = 100
 """Findings per file that are reported one by one."""
 
@@ -95,6 +97,8 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     """Parse the ``text`` of a file."""
     if not text.strip():
         return [_finding("P008", "the file is empty", name, help="start with `schema_version = 1`")]
+    if text.count("[") + text.count("{") > MANY_BRACKETS and _is_too_deep(text):
+        return [_nesting_finding(name, text)]  # compiled parsers may run out of stack
     try:
         values = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -115,6 +119,12 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
         ]
     newer_syntax = _find_toml_1_1(source)
     return source if newer_syntax is None else [newer_syntax]
+
+
+def _is_too_deep(text: str) -> bool:
+    from pi2.plan.brackets import find_depth
+
+    return find_depth(text, MAX_DEPTH) is not None
 
 
 def measure_depth(values: Any) -> int:
