@@ -65,9 +65,9 @@ class BandwidthMeter:
 
     def _choose_reader(self) -> tuple[Reader, str]:
         try:
-            from pi2.benchmarks.read_kernel import make_reader
+            from pi2.benchmarks.read_kernel import CompiledReader
 
-            return make_reader(self._buffer, self._threads), "compiled sum"
+            return CompiledReader(self._buffer, threads=self._threads), "compiled sum"
         except ImportError:
             return self._make_numpy_reader(), "numpy maximum"
 

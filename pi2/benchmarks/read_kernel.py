@@ -7,7 +7,6 @@ Compiled in place by TVM, which takes about a second and much memory: only for t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +21,25 @@ AHEAD_BYTES = 4096
 _LANES = 16
 
 
-def make_reader(buffer: npt.NDArray[np.uint64], threads: int) -> Callable[[], object]:
-    """Return a function that reads all of ``buffer`` with ``threads`` threads."""
-    # TVM's pool reads it when it starts.
-    os.environ["TVM_NUM_THREADS"] = str(threads)
-    module = tvm.IRModule({"read": _build_function(threads)})
-    target = tvm.target.Target.from_device("cpu")
-    kernel = tvm.compile(module, target=target).jit()["read"]
-    data = buffer.view(np.int32)
-    data = data[: data.size // _STEP * _STEP]
-    sums = np.zeros(threads * _STEP, np.int32)
-    return lambda: kernel(data, sums)
-
-
 _STEP = LINE_BYTES // 4
+
+
+class CompiledReader:
+    """Reads all of a buffer with some threads when it is called."""
+
+    def __init__(self, buffer: npt.NDArray[np.uint64], *, threads: int) -> None:
+        # TVM's pool reads it when it starts.
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+        module = tvm.IRModule({"read": _build_function(threads)})
+        target = tvm.target.Target.from_device("cpu")
+        self._kernel = tvm.compile(module, target=target).jit()["read"]
+        data = buffer.view(np.int32)
+        self._data = data[: data.size // _STEP * _STEP]
+        self.sums = np.zeros(threads * _STEP, np.int32)
+        """Sums of what the threads have read; wrong if something was not."""
+
+    def __call__(self) -> None:
+        self._kernel(self._data, self.sums)
 
 
 def _build_function(threads: int) -> tvm.tirx.PrimFunc:

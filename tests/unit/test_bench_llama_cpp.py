@@ -1,0 +1,75 @@
+"""The comparison with llama.cpp: files of the same shape and precision, runs of the same work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
+from pi2.benchmarks.workloads import Workload
+from pi2.diagnostics import UserError
+from pi2.plan.layout import vector_bytes
+from tests.helpers.models import make_model
+
+SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def test_a_gguf_file_has_the_models_shape_and_bits_per_weight(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = make_model({"shape": SHAPE, "tied_head": False})
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path)
+    assert list(tmp_path.iterdir()) == [path]
+    reader = gguf.GGUFReader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    for tensor in list_gguf_tensors(model):
+        stored = found.pop(tensor.name)
+        if tensor.precision is not None:
+            assert tuple(stored.shape) == (tensor.length, tensor.rows)
+            assert stored.n_bytes == tensor.rows * vector_bytes(tensor.length, tensor.precision)
+        values = gguf.dequantize(stored.data, stored.tensor_type)
+        assert np.isfinite(values).all()
+        if tensor.precision is not None and tensor.rows >= 64:
+            assert values.std() == pytest.approx(tensor.values_deviation, rel=0.1)
+    assert not found
+    assert reader.get_field("llama.attention.head_count_kv").contents() == 2
+
+
+def test_biases_make_it_a_qwen2(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model({"attention": {"qkv_bias": True}}), path)
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("general.architecture").contents() == "qwen2"
+    assert "blk.0.attn_k.bias" in {tensor.name for tensor in reader.tensors}
+
+
+def test_files_are_kept_by_shape(tmp_path: Path) -> None:
+    model, same = make_model(), make_model({"name": "other", "ffn": {"activation": "relu"}})
+    other = make_model({"quantization": {"ffn": "int8"}})
+    assert find_gguf(model, tmp_path) == find_gguf(same, tmp_path)
+    assert find_gguf(model, tmp_path) != find_gguf(other, tmp_path)
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="mixtures of experts"):
+        write_gguf(make_model({"moe": {"experts": 4, "active_experts": 2}}), tmp_path / "m.gguf")
+
+
+def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from pi2.benchmarks.llama_cpp import LlamaRecipe
+
+    recipe = LlamaRecipe(model=make_model({"shape": SHAPE}), context=64, threads=1, folder=tmp_path)
+    contestant = recipe(lambda label, share: None)
+    assert "llama-cpp-python" in contestant.describe().engine
+    prompt = contestant.run(Workload("pp", 20, 8))
+    answer = contestant.run(Workload("tg", 5, 30))
+    assert (prompt.tokens, answer.tokens) == (20, 5)
+    assert min(prompt.seconds, answer.seconds) > 0
+    found = contestant.count_bytes(Workload("tg", 5, 30), None)
+    assert found is not None and found.neurons == 3 * 256 * 3 * vector_bytes(128, "int4")
+    contestant.close()
