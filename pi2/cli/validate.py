@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pi2.cli.main import wants_colour
 from pi2.diagnostics import Diagnostic
 from pi2.diagnostics.formats import find_renderer, list_formats
+
+if TYPE_CHECKING:
+    from pi2.diagnostics.page import Page
 
 
 @click.command("validate")
@@ -27,7 +31,8 @@ def command(files: tuple[str, ...], output_format: str) -> int:
 
     FILE is a *.plan.toml, *.device.toml or *.model.toml; a plan is checked together with the
     device and the model that it names.  Findings go to standard output, a summary to standard
-    error.  Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
+    error.  The formats github, gitlab, sarif and junit are for continuous integration.
+    Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
     """
     from pi2.plan.check import check_file
     from pi2.plan.source import CANNOT_READ, display_path
@@ -42,7 +47,7 @@ def command(files: tuple[str, ...], output_format: str) -> int:
     diagnostics = tuple(found)
     render = find_renderer(output_format)
     colour = wants_colour(sys.stdout)
-    sys.stdout.write(render(diagnostics, colour=colour, sources=sources))
+    sys.stdout.write(render(diagnostics, colour=colour, sources=sources, find_page=_find_page))
     sys.stdout.flush()
     if diagnostics and output_format == "full":
         click.echo(err=True)
@@ -50,6 +55,13 @@ def command(files: tuple[str, ...], output_format: str) -> int:
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0
+
+
+def _find_page(code: str) -> Page | None:
+    # Imported when a format asks: most do not.
+    from pi2.plan.pages import find_page
+
+    return find_page(code)
 
 
 def summarise(files: int, diagnostics: Sequence[Diagnostic]) -> str:

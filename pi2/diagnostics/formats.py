@@ -1,7 +1,7 @@
 """Output formats of diagnostics: one ``render_*.py`` module each, found by being here.
 
-A module has ``render(diagnostics, *, colour, sources) -> str``; the text ends with a newline
-unless it is empty.
+A module has ``render(diagnostics, *, colour, sources, find_page) -> str``; the text ends with a
+newline unless it is empty.  ``find_page`` looks up what there is to say about a code.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pi2.diagnostics
 from pi2.diagnostics.diagnostic import Diagnostic
+
+if TYPE_CHECKING:
+    from pi2.diagnostics.page import FindPage
 
 _PREFIX = "render_"
 
@@ -26,6 +29,7 @@ class Renderer(Protocol):
         *,
         colour: bool = False,
         sources: Mapping[str, str] | None = None,
+        find_page: FindPage | None = None,
     ) -> str: ...
 
 

@@ -14,9 +14,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span
 from pi2.diagnostics.text import escape_controls, paint, show_line
+
+if TYPE_CHECKING:
+    from pi2.diagnostics.page import FindPage
 
 MAX_COLUMNS = 110
 """Longer source lines are cut around the place."""
@@ -29,8 +33,10 @@ def render(
     *,
     colour: bool = False,
     sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
 ) -> str:
     """Write every diagnostic with its source line; files missing in ``sources`` are read."""
+    del find_page
     texts = _Texts(sources or {})
     return "\n".join(_render_one(item, texts, colour) for item in diagnostics)
 

@@ -1,0 +1,347 @@
+"""Reports for continuous integration: GitHub, GitLab, SARIF and JUnit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics.fingerprints import compute_fingerprints
+from pi2.diagnostics.formats import find_renderer, list_formats
+from tests.helpers.broken_plans import validate
+from tests.helpers.reports import FILES, FINDINGS, GOLDEN, SOURCES, write_report
+
+TEXT = "a = 1\nb = 2\n"
+
+
+def make_finding(**changes: Any) -> Diagnostic:
+    item = Diagnostic(code="P100", message="m", span=Span("f", 2, 1, 2, 2))
+    return dataclasses.replace(item, **changes)
+
+
+def render(name: str, *items: Diagnostic) -> str:
+    return find_renderer(name)(items, sources={"f": TEXT})
+
+
+def hide_version(report: str) -> str:
+    """The report without the version of pi2, which SARIF states."""
+    return re.sub(r'("name": "pi2",\s+"version": )"[^"]+"', r"\1...", report)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_report_is_as_expected(name: str) -> None:
+    expected = (GOLDEN / FILES[name]).read_text(encoding="utf-8")
+    assert hide_version(write_report(name)) == hide_version(expected)
+
+
+def test_all_formats_that_the_plan_language_promises() -> None:
+    wanted = {"full", "concise", "json", "github", "gitlab", "sarif", "junit"}
+    assert set(list_formats()) == wanted
+
+
+# GitHub
+
+
+def test_github_escapes_what_would_end_a_property_or_the_command() -> None:
+    line = render("github", make_finding(message="50%\r\n: ,", span=Span("a:b,%\n", 1, 1, 1, 2)))
+    assert line == (
+        "::error title=pi2 (P100),file=a%3Ab%2C%25%0A,line=1,col=1,endLine=1,endColumn=2"
+        "::50%25%0D%0A: ,\n"
+    )
+
+
+def test_github_knows_no_columns_of_several_lines() -> None:
+    line = render("github", make_finding(span=Span("f", 1, 3, 2, 4)))
+    assert line == "::error title=pi2 (P100),file=f,line=1,endLine=2::m\n"
+
+
+def test_github_has_its_own_word_for_notes() -> None:
+    heads = [
+        render("github", make_finding(severity=severity)).split(" ")[0]
+        for severity in ("error", "warning", "note")
+    ]
+    assert heads == ["::error", "::warning", "::notice"]
+
+
+@given(st.text(), st.text(min_size=1))
+def test_github_takes_one_line_for_any_finding(message: str, file: str) -> None:
+    text = render("github", make_finding(message=message, span=Span(file, 1, 1, 1, 2)))
+    assert text.splitlines() == [text.removesuffix("\n")]
+
+
+# GitLab
+
+
+def test_gitlab_wants_five_members() -> None:
+    (item,) = json.loads(render("gitlab", make_finding(help="h", span=Span("./f", 1, 3, 2, 4))))
+    assert item == {
+        "description": "P100: m (h)",
+        "check_name": "P100",
+        "fingerprint": item["fingerprint"],
+        "severity": "major",
+        "location": {"path": "f", "lines": {"begin": 1, "end": 2}},
+    }
+    assert json.loads(render("gitlab")) == []
+
+
+@pytest.mark.parametrize("path", ["layers.split", None], ids=["by key path", "by line"])
+def test_a_finding_keeps_its_fingerprint_when_lines_are_added_above(path: str | None) -> None:
+    before = make_finding(path=path)
+    after = make_finding(path=path, span=Span("f", 4, 1, 4, 2))
+    assert compute_fingerprints([before], {"f": TEXT}) == compute_fingerprints(
+        [after], {"f": "# new\n\n" + TEXT}
+    )
+
+
+def test_a_finding_keeps_its_fingerprint_when_the_wording_changes() -> None:
+    before, after = make_finding(path="a", message="8 MiB"), make_finding(path="a", message="9 MiB")
+    assert compute_fingerprints([before]) == compute_fingerprints([after])
+
+
+def test_different_findings_have_different_fingerprints() -> None:
+    items = [
+        make_finding(),
+        make_finding(),
+        make_finding(code="P101"),
+        make_finding(path="a"),
+        make_finding(path="b"),
+        make_finding(span=Span("f", 1, 1, 1, 2)),
+        make_finding(span=Span("g", 1, 1, 1, 2)),
+        make_finding(span=None),
+        make_finding(span=None, message="other"),
+    ]
+    prints = compute_fingerprints(items, {"f": TEXT})
+    assert len(set(prints)) == len(items)
+    assert all(re.fullmatch("[0-9a-f]{64}", item) for item in prints)
+
+
+# SARIF
+
+TEXT_OBJECT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+PLACE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["artifactLocation"],
+    "properties": {
+        "artifactLocation": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["uri"],
+            "properties": {
+                "uri": {"type": "string", "pattern": r"^[A-Za-z0-9._~:/%-]+$"},
+                "uriBaseId": {"const": "%SRCROOT%"},
+            },
+        },
+        "region": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["startLine"],
+            "properties": {
+                name: {"type": "integer", "minimum": 1}
+                for name in ("startLine", "startColumn", "endLine", "endColumn")
+            },
+        },
+    },
+}
+LOCATION = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "physicalLocation": PLACE,
+        "message": TEXT_OBJECT,
+        "logicalLocations": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"fullyQualifiedName": {"type": "string"}},
+            },
+        },
+    },
+}
+SARIF_PART = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["version", "runs"],
+    "properties": {
+        "$schema": {"type": "string", "format": "uri"},
+        "version": {"const": "2.1.0"},
+        "runs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["tool", "results"],
+                "properties": {
+                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+                    "tool": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["driver"],
+                        "properties": {
+                            "driver": {
+                                "type": "object",
+                                "additionalProperties": False,
+                                "required": ["name"],
+                                "properties": {
+                                    "name": {"type": "string"},
+                                    "version": {"type": "string"},
+                                    "rules": {
+                                        "type": "array",
+                                        "uniqueItems": True,
+                                        "items": {
+                                            "type": "object",
+                                            "additionalProperties": False,
+                                            "required": ["id"],
+                                            "properties": {
+                                                "id": {"type": "string"},
+                                                "shortDescription": TEXT_OBJECT,
+                                                "fullDescription": TEXT_OBJECT,
+                                                "help": TEXT_OBJECT,
+                                            },
+                                        },
+                                    },
+                                },
+                            }
+                        },
+                    },
+                    "results": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "required": ["message", "ruleId"],
+                            "properties": {
+                                "ruleId": {"type": "string"},
+                                "ruleIndex": {"type": "integer", "minimum": 0},
+                                "level": {"enum": ["none", "note", "warning", "error"]},
+                                "message": TEXT_OBJECT,
+                                "partialFingerprints": {
+                                    "type": "object",
+                                    "additionalProperties": {"type": "string"},
+                                },
+                                "locations": {"type": "array", "items": LOCATION},
+                                "relatedLocations": {"type": "array", "items": LOCATION},
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""The parts of the standard's schema that pi2 uses, and nothing else allowed."""
+
+
+@pytest.mark.parametrize("findings", [FINDINGS, ()], ids=["findings", "none"])
+def test_sarif_has_the_structure_of_the_standard(findings: tuple[Diagnostic, ...]) -> None:
+    log = json.loads(find_renderer("sarif")(findings, sources=SOURCES))
+    jsonschema.validate(log, SARIF_PART)
+    (run,) = log["runs"]
+    assert len(run["results"]) == len(findings)
+    for result in run["results"]:
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
+
+
+def test_sarif_says_of_a_rule_what_its_page_says() -> None:
+    (run,) = json.loads(write_report("sarif"))["runs"]
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert sorted(rules) == ["P001", "P010", "P101", "P210", "P900"]
+    assert rules["P210"]["shortDescription"] == {"text": "The shares of a split add up to 1."}
+    assert "**Fix:** change one." in rules["P210"]["help"]["markdown"]
+    assert "Fix: change one." in rules["P210"]["help"]["text"]
+
+
+def test_sarif_names_files_by_relative_uris() -> None:
+    (run,) = json.loads(write_report("sarif"))["runs"]
+    places = [
+        item["physicalLocation"]["artifactLocation"]
+        for result in run["results"]
+        for item in result.get("locations", ())
+    ]
+    assert places == [
+        {"uri": "plans/a.plan.toml", "uriBaseId": "%SRCROOT%"},
+        {"uri": "plans/a.plan.toml", "uriBaseId": "%SRCROOT%"},
+        {"uri": "odd%3A%2050%25%2C%20%E5%90%8D%1B.plan.toml", "uriBaseId": "%SRCROOT%"},
+        {"uri": "file:///gone/b.plan.toml"},
+    ]
+
+
+# JUnit
+
+
+def count_cases(root: ElementTree.Element) -> tuple[int, int]:
+    cases = root.findall("testsuite/testcase")
+    return len(cases), sum(case.find("failure") is not None for case in cases)
+
+
+def test_junit_has_a_case_per_file_and_failures_inside() -> None:
+    root = ElementTree.fromstring(write_report("junit"))
+    assert [case.get("name") for case in root.iter("testcase")] == [
+        "plans/a.plan.toml",
+        "plans/sound.device.toml",
+        "odd: 50%, 名\\x1b.plan.toml",
+        "/gone/b.plan.toml",
+        "pi2",
+    ]
+    for element in (root, *root.findall("testsuite")):
+        assert (int(element.get("tests", 0)), int(element.get("failures", 0))) == (5, 3)
+    assert count_cases(root) == (5, 3)
+    first = root.findall("testsuite/testcase")[0]
+    assert [part.tag for part in first] == ["failure", "system-out"]
+    assert first[0].get("type") == "P210"
+    assert "  = help: lower npu to 0.7" in (first[0].text or "")
+
+
+def test_junit_without_findings_passes() -> None:
+    root = ElementTree.fromstring(render("junit"))
+    assert count_cases(root) == (1, 0)
+    assert root.get("failures") == "0"
+
+
+@given(
+    st.text(st.characters(exclude_categories=())),
+    st.text(st.characters(exclude_categories=()), min_size=1),
+)
+def test_junit_is_well_formed_for_any_characters(message: str, file: str) -> None:
+    item = make_finding(message=message, help=message, span=Span(file, 2, 1, 2, 2))
+    text = find_renderer("junit")([item], sources={file: f"{message}\n{message}"})
+    text.encode("ascii")
+    (failure,) = ElementTree.fromstring(text).iter("failure")
+    assert failure.get("type") == "P100"
+
+
+@given(st.text(st.characters(exclude_categories=())))
+@pytest.mark.parametrize("name", ["gitlab", "sarif"])
+def test_json_reports_are_ascii_for_any_characters(name: str, text: str) -> None:
+    report = find_renderer(name)([make_finding(message=text, path=text)], sources={"f": text})
+    json.loads(report.encode("ascii"))
+
+
+# The command
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_validate_writes_the_report_alone_to_stdout(name: str) -> None:
+    files = ("wide-before-place.plan.toml", "chunk-above-context.plan.toml")
+    code, stdout, stderr = validate(*files, "--output-format", name)
+    assert code == 1
+    assert stderr == "2 files, 1 error, 1 warning\n"
+    if name == "junit":
+        # A plan's device and model are cases of their own.
+        assert count_cases(ElementTree.fromstring(stdout)) == (4, 1)
+    elif name == "github":
+        assert [line.split(" ")[0] for line in stdout.splitlines()] == ["::error", "::warning"]
+    elif name == "gitlab":
+        assert [item["check_name"] for item in json.loads(stdout)] == ["P106", "P235"]
+    else:
+        rules = json.loads(stdout)["runs"][0]["tool"]["driver"]["rules"]
+        assert all("help" in rule for rule in rules if rule["id"].startswith("P2"))
