@@ -53,15 +53,18 @@ class PlanContestant:
     def describe(self) -> Description:
         """See `pi2.benchmarks.contestant`."""
         resolved, store = self._model.plan, self._model._parts.store
-        _, backend = choose_unit(resolved)
+        unit, backend = choose_unit(resolved)
+        cores = sum(cluster.cores for cluster in unit.clusters) or detect_machine().cores
         notes = []
         if self._model.fallback is not None:
             notes.append(f"reads go through the page cache: {self._model.fallback}")
+        if store is None:
+            notes.append("dry run: nothing is computed or read")
         return Description(
             engine=f"pi2 {version('pi2')}",
             model=resolved.model.id,
             backend=backend,
-            threads=resolved.plan.threads.compute or detect_machine().cores,
+            threads=resolved.plan.threads.compute or cores,
             synthetic=store is not None and store.manifest.synthetic,
             predictor=resolved.plan.decode.predictor,
             plan=str(self._path),
@@ -87,10 +90,10 @@ class PlanContestant:
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         """See `pi2.benchmarks.contestant`."""
-        if workload.kind == "pp":
-            return None
         store = self._model._parts.store
-        predictor = None if store is None else store.manifest.predictor
+        if workload.kind == "pp" or store is None:
+            return None
+        predictor = store.manifest.predictor
         return count_token_bytes(
             self._model.plan,
             ranks=None if predictor is None else predictor.rank,

@@ -375,6 +375,13 @@ def test_a_plan_is_timed_and_its_counters_are_those_of_the_timed_tokens(plan: Pa
         contestant.close()
 
 
+def test_a_dry_run_says_so_and_claims_no_bytes(plan: Path) -> None:
+    contestant = load_contestant(plan, backends={"cpu": "null"})
+    assert contestant.describe().notes == ("dry run: nothing is computed or read",)
+    assert contestant.count_bytes(Workload("tg", 4, 0), 0.1) is None
+    contestant.close()
+
+
 def test_more_tokens_than_the_context_holds_are_refused(plan: Path) -> None:
     contestant = load_contestant(plan)
     with pytest.raises(UserError) as caught:

@@ -205,6 +205,13 @@ def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
     assert "26% of the neurons cannot make 80%" in text
 
 
+def test_models_that_stores_cannot_hold_are_refused() -> None:
+    with pytest.raises(UserError, match="mixture of experts"):
+        check_recipe(Recipe(), make(moe={"experts": 4, "active_experts": 2}))
+    with pytest.raises(UserError, match=r"shape\.hidden is 100"):
+        check_recipe(Recipe(), make(shape={**SHAPE, "hidden": 100}))
+
+
 def test_sample_tokens_are_neighbours_and_never_end_a_text() -> None:
     model = make(tokenizer={"eos": [260]})
     tokens = choose_tokens(model, 2000)

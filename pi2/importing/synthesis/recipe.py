@@ -59,6 +59,9 @@ def check_recipe(recipe: Recipe, model: Model) -> None:
         Diagnostic(code="P550", message=message, help=advice)
         for message, advice in _find_contradictions(recipe)
     ]
+    if model.moe is not None:
+        text = "a mixture of experts cannot be synthesised: neuron stores hold one FFN per layer"
+        findings.append(Diagnostic(code="P541", message=text))
     shape = model.shape
     sizes = {"shape.hidden": shape.hidden, "heads * head_dim": shape.heads * shape.head_dim}
     findings += [
