@@ -23,7 +23,7 @@ from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 NAME = "cpu"
 PLANES = 2
-_MOST_ARENAS = 4096
+_MOST_ARENAS = 256
 """Views of arenas that are remembered."""
 
 _U8 = npt.NDArray[np.uint8]
@@ -214,7 +214,7 @@ class CpuExecutor:
         )
         self._head_logits = space.wrap(self._logits)
         self._read = library.find("read_bundles")
-        self._arenas: dict[tuple[int, int], Any] = {}
+        self._arenas: dict[int, tuple[_U8, Any]] = {}
 
     def _bind_attention(
         self,
@@ -272,14 +272,15 @@ class CpuExecutor:
         return bound
 
     def _wrap_arena(self, arena: _U8) -> Any:
-        """Return the kernels' view of an arena; the same arena is wrapped once."""
-        key = (arena.ctypes.data, arena.nbytes)
-        view = self._arenas.get(key)
-        if view is None:
-            if len(self._arenas) >= _MOST_ARENAS:
-                self._arenas.clear()
-            view = self._library.wrap(arena)
-            self._arenas[key] = view
+        """Return the kernels' view of an arena; the same array is wrapped once."""
+        known = self._arenas.get(id(arena))
+        if known is not None and known[0] is arena:
+            return known[1]
+        view = self._library.wrap(arena)
+        if len(self._arenas) >= _MOST_ARENAS:
+            self._arenas.clear()
+        # The array is kept, so that its identity stays its own.
+        self._arenas[id(arena)] = (arena, view)
         return view
 
     def embed(self, tokens: _I32) -> None:

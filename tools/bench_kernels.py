@@ -199,7 +199,7 @@ class Bench:
     def gather(self, neurons: int, active: float) -> Work:
         """A sparse FFN: ``active`` of the neurons, every gate open half of the time."""
         spec = self.spec
-        stride, count = spec.stride, round(neurons * active)
+        count = round(neurons * active)
         arena = self.make_arena()
         rng = np.random.default_rng(1)
         slots = np.stack(

@@ -108,11 +108,12 @@ def _emit_block(
     byte = v.let(vector.weights_base + group * group_bytes)
     if prefetch is not None:
         prefetch(group * group_bytes, lanes * group_bytes)
-    first = 0
-    while first < lanes:
-        width = min(isa.lanes, lanes - first)
+    # A block narrower than a register: several of its chunks fill one.
+    fold = min(max(isa.lanes // lanes, 1), 4)
+    width = min(isa.lanes, lanes)
+    for first in range(0, lanes, width):
         totals = _emit_groups(
-            isa if width >= 4 else None,
+            isa,
             vector,
             activations,
             tokens,
@@ -121,6 +122,7 @@ def _emit_block(
             group + first,
             lanes,
             width,
+            fold,
         )
         scale_byte = vector.scales_base + (group + first) * 2
         weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
@@ -130,11 +132,10 @@ def _emit_block(
             total = v.cast(totals[index], "float32", width)
             place = index * top + first
             v.store(sums, place, T.fma(total, scale, v.load(sums, place, width)), width)
-        first += width
 
 
 def _emit_groups(
-    isa: Isa | None,
+    isa: Isa,
     vector: Vector,
     activations: Activations,
     tokens: Sequence[v.Expr],
@@ -143,17 +144,21 @@ def _emit_groups(
     group: v.Expr,
     lanes: int,
     width: int,
+    fold: int,
 ) -> list[v.Expr]:
-    """Return int32 x ``width`` sums of q * x over ``width`` groups of a block, per token."""
-    unit = _Unit(isa, width)
+    """Return int32 x ``width`` sums of q * x over ``width`` groups of a block, per token.
+
+    ``fold`` consecutive chunks are taken as one of ``fold`` times as many lanes.
+    """
+    unit = _Unit(isa, width * fold)
     planes = activations.planes
     int8 = vector.precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = int8 and not unit.whole_bytes
     streams = 2 if split else 1
     totals = [[[unit.start()] for _ in range(planes * streams)] for _ in tokens]
-    size = 4 * width
-    for chunk in range(8 if int8 else 4):
+    size = 4 * width * fold
+    for chunk in range(0, 8 if int8 else 4, fold):
         raw = v.let(v.load(vector.weights, byte + chunk * 4 * lanes, size))
         if int8 and unit.signed:
             parts = [(0, 0, v.reinterpret(raw, "int8", size))]
@@ -174,14 +179,18 @@ def _emit_groups(
                     cell = totals[index][plane * streams + stream]
                     cell[0] = v.let(unit.add(cell[0], named, codes))
     results = []
+    wide = width * fold
     for index, token in enumerate(tokens):
         values = [unit.finish(cell[0]) for cell in totals[index]]
         if split:
-            four = v.constant(4, "int32", width)
+            four = v.constant(4, "int32", wide)
             values = [values[i] + (values[i + 1] << four) for i in range(0, len(values), 2)]
         total = values[0]
         if planes == 2:
-            total = (values[0] << v.constant(8, "int32", width)) + values[1]
+            total = (values[0] << v.constant(8, "int32", wide)) + values[1]
+        for lanes_left in (wide >> step for step in range(fold.bit_length() - 1)):
+            total = v.let(total)
+            total = _add_halves(total, lanes_left)
         if not (int8 and unit.signed):
             groups = activations.length // GROUP
             offset = v.load(activations.sums, token * groups + group, width)
@@ -190,15 +199,33 @@ def _emit_groups(
     return results
 
 
+def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
+    """Return the first half of int32 x ``lanes`` plus the second."""
+    if lanes == 2:
+        return v.take_lane(total, 0) + v.take_lane(total, 1)
+    return v.low_half(total, "int32", lanes) + v.high_half(total, "int32", lanes)
+
+
+def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> v.Expr:
+    """Return int32 x ``width`` ``total`` plus 4 products of unsigned and signed bytes each."""
+    return T.call_llvm_pure_intrin(
+        f"int32x{width}",
+        f"llvm.x86.avx512.vpdpbusd.{32 * width}",
+        total,
+        v.reinterpret(weights, "int8", 4 * width),
+        codes,
+    )
+
+
 class _Unit:
     """The primitive ``sum += unsigned weight byte * signed activation byte`` of an ISA."""
 
-    def __init__(self, isa: Isa | None, width: int) -> None:
-        self.dot = isa.dot if isa is not None else "multiply"
+    def __init__(self, isa: Isa, width: int) -> None:
+        self.dot = isa.dot
         self.width = width
         self.whole_bytes = self.dot in ("vnni", "sdot")
         self.signed = self.dot == "sdot"
-        self._bits = {16: "512", 8: "256", 4: "128"}.get(width, "")
+        self._bits = str(32 * width)
 
     def start(self) -> v.Expr:
         """Return the empty sum."""
@@ -223,13 +250,7 @@ class _Unit:
         """Return ``total`` plus the products of 4 ``width`` bytes."""
         width, bits = self.width, self._bits
         if self.dot == "vnni":
-            return T.call_llvm_pure_intrin(
-                f"int32x{width}",
-                f"llvm.x86.avx512.vpdpbusd.{bits}",
-                total,
-                v.reinterpret(weights, "int8", 4 * width),
-                codes,
-            )
+            return emit_vpdpbusd(total, weights, codes, width)
         if self.dot == "sdot":
             return T.call_llvm_pure_intrin(
                 "int32x4",

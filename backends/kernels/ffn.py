@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations, Vector, emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_split
+from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_shared, emit_split
 from pi2.backends.kernels.neurons import (
     activate,
     emit_unit,
@@ -19,7 +19,7 @@ from pi2.backends.kernels.neurons import (
     take_part,
 )
 from pi2.backends.kernels.spec import PANEL, TOKEN_TILE, UNPACKED, KernelSpec
-from pi2.plan.layout import GROUP, PartName
+from pi2.plan.layout import GROUP, PartName, vector_bytes
 
 
 def _look_ahead(
@@ -68,7 +68,7 @@ def emit_gathered(
     def base_of(array: v.Buffer, index: v.Expr) -> v.Expr:
         return v.let(v.wide(array[index]) * spec.stride)
 
-    with T.parallel(threads) as thread:
+    def emit_gates(thread: v.Expr) -> None:
         begin, end = emit_split(thread, threads, count)
         with T.serial(end - begin) as step:
             index = v.let(begin + step)
@@ -76,6 +76,9 @@ def emit_gathered(
             following = base_of(slots, T.min(index + 1, end - 1))
             ask = _look_ahead(spec, arena, following, "gate")
             v.store(gates, index, emit_dots(isa, vector, activations, [zero], ask)[0], 1)
+
+    part_bytes = vector_bytes(hidden, spec.ffn)
+    emit_shared(threads, v.wide(count) * part_bytes, emit_gates)
     kept = T.alloc_buffer((1,), "int32")
     if spec.activation == "silu":
         v.store(kept, 0, count, 1)
@@ -90,7 +93,8 @@ def emit_gathered(
             v.store(firing, place, slots[index], 1)
             v.store(kept, 0, place + T.Select(is_firing(spec, gate), T.int32(1), zero), 1)
     active = v.let(kept[0])
-    with T.parallel(threads) as thread:
+
+    def emit_values(thread: v.Expr) -> None:
         with T.serial(hidden // 16) as step:
             place = thread * hidden + step * 16
             v.store(partial, place, v.constant(0.0, "float32", 16), 16)
@@ -115,6 +119,8 @@ def emit_gathered(
                     activations.once,
                     _look_ahead(spec, arena, following, "down"),
                 )
+
+    emit_shared(threads, v.wide(active) * (2 * part_bytes), emit_values)
     with T.serial(hidden // 16) as step:
         place = step * 16
         value = v.load(total, place, 16)

@@ -36,7 +36,7 @@ from pi2.backends.kernels.dots import Activations, Vector
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.ffn import emit_dense, emit_gathered
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.neurons import emit_leave_lane_order
 from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
 from pi2.backends.kernels.quantize import emit_norm, emit_quantize
@@ -184,11 +184,15 @@ class Program:
         emit_each_token(tokens, lambda t: emit_norm(x, t, norm, spec.epsilon, hidden, t))
         emit_multiply(isa, spec.threads, project, hidden, tokens, store_qkv)
         emit_each_token(tokens, lambda t: emit_rope(spec, qkv, cosines, sines, cache, t, position))
-        with T.parallel(tokens * spec.kv_heads) as task:
+
+        def attend(task: v.Expr) -> None:
             # Heads outermost: every thread gets early and late tokens alike.
             token = v.let(T.floormod(task, tokens))
             head = v.let(T.floordiv(task, tokens))
             emit_attention(spec, qkv, cache, mixed.values, token, position, head)
+
+        seen_bytes = v.wide(position + tokens) * (4 * spec.kv_heads * spec.head_dim)
+        emit_shared(tokens * spec.kv_heads, seen_bytes * v.wide(tokens), attend)
         emit_each_token(tokens, lambda t: emit_quantize(mixed, t))
         emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
 

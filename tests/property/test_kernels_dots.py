@@ -80,9 +80,7 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     x = (rng.standard_normal((tokens, length)) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
     arrays, stands_for = quantize_activations(x, planes)
     y = allocate("float32", tokens, rows)
-    kernel = compile_kernel(
-        make_multiply(isa, length, precision, planes, threads), make_isa(isa)
-    )
+    kernel = compile_kernel(make_multiply(isa, length, precision, planes, threads), make_isa(isa))
     packed_scales = weights if scales is None else align(scales)
     kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, y)
     plain = dequantize(weights, scales, length, precision).astype(np.float64)

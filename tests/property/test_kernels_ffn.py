@@ -66,9 +66,7 @@ class Layer:
         """Sum [tokens, hidden] and the number of non-zero activations, in float64."""
         gate, up, down = (part[slots] for part in self.parts)
         spec = self.spec
-        values = activate(
-            spec.activation, spec.threshold, self.inputs @ gate.T, self.inputs @ up.T
-        )
+        values = activate(spec.activation, spec.threshold, self.inputs @ gate.T, self.inputs @ up.T)
         return values @ down, int(np.count_nonzero(values))
 
     def gather(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], int]:

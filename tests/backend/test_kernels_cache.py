@@ -1,0 +1,172 @@
+"""The kernel cache: one compilation per spec, whatever happens to its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pi2.backends.kernels import cache
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.diagnostics import UserError
+from tests.helpers.kernels import make_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def spec() -> KernelSpec:
+    """The smallest program."""
+    return make_spec(hidden=32, heads=1, kv_heads=1, head_dim=32, gate_rows=None, ranks=())
+
+
+@pytest.fixture(scope="module")
+def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the compiled program."""
+    path = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PI2_CACHE_DIR", str(path))
+        cache.load_or_compile(spec, lambda _label, _share: None)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _use_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(folder))
+
+
+def forbid_compiling(label: str, share: float) -> None:
+    """A progress callback that must not be called."""
+    raise AssertionError(f"compiling: {label} {share}")
+
+
+def test_a_spec_survives_json(spec: KernelSpec) -> None:
+    assert KernelSpec.from_json(spec.to_json()) == spec
+
+
+def test_a_cached_library_is_not_compiled_again(spec: KernelSpec, folder: Path) -> None:
+    path = cache.load_or_compile(spec, forbid_compiling)
+    assert path.parent == folder / "kernels"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_a_damaged_entry_is_built_again(spec: KernelSpec, damage: str) -> None:
+    path = cache.load_or_compile(spec, forbid_compiling)
+    content = path.read_bytes()
+    spoiled = {
+        "truncated": content[: len(content) // 2],
+        "changed": content[:-1] + bytes([content[-1] ^ 1]),
+        "empty": b"",
+    }[damage]
+    path.write_bytes(spoiled)
+    shares: list[float] = []
+    rebuilt = cache.load_or_compile(spec, lambda _label, share: shares.append(share))
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    assert rebuilt.read_bytes() == content
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_processes_may_compile_the_same_kernels_at_once(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(
+            pool.map(lambda _: cache.load_or_compile(spec, lambda _label, _share: None), range(3))
+        )
+    assert all(path.exists() for path in paths)
+    assert not list((tmp_path / "kernels").glob("compiling-*"))
+
+
+def test_the_key_depends_on_the_spec(spec: KernelSpec) -> None:
+    other = dataclasses.replace(spec, threads=spec.threads + 1)
+    assert cache.compute_key(spec) == cache.compute_key(spec)
+    assert cache.compute_key(spec) != cache.compute_key(other)
+
+
+@pytest.mark.parametrize(
+    ("own", "common", "expected"),
+    [
+        ("/a", "/b", "/a/kernels"),
+        (None, "/b", "/b/pi2/kernels"),
+        (None, None, "/home/u/.cache/pi2/kernels"),
+        ("", "relative", "/home/u/.cache/pi2/kernels"),
+    ],
+)
+def test_the_folder_follows_the_platform(
+    own: str | None, common: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PI2_CACHE_DIR", own), ("XDG_CACHE_HOME", common)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", "/home/u")
+    assert cache.find_cache_folder() == Path(expected)
+
+
+def test_a_read_only_cache_folder_does_not_stop_a_run(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A file where the folder should be: even root cannot make a folder there.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "file"))
+    path = cache.load_or_compile(spec, lambda _label, _share: None)
+    assert path.exists()
+    assert tmp_path not in path.parents
+
+
+def test_a_machine_without_a_linker_is_told_so(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        cache.load_or_compile(spec, lambda _label, _share: None)
+    found = caught.value.diagnostics[0]
+    assert found.code == "P650"
+    assert found.help == "install binutils (`ld`), gcc, clang or lld"
+    assert "ld: not installed" in found.notes
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+def test_a_failing_compiler_is_reported(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A broken `tvm` package hides the real one from the compiling process.
+    (tmp_path / "tvm").mkdir()
+    (tmp_path / "tvm" / "__init__.py").write_text("raise ImportError('no compiler today')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    other = dataclasses.replace(spec, vocab=spec.vocab + 1)
+    with pytest.raises(UserError) as caught:
+        cache.load_or_compile(other, lambda _label, _share: None)
+    assert caught.value.diagnostics[0].code == "P651"
+    assert any("no compiler today" in note for note in caught.value.diagnostics[0].notes)
+
+
+def test_the_running_process_never_loads_the_compiler(tmp_path: Path) -> None:
+    code = """
+import json, sys
+import numpy as np
+from tests.helpers.kernels import RandomModel
+from pi2.backends import cpu
+model = RandomModel(layers=1)
+executor = cpu.build(model.request)
+executor.embed(np.array([1], np.int32))
+executor.attend(0, 0)
+maps = open("/proc/self/maps").read()
+print(json.dumps({"tvm": "tvm" in sys.modules, "compiler": "libtvm_compiler" in maps,
+                  "runtime": "libtvm_runtime" in maps}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert json.loads(done.stdout) == {"tvm": False, "compiler": False, "runtime": True}

@@ -1,0 +1,178 @@
+"""The cpu backend as a whole, against the reference backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.backends import cpu, reference
+from pi2.backends.protocol import Executor
+from tests.helpers.kernels import RandomModel, allocate, measure_error
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Keep compiled kernels of tests out of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("PI2_CACHE_DIR")
+    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
+    yield
+    if before is None:
+        del os.environ["PI2_CACHE_DIR"]
+
+
+def feed(
+    executor: Executor, model: RandomModel, ids: list[int], position: int, mode: str = "none"
+) -> Any:
+    """Run a chunk through all layers; return its logits."""
+    executor.embed(np.array(ids, np.int32))
+    for layer, bundles in enumerate(model.bundles):
+        executor.attend(layer, position)
+        executor.begin_ffn(layer)
+        if mode == "none" or len(ids) > 1:
+            third = len(bundles) // 3
+            executor.add_dense(layer, bundles[:third])
+            executor.add_dense(layer, bundles[third:])
+        else:
+            found = executor.predict_gate(layer).copy()
+            executor.add_neurons(layer, bundles, found[::2].copy())
+            executor.add_neurons(layer, bundles, found[1::2].copy())
+        executor.end_ffn(layer)
+    return executor.logits(0).copy()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "demo-like": {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 4, "head_dim": 32},
+    "odd": {
+        "hidden": 352,
+        "ffn": 77,
+        "heads": 5,
+        "kv_heads": 1,
+        "head_dim": 96,
+        "activation": "silu",
+        "bias": True,
+        "tied_head": False,
+        "window": 6,
+        "rank": None,
+        "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
+        "threads": 1,
+    },
+    "halves": {
+        "activation": "fatrelu",
+        "threshold": 0.05,
+        "precision": {"ffn": "fp16", "attention": "fp16", "predictor": "fp16"},
+        "threads": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_reference(name: str) -> None:
+    model = RandomModel(**MODELS[name])
+    mode = "none" if model.model.ffn.activation == "silu" else "gate"
+    ours, truth = cpu.build(model.request), reference.build(model.request)
+    ids = np.random.default_rng(0).integers(0, 80, 24).tolist()
+    position = 0
+    for count in (9, 1, 1, 4, 1):
+        chunk = ids[position : position + count]
+        found = feed(ours, model, chunk, position, mode)
+        expected = feed(truth, model, chunk, position, mode)
+        # 16-bit activations: a hundred times better than the 1e-2 that is promised.
+        assert measure_error(found, expected) < 3e-4
+        position += count
+    ours.close()
+
+
+def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    ids = list(range(12))
+    together = feed(cpu.build(model.request), model, ids, 0)
+    for mode in ("none", "gate"):
+        executor = cpu.build(model.request)
+        alone = [feed(executor, model, [i], at, mode)[0] for at, i in enumerate(ids)]
+        assert measure_error(np.stack(alone), together) < 1e-4
+
+
+def test_equal_runs_give_equal_bits() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    runs = []
+    for _ in range(2):
+        executor = cpu.build(model.request)
+        feed(executor, model, list(range(7)), 0)
+        runs.append(np.stack([feed(executor, model, [i], 7 + i, "gate") for i in range(5)]))
+    assert np.array_equal(runs[0], runs[1])
+
+
+def test_active_neurons_are_counted_once() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    ours, truth = cpu.build(model.request), reference.build(model.request)
+    for executor in (ours, truth):
+        feed(executor, model, [1, 2, 3], 0)
+        feed(executor, model, [4], 3, "gate")
+    assert ours.count_active() == truth.count_active() > 0
+    assert ours.count_active() == 0
+
+
+def test_both_predictors_agree_with_the_reference() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    ours, truth = cpu.build(model.request), reference.build(model.request)
+    for executor in (ours, truth):
+        executor.embed(np.array([5], np.int32))
+        executor.attend(0, 0)
+        executor.begin_ffn(0)
+    for threshold in (-1.0, 0.0, 0.2):
+        assert set(ours.predict_low_rank(0, threshold)) == set(truth.predict_low_rank(0, threshold))
+    assert np.array_equal(ours.predict_gate(0), truth.predict_gate(0))
+
+
+def test_logits_of_the_last_tokens_only() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    executor = cpu.build(model.request)
+    every = feed(executor, model, list(range(10)), 0)
+    assert np.array_equal(executor.logits(7), every[7:])
+    assert np.array_equal(executor.logits(9), every[9:])
+
+
+def test_bundles_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    executor = cpu.build(model.request)
+    stride = model.request.bundle.stride
+    content = np.random.default_rng(0).integers(0, 256, (64, stride), np.uint8)
+    path = tmp_path / "bundles"
+    path.write_bytes(content.tobytes())
+    wanted = np.random.default_rng(1).permutation(64)[:50]
+    arena = allocate("uint8", 50, stride)
+    slots = np.random.default_rng(2).permutation(50).astype(np.int32)
+    offsets = (wanted * stride).astype(np.int64)
+    # The last read begins inside the file and ends beyond it.
+    offsets[-1] = 63 * stride + 100
+    results = np.zeros(50, np.int64)
+    fd = os.open(path, os.O_RDONLY)
+    workers = [
+        threading.Thread(
+            target=executor.read_bundles,
+            args=(fd, arena, slots, offsets, results, start, 3),
+        )
+        for start in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    os.close(fd)
+    assert np.array_equal(arena[slots[:-1]], content[wanted[:-1]])
+    assert (results[:-1] == stride).all()
+    assert results[-1] == stride - 100
+    executor.read_bundles(-1, arena, slots, offsets, results, 0, 1)
+    assert (results == -1).all()
+
+
+def test_nothing_stands_in_the_way_here() -> None:
+    assert cpu.find_obstacles(frozenset(), "x86-64") == []
+    assert cpu.find_obstacles(frozenset(), "aarch64") == []
+    assert cpu.find_obstacles(frozenset(), "riscv64") == ["no kernels for architecture riscv64"]

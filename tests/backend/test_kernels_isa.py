@@ -1,0 +1,284 @@
+"""Schedules: what features choose, which instructions come out, and aarch64 under emulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pi2.backends.kernels.isa import choose_isa
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.packing import dequantize, quantize
+from tests.helpers.kernels import (
+    X86_FEATURES,
+    allocate,
+    allocate_activations,
+    make_spec,
+    measure_error,
+    quantize_activations,
+)
+
+ARM_FEATURES = {
+    "neon": ("neon",),
+    "dotprod": ("dotprod", "neon"),
+    "dotprod, fp16": ("dotprod", "fp16", "neon"),
+}
+COMPILER = shutil.which("aarch64-linux-gnu-gcc")
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+HARNESS = Path(__file__).parent / "aarch64_harness.c"
+_TYPES = {"i": 0, "u": 1, "f": 2}
+
+
+def generate_assembly(spec: KernelSpec, name: str) -> str:
+    """Return a function's assembly for the spec's instruction set."""
+    return str(generate(spec, name).inspect_source("asm"))
+
+
+def generate(spec: KernelSpec, name: str) -> Any:
+    """Return a function's compiled module."""
+    import tvm
+
+    from pi2.backends.kernels.compile import generate, make_target
+    from pi2.backends.kernels.program import Program, make_function
+
+    program = Program(spec)
+    triple = "aarch64-linux-gnu" if spec.architecture == "aarch64" else "x86_64-linux-gnu"
+    module = tvm.IRModule({name: make_function(name, program.list_functions()[name])})
+    return generate(module, make_target(program.isa, triple))
+
+
+@pytest.mark.parametrize("name", X86_FEATURES)
+def test_features_choose_the_fastest_x86_schedule(name: str) -> None:
+    assert choose_isa(X86_FEATURES[name], "x86-64").name == name
+
+
+def test_unknown_features_do_no_harm() -> None:
+    assert choose_isa({"avx2", "fma", "f16c", "amx"}, "x86-64").name == "avx2"
+    assert choose_isa({"neon", "sve"}, "aarch64").name == "neon"
+
+
+@pytest.mark.parametrize(
+    ("name", "present", "absent"),
+    [
+        ("avx512vnni", ["vpdpbusd", "zmm"], ["vpmaddubsw"]),
+        ("avx512bw", ["vpmaddubsw", "vpmaddwd", "vpermps", "zmm"], ["vpdpbusd"]),
+        ("avx2", ["vpmaddubsw", "vfmadd", "vcvtph2ps", "ymm"], ["zmm", "vpdpbusd"]),
+        ("sse4.2", ["pmaddubsw"], ["ymm", "vpmaddubsw"]),
+        ("x86-64", ["pmullw"], ["ymm", "pmaddubsw"]),
+    ],
+)
+def test_a_gathered_neuron_takes_the_instructions_of_its_schedule(
+    name: str, present: list[str], absent: list[str]
+) -> None:
+    spec = make_spec(hidden=512, features=tuple(sorted(X86_FEATURES[name])))
+    code = generate_assembly(spec, "add_neurons")
+    assert all(instruction in code for instruction in present)
+    assert not any(instruction in code for instruction in absent)
+
+
+def make_arm_spec(features: tuple[str, ...], **changes: Any) -> KernelSpec:
+    """A spec for an aarch64 machine."""
+    return dataclasses.replace(make_spec(**changes), architecture="aarch64", features=features)
+
+
+@pytest.mark.parametrize("name", ARM_FEATURES)
+def test_aarch64_uses_sdot_where_there_is_one(name: str) -> None:
+    code = generate_assembly(make_arm_spec(ARM_FEATURES[name], hidden=512), "add_neurons")
+    assert ("sdot" in code) == ("dotprod" in ARM_FEATURES[name])
+    assert "prfm" in code
+
+
+@pytest.mark.parametrize("name", ["add_neurons", "add_dense", "attend", "logits", "begin_ffn"])
+def test_no_kernel_asks_the_runtime_for_memory(name: str) -> None:
+    # Large stack arrays become calls that allocate: slow, and outside of the budget.
+    spec = make_spec(hidden=4096, heads=32, kv_heads=4, head_dim=128)
+    assert "TVMBackendAllocWorkspace" not in generate_assembly(spec, name)
+
+
+class Emulated:
+    """A kernel for aarch64, run under qemu."""
+
+    def __init__(self, spec: KernelSpec, name: str, folder: Path) -> None:
+        code = folder / "kernel.o"
+        generate(spec, name).write_to_file(str(code), "o")
+        self._program = folder / "program"
+        assert COMPILER is not None
+        subprocess.run(
+            [
+                *(COMPILER, "-O1", "-static", f"-DKERNEL=__tvm_ffi_{name}"),
+                *(str(HARNESS), str(code), "-o", str(self._program), "-lm"),
+            ],
+            check=True,
+        )
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the kernel; arrays are changed in place."""
+        message = [struct.pack("<i", len(arguments))]
+        for argument in arguments:
+            if isinstance(argument, np.ndarray):
+                kind = argument.dtype
+                header = (2, _TYPES[kind.kind], kind.itemsize * 8, argument.size)
+                message += [struct.pack("<iiiq", *header), argument.tobytes()]
+            elif isinstance(argument, float):
+                message.append(struct.pack("<id", 1, argument))
+            else:
+                message.append(struct.pack("<iq", 0, argument))
+        assert EMULATOR is not None
+        done = subprocess.run(
+            [EMULATOR, "-cpu", "max", str(self._program)],
+            input=b"".join(message),
+            capture_output=True,
+            check=True,
+        )
+        assert struct.unpack_from("<i", done.stdout)[0] == 0, done.stderr.decode()
+        place = 4
+        for argument in arguments:
+            if isinstance(argument, np.ndarray):
+                data = np.frombuffer(done.stdout, argument.dtype, argument.size, place)
+                if argument.flags.writeable:
+                    argument[...] = data.reshape(argument.shape)
+                place += argument.nbytes
+
+
+needs_emulator = pytest.mark.skipif(
+    COMPILER is None or EMULATOR is None,
+    reason="needs qemu-user and gcc-aarch64-linux-gnu",
+)
+
+
+@needs_emulator
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+@pytest.mark.parametrize("features", ARM_FEATURES)
+def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> None:
+    hidden, neurons = 928, 40
+    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, gate_rows=precision)
+    rng = np.random.default_rng(0)
+    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), precision)
+    u = rng.standard_normal((1, hidden)).astype(np.float32)
+    arrays, stands_for = quantize_activations(u, 2)
+    scores, indices = allocate("float32", neurons), allocate("int32", neurons + 1)
+    found = allocate("int32", 1)
+    second = weights if scales is None else scales.view(np.uint8)
+    kernel = Emulated(spec, "predict_gate", tmp_path)
+    kernel(neurons, weights, second, *arrays, scores, indices, found)
+    inputs = u if precision == "fp16" else stands_for
+    expected = inputs[0] @ dequantize(weights, scales, hidden, precision).T
+    assert measure_error(scores, expected) < 1e-5
+    assert np.array_equal(indices[: found[0]], np.flatnonzero(scores > 0))
+
+
+@needs_emulator
+@pytest.mark.parametrize("features", ARM_FEATURES)
+def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
+    from tests.property.test_kernels_ffn import Layer
+
+    spec = make_arm_spec(ARM_FEATURES[features], hidden=544)
+    layer = Layer(spec, 30, 1, 0)
+    slots = np.arange(29, -1, -2).astype(np.int32)
+    y, counts = allocate("float32", spec.hidden), allocate("int32", spec.threads + 1)
+    scratch: list[npt.NDArray[Any]] = [
+        allocate("float32", 30),
+        allocate("int32", 30),
+        allocate("float32", spec.threads, spec.hidden),
+    ]
+    kernel = Emulated(spec, "add_neurons", tmp_path)
+    kernel(len(slots), layer.bundles, slots, *layer.arrays, *scratch, counts, y)
+    x = allocate("float32", spec.hidden)
+    leave = Emulated(spec, "end_ffn", tmp_path)
+    leave(1, x, y)
+    expected, active = layer.compute(slots)
+    assert measure_error(x, expected[0]) < 1e-5
+    assert counts[-1] == active
+
+
+@needs_emulator
+@pytest.mark.parametrize("features", ARM_FEATURES)
+def test_attention_on_aarch64(features: str, tmp_path: Path) -> None:
+    # The whole block, against the same kernel on this machine.
+    from tests.helpers.kernels import compile_program
+
+    changes: dict[str, Any] = {"hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    spec, own = make_arm_spec(ARM_FEATURES[features], **changes), make_spec(**changes)
+    rng = np.random.default_rng(1)
+    tokens, context = 5, 32
+
+    def make_arguments() -> list[Any]:
+        generator = np.random.default_rng(2)
+        x = allocate("float32", tokens, 96)
+        x[:] = generator.standard_normal((tokens, 96))
+        norm = allocate("float32", 96)
+        norm[:] = 1
+        matrices: list[Any] = []
+        for weights, scales in (qkv_weights, output_weights):
+            matrices += [weights, scales.view(np.uint8)]
+        tables = [allocate("float32", context, 16) for _ in range(2)]
+        tables[0][:], tables[1][:] = 0.8, 0.6
+        cache = [allocate("float16", context * 64) for _ in range(2)]
+        qkv = allocate("float32", tokens, 256)
+        hidden = allocate_activations(tokens, 96, 2)
+        mixed = allocate_activations(tokens, 128, 2)
+        return [tokens, 3, context, x, norm, *matrices, *tables, *cache, qkv, *hidden, *mixed]
+
+    qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
+    output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")
+    emulated, native = make_arguments(), make_arguments()
+    Emulated(spec, "attend", tmp_path)(*emulated)
+    compile_program("attend", own)(*native)
+    assert measure_error(emulated[3], native[3]) < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("length", [32, 96, 256, 992])
+def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
+    precision: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines without VNNI run its schedule with the instruction written out."""
+    from pi2.backends.kernels import dots
+    from pi2.backends.kernels import vectors as v
+    from pi2.backends.kernels.matrix import Matrix, emit_multiply
+    from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
+
+    def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
+        lanes = 4 * width
+        products = v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
+        plain = dots._Unit(make_isa("x86-64"), width)
+        return total + plain.finish(v.let(products))
+
+    monkeypatch.setattr(dots, "emit_vpdpbusd", write_out)
+    # The schedule of VNNI, machine code for what this machine has.
+    isa = dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
+    rows, tokens = 9, 3
+
+    def emit(take: Any) -> None:
+        count = take.take_number("tokens")
+        matrix = Matrix(
+            weights=take.take_array("weights", "uint8"),
+            scales=take.take_array("scales", "uint8"),
+            rows=rows,
+            length=length,
+            precision=precision,
+        )
+        x = take.take_activations("x", length, 2, count)
+        y = take.take_array("y", "float32")
+
+        def keep(token: Any, row: Any, value: Any) -> None:
+            v.store(y, token * rows + row, value, 1)
+
+        emit_multiply(isa, 1, matrix, x, count, keep)
+
+    rng = np.random.default_rng(0)
+    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    x = rng.standard_normal((tokens, length)).astype(np.float32)
+    arrays, stands_for = quantize_activations(x, 2)
+    y = allocate("float32", tokens, rows)
+    assert scales is not None
+    compile_kernel(emit, isa)(tokens, weights, scales.view(np.uint8), *arrays, y)
+    expected = stands_for @ dequantize(weights, scales, length, precision).T
+    assert measure_error(y, expected) < 1e-5

@@ -1,0 +1,101 @@
+"""Predictors and the embedding, against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.plan.layout import Precision
+from pi2.plan.packing import dequantize, quantize
+from tests.helpers.kernels import (
+    allocate,
+    allocate_activations,
+    compile_program,
+    make_spec,
+    quantize_activations,
+)
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Precision) -> None:
+    rng = np.random.default_rng(0)
+    hidden, rank, neurons = 320, 96, 333
+    spec = make_spec(hidden=hidden, predictor=precision, ranks=(rank,))
+    inner = quantize(rng.standard_normal((rank, hidden)).astype(np.float32), precision)
+    outer = quantize(rng.standard_normal((neurons, rank)).astype(np.float32), precision)
+    bias = allocate("float32", neurons)
+    bias[:] = rng.standard_normal(neurons)
+    u = rng.standard_normal((1, hidden)).astype(np.float32)
+    arrays, _ = quantize_activations(u, 2)
+    scores, indices, found = (
+        allocate("float32", neurons),
+        allocate("int32", neurons + 1),
+        allocate("int32", 1),
+    )
+    kernel = compile_program(f"predict_low_rank_{rank}", spec)
+    middle = allocate_activations(1, rank, 2)
+    parts = [
+        part.view(np.uint8) if part is not None else weights
+        for weights, scales in (inner, outer)
+        for part in (weights, scales)
+    ]
+    kernel(neurons, 3.0, *parts, bias, *arrays, *middle, scores, indices, found)
+    plain = [dequantize(*pair, size, precision) for pair, size in ((inner, hidden), (outer, rank))]
+    expected = plain[1] @ np.maximum(plain[0] @ u[0], 0) + bias
+    assert np.allclose(scores, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    # The list is that of the kernel's own scores, exactly and in order.
+    assert np.array_equal(indices[: found[0]], np.flatnonzero(scores >= np.float32(3.0)))
+    assert 0 < found[0] < neurons
+
+
+@pytest.mark.parametrize(("low", "count"), [(-np.inf, 333), (np.inf, 0)])
+def test_thresholds_beyond_all_scores_take_all_or_none(low: float, count: int) -> None:
+    from pi2.backends.kernels.predictor import emit_compact
+    from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
+
+    def emit(take: Any) -> None:
+        number = take.take_number("number")
+        limit = take.take_number("limit", "float32")
+        scores = take.take_array("scores", "float32")
+        indices, found = take.take_array("indices", "int32"), take.take_array("found", "int32")
+        emit_compact(scores, number, limit, False, indices, found)
+
+    kernel = compile_kernel(emit, make_isa(list_runnable_isas()[-1]))
+    scores, indices, found = allocate("float32", 333), allocate("int32", 334), allocate("int32", 1)
+    kernel(333, low, scores, indices, found)
+    assert found[0] == count
+    assert np.array_equal(indices[:count], np.arange(count))
+
+
+@pytest.mark.parametrize(("activation", "limit"), [("drelu", 0.0), ("relu", 0.0), ("fatrelu", 0.3)])
+def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> None:
+    rng = np.random.default_rng(1)
+    hidden, neurons = 160, 203
+    spec = make_spec(hidden=hidden, activation=activation, threshold=limit)
+    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
+    u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
+    arrays, stands_for = quantize_activations(u, 2)
+    scores, indices = allocate("float32", neurons), allocate("int32", neurons + 1)
+    found = allocate("int32", 1)
+    assert scales is not None
+    kernel = compile_program("predict_gate", spec)
+    kernel(neurons, weights, scales.view(np.uint8), *arrays, scores, indices, found)
+    gates = stands_for[0] @ dequantize(weights, scales, hidden, "int4").T
+    assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+@pytest.mark.parametrize("hidden", [32, 352, 1024])
+def test_embedding_rows_are_exact(precision: Precision, hidden: int) -> None:
+    rng = np.random.default_rng(2)
+    table = rng.standard_normal((50, hidden)).astype(np.float32)
+    weights, scales = quantize(table, precision)
+    ids = allocate("int32", 5)
+    ids[:] = [3, 49, 0, 3, 17]
+    x = allocate("float32", 5, hidden)
+    spec = make_spec(hidden=hidden, embedding=precision)
+    second = weights if scales is None else scales.view(np.uint8)
+    compile_program("embed", spec)(5, weights, second, ids, x)
+    assert np.array_equal(x, dequantize(weights, scales, hidden, precision)[ids])
