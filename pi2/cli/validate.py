@@ -52,6 +52,8 @@ def command(files: tuple[str, ...], output_format: str) -> int:
     if diagnostics and output_format == "full":
         click.echo(err=True)
     click.echo(summarise(len(files), diagnostics), err=True)
+    if diagnostics and output_format == "full":
+        click.echo(f"`pi2 explain {diagnostics[0].code}` says more", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0

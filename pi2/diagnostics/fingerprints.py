@@ -28,7 +28,7 @@ def compute_fingerprints(
         key = (file, item.code, _find_anchor(item, lines))
         text = "\0".join([*key, str(seen[key])])
         seen[key] += 1
-        found.append(hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest())
+        found.append(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
     return found
 
 

@@ -57,8 +57,13 @@ def write_markdown(page: Page) -> str:
     """The page as a Markdown document."""
     parts = [f"# {page.code}", page.what]
     for heading, text in page.sections:
-        parts += [f"## {heading}", text]
+        parts += [f"## {heading}", begin_sentence(text)]
     return "\n\n".join(parts) + "\n"
+
+
+def begin_sentence(text: str) -> str:
+    """The text of a section where it does not follow its heading's colon."""
+    return text[:1].upper() + text[1:]
 
 
 def _join_lines(text: str) -> str:

@@ -2,7 +2,7 @@
 
 ::
 
-    error[P204]: segment kv has 2 MiB, 4 MiB are needed
+    error[P202]: segment kv has 2 MiB, 4 MiB are needed
       --> plans/demo.plan.toml:19:6
        |
     19 | kv = "2 MiB"

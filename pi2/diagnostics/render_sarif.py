@@ -71,10 +71,12 @@ def _describe_rule(code: str, find_page: FindPage | None) -> dict[str, Any]:
     page = find_page(code) if find_page is not None else None
     if page is None:
         return {"id": code}
+    from pi2.diagnostics.page import begin_sentence
+
     return {
         "id": code,
         "shortDescription": {"text": page.what},
-        "fullDescription": {"text": page.why},
+        "fullDescription": {"text": begin_sentence(page.why)},
         "help": {"text": _write_text(page), "markdown": _write_help(page)},
     }
 

@@ -1,0 +1,180 @@
+"""Every code has a page: `pi2 explain`, docs/rules, and the pages themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pi2.cli import explain
+from pi2.cli.main import run
+from pi2.diagnostics.page import Page, parse_page, write_markdown
+from pi2.plan.pages import load_pages
+from pi2.plan.rules import load_rules
+from tests.helpers.broken_plans import validate
+from tools import write_rule_docs
+
+ROOT = Path(__file__).parents[2]
+PAGES = load_pages()
+PAGE = Page(code="P210", what="A `b`.", why="c.", example="d.", fix="e.")
+
+
+def find_used_codes() -> set[str]:
+    found: set[str] = set()
+    for folder in ("pi2", "pi2/backends"):  # a walk does not follow the link
+        for parent, _, names in os.walk(ROOT / folder):
+            for name in names:
+                if name.endswith(".py"):
+                    text = (Path(parent) / name).read_text(encoding="utf-8")
+                    found.update(re.findall(r"\bP\d{3}\b", text))
+    return found
+
+
+# Pages
+
+
+def test_every_code_in_the_source_has_a_page() -> None:
+    assert sorted(find_used_codes() - set(PAGES)) == []
+
+
+def test_every_page_is_about_a_code_in_the_source() -> None:
+    assert sorted(set(PAGES) - find_used_codes()) == []
+
+
+def test_pages_are_complete_sentences() -> None:
+    for page in PAGES.values():
+        for text in (page.what, page.why, page.example, page.fix):
+            assert text.endswith("."), page.code
+            assert "``" not in text, page.code
+            assert text.count("`") % 2 == 0, page.code
+        assert "\n" not in page.what
+
+
+def test_a_rule_has_its_page_in_its_docstring() -> None:
+    for rule in load_rules():
+        assert PAGES[rule.code] == parse_page(rule.code, rule.documentation)
+
+
+def test_a_docstring_becomes_a_page() -> None:
+    text = "A ``b``.\n\nWhy: c\nd: e.\n\nExample: f.\n\nFix: g.\n\nMore\nof it.\n"
+    page = parse_page("P1", text)
+    assert page == Page(
+        code="P1", what="A `b`.", why="c d: e.", example="f.", fix="g.\n\nMore of it."
+    )
+
+
+def test_a_docstring_without_a_section_is_refused() -> None:
+    with pytest.raises(AssertionError, match="P1: expected"):
+        parse_page("P1", "A.\n\nWhy: b.\n\nFix: c.\n")
+
+
+def test_a_page_as_markdown() -> None:
+    assert write_markdown(PAGE) == (
+        "# P210\n\nA `b`.\n\n## Why\n\nC.\n\n## Example\n\nD.\n\n## Fix\n\nE.\n"
+    )
+
+
+# The command
+
+
+@pytest.mark.parametrize("code", ["P210", "p210"])
+def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", code]) == 0
+    assert capsys.readouterr().out == (
+        "P210: The shares of a split add up to 1.\n\n"
+        "Why: every neuron of a layer is computed exactly once, by one unit.\n\n"
+        "Example: `split = { cpu = 0.3, npu = 0.8 }`.\n\n"
+        "Fix: change one of the shares; 0 leaves a unit out.\n"
+    )
+
+
+def test_lines_of_a_page_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    for code in PAGES:
+        assert run(["explain", code]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= explain.COLUMNS
+
+
+def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(PAGES)
+    assert "P210  The shares of a split add up to 1." in lines
+
+
+@pytest.mark.parametrize(
+    ("code", "near"),
+    [("P2100", "P210: The shares"), ("210", "P210: The shares"), ("shares", "P210: The shares")],
+)
+def test_an_unknown_code_gets_near_ones(
+    code: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", code]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error[P018]: there is no code '{code}'\n")
+    assert near in error
+
+
+def test_an_unknown_code_without_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "\x1bzzz"]) == 2
+    error = capsys.readouterr().err
+    assert "`pi2 explain` lists all codes" in error
+    assert "\x1b" not in error
+
+
+def test_a_terminal_gets_colours_and_the_same_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain, "wants_colour", lambda _: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(["explain", "P210"]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b[" in output
+    plain = re.sub(r"\x1b\[[\d;]*m", "", output)
+    assert "P210: The shares of a split add up to 1." in plain
+    assert "Fix: change one of the shares; 0 leaves a unit out." in plain
+
+
+def test_validate_says_once_how_to_learn_more() -> None:
+    _, stdout, stderr = validate("shares-above-one.plan.toml", "unknown-key.plan.toml")
+    assert "pi2 explain" not in stdout
+    assert stderr.splitlines()[-1] == "`pi2 explain P210` says more"
+    assert stderr.count("pi2 explain") == 1
+    _, _, stderr = validate("shares-above-one.plan.toml", "--output-format", "concise")
+    assert "explain" not in stderr
+
+
+# docs/rules
+
+
+def test_documents_are_as_the_rules_say() -> None:
+    differing = write_rule_docs.find_differences(write_rule_docs.FOLDER)
+    assert differing == [], "run `python tools/write_rule_docs.py` and commit docs/rules"
+
+
+def test_the_index_has_every_code_in_a_range() -> None:
+    index = write_rule_docs.write_index(PAGES)
+    assert re.findall(r"^\| \[(P\d+)\]\(\1\.md\)", index, re.MULTILINE) == sorted(PAGES)
+
+
+def test_documents_are_written_and_checked(tmp_path: Path) -> None:
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "tools/write_rule_docs.py", "--folder", str(tmp_path), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    (tmp_path / "P999.md").write_text("a code that is gone")
+    assert start("--check").returncode == 1
+    assert (tmp_path / "P999.md").exists()
+    assert start().returncode == 0
+    assert not (tmp_path / "P999.md").exists()
+    assert len(list(tmp_path.iterdir())) == len(PAGES) + 1
+    assert (start("--check").returncode, start("--check").stdout) == (0, "")

@@ -1,0 +1,83 @@
+"""Write docs/rules: an index, and a page per code, from the rules and pi2/diagnostics/pages.
+
+``python tools/write_rule_docs.py`` writes the files and removes those of codes that are gone;
+``--check`` writes nothing and fails if something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pi2.diagnostics.page import Page, write_markdown
+from pi2.plan.pages import load_pages
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "rules"
+INDEX = "README.md"
+RANGES = {
+    "P0": "Reading files, and the command line",
+    "P1": "Keys and values",
+    "P2": "The plan as a whole",
+    "P3": "This machine",
+    "P4": "Origins of figures",
+    "P5": "Neuron stores and checkpoints",
+    "P6": "Running and measuring",
+    "P9": "Mistakes of pi2",
+}
+NOTICE = "<!-- Written by tools/write_rule_docs.py: change the rule's docstring instead. -->\n\n"
+
+
+def make_files() -> dict[str, str]:
+    """Texts of all files by their names."""
+    pages = load_pages()
+    files = {f"{page.code}.md": NOTICE + write_markdown(page) for page in pages.values()}
+    return {INDEX: NOTICE + write_index(pages), **files}
+
+
+def write_index(pages: Mapping[str, Page]) -> str:
+    """List of the codes in their ranges."""
+    parts = ["# Codes\n", "Every finding has a code; `pi2 explain CODE` prints its page.\n"]
+    for prefix, title in RANGES.items():
+        own = [page for code, page in pages.items() if code.startswith(prefix)]
+        if own:
+            rows = "".join(f"| [{page.code}]({page.code}.md) | {page.what} |\n" for page in own)
+            parts.append(f"## {title}\n\n| code | what is right |\n|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+def find_differences(folder: Path) -> list[str]:
+    """Names of files that are missing, that differ, or that belong to no code."""
+    files = make_files()
+    present = {path.name: path.read_text("utf-8") for path in folder.glob("*.md")}
+    return sorted(name for name in files.keys() | present if files.get(name) != present.get(name))
+
+
+def write_files(folder: Path) -> list[str]:
+    """Bring the folder up to date; return the names of the files that changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = make_files()
+    changed = find_differences(folder)
+    for name in changed:
+        if name in files:
+            (folder / name).write_text(files[name], encoding="utf-8")
+        else:
+            (folder / name).unlink()
+    return changed
+
+
+def main() -> int:
+    """Write or check; the exit code is 1 if the check finds a difference."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, only compare")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="default: docs/rules")
+    options = parser.parse_args()
+    changed = find_differences(options.folder) if options.check else write_files(options.folder)
+    for name in changed:
+        print(f"{options.folder / name}: {'differs' if options.check else 'written'}")
+    return 1 if options.check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
