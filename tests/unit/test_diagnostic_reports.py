@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
@@ -320,6 +320,7 @@ def test_junit_is_well_formed_for_any_characters(message: str, file: str) -> Non
 
 
 @given(st.text(st.characters(exclude_categories=())))
+@example("\ud800")
 @pytest.mark.parametrize("name", ["gitlab", "sarif"])
 def test_json_reports_are_ascii_for_any_characters(name: str, text: str) -> None:
     report = find_renderer(name)([make_finding(message=text, path=text)], sources={"f": text})

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from pi2.cli import explain
 from pi2.cli.main import run
 from pi2.diagnostics.page import Page, parse_page, write_markdown
-from pi2.plan.pages import load_pages
+from pi2.plan.pages import FOLDER, load_pages
 from pi2.plan.rules import load_rules
 from tests.helpers.broken_plans import validate
 from tools import write_rule_docs
@@ -52,6 +53,12 @@ def test_pages_are_complete_sentences() -> None:
             assert "``" not in text, page.code
             assert text.count("`") % 2 == 0, page.code
         assert "\n" not in page.what
+
+
+def test_pages_go_into_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["pi2"]
+    assert f"{FOLDER.relative_to(ROOT / 'pi2').as_posix()}/*.toml" in patterns
 
 
 def test_a_rule_has_its_page_in_its_docstring() -> None:
