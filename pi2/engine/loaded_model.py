@@ -118,29 +118,34 @@ class LoadedModel:
         *,
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         ignore_eos: bool = False,
         progress: Callable[[float], None] = lambda share: None,
     ) -> Generation:
         """Generate text after ``prompt`` (text, or token ids).
 
-        ``progress`` is told the share of the prompt that has been processed.
+        What is not given of how tokens are drawn is as the plan's ``[sampling]`` says;
+        ``temperature=0`` is greedy.  ``progress`` is told the share of the prompt that is done.
         Returns an iterator of text pieces; its ``result`` is a `GenerationResult`.  Raises
         UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
         P604 for an option out of range.
         """
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        planned = dict(self.plan.plan.sampling)
         sampling = SamplingOptions(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
+            **planned | {name: value for name, value in given.items() if value is not None}
         )
         if max_tokens < 1:
             raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")

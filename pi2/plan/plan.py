@@ -127,6 +127,26 @@ class Decode(Table):
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
 
 
+class Sampling(Table):
+    """How a token is drawn, unless a run says otherwise; without this table, greedily.
+
+    In this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, examples=[0.7])] = 0.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[40])] = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[0.9])] = 1.0
+    """Keep the smallest set of tokens whose probabilities reach p."""
+    min_p: Share = 0.0
+    """Keep tokens with at least min_p times the probability of the most likely one."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, examples=[1.1])] = 1.0
+    """Divides the positive logits of tokens already seen, multiplies their negative ones."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1, examples=[1])] | None = None
+    """Start of the random numbers; absent draws another one for every run."""
+
+
 class Pipeline(Table):
     """How reading and computing go together while a token is generated.
 
@@ -183,6 +203,8 @@ class Plan(Document):
     """Prompt processing."""
     decode: Decode = Decode.default()
     """Token generation."""
+    sampling: Sampling = Sampling.default()
+    """How tokens are drawn."""
     pipeline: Pipeline = Pipeline.default()
     """Order of reading and computing; read by `pi2 simulate` only."""
     kv: Kv

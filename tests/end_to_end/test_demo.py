@@ -67,7 +67,9 @@ def test_the_same_command_gives_the_same_text() -> None:
 def generate(backend: str, predictor: str, tokens: int = 64) -> tuple[int, ...]:
     settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
     with pi2.load(PLAN, set=settings) as model:
-        return model.generate(PROMPT, max_tokens=tokens, ignore_eos=True).result.token_ids
+        return model.generate(
+            PROMPT, max_tokens=tokens, temperature=0.0, ignore_eos=True
+        ).result.token_ids
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
