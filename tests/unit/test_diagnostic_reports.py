@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
+import xmlschema
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -299,6 +300,15 @@ def test_junit_has_a_case_per_file_and_failures_inside() -> None:
     assert [part.tag for part in first] == ["failure", "system-out"]
     assert first[0].get("type") == "P210"
     assert "  = help: lower npu to 0.7" in (first[0].text or "")
+
+
+@pytest.mark.parametrize("findings", [FINDINGS, ()], ids=["findings", "none"])
+def test_junit_is_accepted_by_its_schema(findings: tuple[Diagnostic, ...]) -> None:
+    schema = xmlschema.XMLSchema(GOLDEN / "junit.xsd")
+    report = find_renderer("junit")(findings, sources=SOURCES)
+    schema.validate(report)
+    with pytest.raises(xmlschema.XMLSchemaValidationError):
+        schema.validate(report.replace("classname", "class"))
 
 
 def test_junit_without_findings_passes() -> None:

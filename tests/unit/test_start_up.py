@@ -47,7 +47,10 @@ def run_command(*arguments: str) -> tuple[int, set[str]]:
         ("--version",),
         ("run", "--help"),
         ("validate", str(DEMO)),
+        ("validate", "--output-format", "sarif", str(DEMO)),
+        ("validate", "--output-format", "junit", str(DEMO)),
         ("show", str(DEMO)),
+        ("explain", "P210"),
     ],
     ids=" ".join,
 )
