@@ -64,11 +64,11 @@ def _print_in_colour(page: Page) -> None:
 
 def _report_unknown(code: str, pages: Mapping[str, Page]) -> UserError:
     near = find_near(code, pages)
-    listed = "; ".join(f"{item}: {pages[item].what}" for item in near)
+    listed = " or ".join(f'{item} ("{pages[item].what}")' for item in near)
     return UserError.of(
         "P018",
         f"there is no code {code!r}",
-        help=f"did you mean {listed}" if near else "`pi2 explain` lists all codes",
+        help=f"did you mean {listed}?" if near else "`pi2 explain` lists all codes",
     )
 
 

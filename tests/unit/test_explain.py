@@ -114,7 +114,7 @@ def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("code", "near"),
-    [("P2100", "P210: The shares"), ("210", "P210: The shares"), ("shares", "P210: The shares")],
+    [("P2100", 'P210 ("The shares'), ("210", 'P210 ("The shares'), ("shares", 'P210 ("The shares')],
 )
 def test_an_unknown_code_gets_near_ones(
     code: str, near: str, capsys: pytest.CaptureFixture[str]
