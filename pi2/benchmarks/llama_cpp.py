@@ -7,7 +7,6 @@ import importlib.util
 import os
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ class LlamaContestant:
     def describe(self) -> Description:
         """See `pi2.benchmarks.contestant`."""
         return Description(
-            engine=f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})",
+            engine=f"llama.cpp (llama-cpp-python {self._library.__version__})",
             model=self._recipe.model.id,
             backend="cpu",
             threads=self._recipe.threads,

@@ -513,6 +513,7 @@ def test_json_and_csv_hold_every_figure() -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_prints_rows_of_a_real_run(
     plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

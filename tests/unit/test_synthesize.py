@@ -27,10 +27,11 @@ from pi2.importing.synthesis.recipe import Recipe, check_recipe
 from pi2.importing.synthesis.statistics import average_layers
 from pi2.plan.model import Model
 from pi2.plan.resolve import load_plan
+from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
-from tests.helpers.models import make_model
+from tests.helpers.models import make_model, make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "synthesize.py"
@@ -219,6 +220,20 @@ def test_sample_tokens_are_neighbours_and_never_end_a_text() -> None:
     assert int(np.sum(np.diff(tokens) == 1)) > 1900
 
 
+def test_files_are_added_to_a_store_and_replaced(tmp_path: Path) -> None:
+    store = make_tiny(tmp_path).store
+    add_files(store, {"notes.txt": b"one"})
+    manifest = add_files(store, {"notes.txt": b"two", "more.txt": b""})
+    assert (store / "notes.txt").read_bytes() == b"two"
+    assert {"notes.txt", "more.txt"} <= {entry.path for entry in manifest.files}
+    assert manifest == read_manifest(store)
+    assert verify_store(store) == []
+    assert not list(store.glob(".*"))
+    with pytest.raises(UserError) as caught:
+        add_files(tmp_path / "nowhere", {"notes.txt": b"one"})
+    assert caught.value.diagnostics[0].code == "P501"
+
+
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
     model = make_model({"shape": {**SHAPE, "layers": 6}, "tied_head": False})
@@ -244,6 +259,7 @@ def run_tool(
     )
 
 
+@pytest.mark.slow
 def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
@@ -275,6 +291,7 @@ def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
         assert result.statistics.hit_rate == 1.0
 
 
+@pytest.mark.slow
 def test_a_plan_with_less_memory_reads_neurons_from_flash(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
@@ -306,6 +323,7 @@ def test_too_little_memory_for_a_plan_is_explained(
     assert not plan.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_and_gives_the_same_store(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
@@ -340,6 +358,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_store(
     assert (target / "layers" / "ffn-000.arrow").stat().st_mtime_ns == kept["ffn-000.arrow"]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_there_is_measured_not_made_again(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
