@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES
 from pi2.backends.kernels.runtime import Library, find_runtime_library
-from pi2.backends.kernels.spec import KV_BLOCK, PANEL, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
@@ -194,7 +194,8 @@ class CpuExecutor:
         uncounted = space.make("int32", spec.threads + 1)
         self._gather_uncounted = (*scratch, space.wrap(uncounted), y)
         self._dense = library.find("add_dense")
-        self._dense_rest = (*hidden, values, unpacked, y)
+        masks = space.wrap(space.make("int32", chunk, PARTS))
+        self._dense_rest = (*hidden, values, masks, unpacked, y)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
         self._predict_gate = None
         if spec.gate_rows is not None and spec.activation != "silu":

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.kernels.spec import PANEL, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096
@@ -227,7 +227,8 @@ class Bench:
         values = allocate("float32", 128, PANEL)
         unpacked = allocate("float32", spec.threads, UNPACKED * 128)
         kernel = self.kernels["add_dense"]
-        fixed = self.flat(arena, *self.x, values, unpacked, self.y)
+        masks = allocate("int32", 128, PARTS)
+        fixed = self.flat(arena, *self.x, values, masks, unpacked, self.y)
         return Work(
             name=f"dense FFN, {count} neurons, {tokens} tokens",
             read_bytes=count * lay_out_bundle(HIDDEN, "int4").used_bytes,

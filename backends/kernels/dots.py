@@ -67,136 +67,189 @@ class Vector:
 
 def emit_dots(
     isa: Isa,
-    vector: Vector,
+    vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
     prefetch: Callable[[v.Expr, int], None] | None = None,
-) -> list[v.Expr]:
-    """Return vector . x for each token; ``prefetch(byte, size)`` is told what is being read."""
-    if vector.precision == "fp16":
-        return _emit_halves(vector, activations, tokens, prefetch)
+) -> list[list[v.Expr]]:
+    """Return vector . x for each vector and token; ``prefetch(byte, size)`` is told what is read.
+
+    Several vectors share the loads of activations, several tokens the unpacking of weights.
+    """
+    if vectors[0].precision == "fp16":
+        return _emit_halves(vectors, activations, tokens, prefetch)
     tokens = [v.let(v.wide(token)) for token in tokens]
     runs = list_runs(activations.length)
     top = runs[0][0]
-    sums = T.alloc_buffer((len(tokens) * top,), "float32")
-    for index in range(len(tokens)):
-        v.store(sums, index * top, v.constant(0.0, "float32", top), top)
+    # One buffer per vector: arrays of 1 KiB and more would not stay on the stack.
+    sums = [T.alloc_buffer((len(tokens) * top,), "float32") for _ in vectors]
+    for buffer in sums:
+        for index in range(len(tokens)):
+            v.store(buffer, index * top, v.constant(0.0, "float32", top), top)
     for lanes, first, count in runs:
         with T.serial(v.wide(count * activations.once)) as block:
             group = v.let(first + block * lanes)
-            _emit_block(isa, vector, activations, tokens, sums, top, group, lanes, prefetch)
+            _emit_block(isa, vectors, activations, tokens, sums, top, group, lanes, prefetch)
     return [
-        v.let(v.add_lanes(v.load(sums, index * top, top), "float32", top))
-        for index in range(len(tokens))
+        [
+            v.let(v.add_lanes(v.load(buffer, index * top, top), "float32", top))
+            for index in range(len(tokens))
+        ]
+        for buffer in sums
     ]
 
 
 def _emit_block(
     isa: Isa,
-    vector: Vector,
+    vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
-    sums: v.Buffer,
+    sums: Sequence[v.Buffer],
     top: int,
     group: v.Expr,
     lanes: int,
     prefetch: Callable[[v.Expr, int], None] | None,
 ) -> None:
     """Add the products of the block that begins with group ``group`` to ``sums``."""
-    element = group * GROUP
-    group_bytes = GROUP // 2 if vector.precision == "int4" else GROUP
-    byte = v.let(vector.weights_base + group * group_bytes)
+    group_bytes = GROUP // 2 if vectors[0].precision == "int4" else GROUP
+    groups = activations.length // GROUP
     if prefetch is not None:
         prefetch(group * group_bytes, lanes * group_bytes)
     # A block narrower than a register: several of its chunks fill one.
     fold = min(max(isa.lanes // lanes, 1), 4)
     width = min(isa.lanes, lanes)
     for first in range(0, lanes, width):
-        totals = _emit_groups(
-            isa,
-            vector,
-            activations,
-            tokens,
-            byte + 4 * first,
-            element + 4 * first,
-            group + first,
-            lanes,
-            width,
-            fold,
+        piece = _Piece(
+            byte=group * group_bytes + 4 * first,
+            element=group * GROUP + 4 * first,
+            group=group + first,
+            lanes=lanes,
+            width=width,
+            fold=fold,
         )
-        scale_byte = vector.scales_base + (group + first) * 2
-        weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
-        groups = activations.length // GROUP
-        for index, token in enumerate(tokens):
-            scale = weight_scale * v.load(activations.scales, token * groups + group + first, width)
-            total = v.cast(totals[index], "float32", width)
-            place = index * top + first
-            v.store(sums, place, T.fma(total, scale, v.load(sums, place, width)), width)
+        totals = _emit_groups(isa, vectors, activations, tokens, piece)
+        for vector, buffer, row in zip(vectors, sums, totals, strict=True):
+            scale_byte = vector.scales_base + piece.group * 2
+            weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
+            for index, token in enumerate(tokens):
+                scale = v.load(activations.scales, token * groups + piece.group, width)
+                total = v.cast(row[index], "float32", width)
+                place = index * top + first
+                old = v.load(buffer, place, width)
+                v.store(buffer, place, T.fma(total, weight_scale * scale, old), width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Groups of a block that one register holds; ``fold`` consecutive chunks are taken as one of
+    ``fold`` times as many lanes."""
+
+    byte: v.Expr
+    """Of the first chunk's weights, from the vector's beginning."""
+    element: v.Expr
+    """Of the first chunk's activations, likewise."""
+    group: v.Expr
+    lanes: int
+    """Of the block."""
+    width: int
+    """Groups."""
+    fold: int
 
 
 def _emit_groups(
     isa: Isa,
-    vector: Vector,
+    vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
-    byte: v.Expr,
-    element: v.Expr,
-    group: v.Expr,
-    lanes: int,
-    width: int,
-    fold: int,
-) -> list[v.Expr]:
-    """Return int32 x ``width`` sums of q * x over ``width`` groups of a block, per token.
-
-    ``fold`` consecutive chunks are taken as one of ``fold`` times as many lanes.
-    """
-    unit = _Unit(isa, width * fold)
+    piece: _Piece,
+) -> list[list[v.Expr]]:
+    """Return int32 x ``width`` sums of q * x over the groups of a piece, per vector and token."""
+    wide = piece.width * piece.fold
+    unit = _Unit(isa, wide)
     planes = activations.planes
-    int8 = vector.precision == "int8"
+    int8 = vectors[0].precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = int8 and not unit.whole_bytes
     streams = 2 if split else 1
-    totals = [[[unit.start()] for _ in range(planes * streams)] for _ in tokens]
-    size = 4 * width * fold
-    for chunk in range(0, 8 if int8 else 4, fold):
-        raw = v.let(v.load(vector.weights, byte + chunk * 4 * lanes, size))
-        if int8 and unit.signed:
-            parts = [(0, 0, v.reinterpret(raw, "int8", size))]
-        elif int8:
-            offset = v.let(raw ^ v.constant(0x80, "uint8", size))
-            if split:
-                parts = [(0, 0, unit.take_low(offset)), (0, 1, unit.take_high(offset))]
-            else:
-                parts = [(0, 0, offset)]
-        else:
-            parts = [(0, 0, unit.take_low(raw)), (4, 0, unit.take_high(raw))]
-        for shift, stream, weights in parts:
-            named = v.let(weights)
+    cells = [
+        [[v.Cell(unit.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
+    ]
+
+    def emit_chunk(chunk: v.Expr | int) -> None:
+        offset = chunk * (4 * piece.lanes)
+        rows = [
+            _unpack(unit, v.let(_load_chunk(vector, piece, offset, 4 * wide)), int8, split)
+            for vector in vectors
+        ]
+        for half in range(len(rows[0])):
+            shift, stream = (0, half) if int8 else (16 * piece.lanes * half, 0)
             for index, token in enumerate(tokens):
                 for plane in range(planes):
-                    base = (token * planes + plane) * activations.length + element
-                    codes = v.load(activations.codes, base + (chunk + shift) * 4 * lanes, size)
-                    cell = totals[index][plane * streams + stream]
-                    cell[0] = v.let(unit.add(cell[0], named, codes))
-    results = []
-    wide = width * fold
-    for index, token in enumerate(tokens):
-        values = [unit.finish(cell[0]) for cell in totals[index]]
-        if split:
-            four = v.constant(4, "int32", wide)
-            values = [values[i] + (values[i + 1] << four) for i in range(0, len(values), 2)]
-        total = values[0]
-        if planes == 2:
-            total = (values[0] << v.constant(8, "int32", wide)) + values[1]
-        for lanes_left in (wide >> step for step in range(fold.bit_length() - 1)):
-            total = v.let(total)
-            total = _add_halves(total, lanes_left)
-        if not (int8 and unit.signed):
-            groups = activations.length // GROUP
-            offset = v.load(activations.sums, token * groups + group, width)
-            total = total + (offset << v.constant(4, "int32", width) if int8 else offset)
-        results.append(v.let(total))
-    return results
+                    base = (token * planes + plane) * activations.length + piece.element
+                    codes = v.let(v.load(activations.codes, base + offset + shift, 4 * wide))
+                    for row, unpacked in zip(cells, rows, strict=True):
+                        cell = row[index][plane * streams + stream]
+                        cell.set(unit.add(cell.get(), unpacked[half], codes))
+
+    chunks = 8 if int8 else 4
+    if len(vectors) * len(tokens) == 1:
+        for chunk in range(0, chunks, piece.fold):
+            emit_chunk(chunk)
+    else:
+        # A loop that LLVM cannot unroll: it would reorder the additions and spill.
+        with T.serial(v.wide(chunks // piece.fold * activations.once)) as step:
+            emit_chunk(step * piece.fold)
+    totals = [[[cell.get() for cell in column] for column in row] for row in cells]
+    return [
+        [
+            _finish(unit, cells, activations, token, piece, int8)
+            for cells, token in zip(total, tokens, strict=True)
+        ]
+        for total in totals
+    ]
+
+
+def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr:
+    return v.load(vector.weights, vector.weights_base + piece.byte + offset, size)
+
+
+def _unpack(unit: _Unit, raw: v.Expr, int8: bool, split: bool) -> list[v.Expr]:
+    """Return what the primitive takes of a chunk of weights, named."""
+    if not int8:
+        return [v.let(unit.take_low(raw)), v.let(unit.take_high(raw))]
+    if unit.signed:
+        return [v.let(v.reinterpret(raw, "int8", 4 * unit.width))]
+    unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * unit.width))
+    if split:
+        return [v.let(unit.take_low(unsigned)), v.let(unit.take_high(unsigned))]
+    return [unsigned]
+
+
+def _finish(
+    unit: _Unit,
+    cells: Sequence[v.Expr],
+    activations: Activations,
+    token: v.Expr,
+    piece: _Piece,
+    int8: bool,
+) -> v.Expr:
+    """Join streams, planes and folded lanes; take the weights' offset out again."""
+    values = [unit.finish(cell) for cell in cells]
+    if len(values) > activations.planes:
+        four = v.constant(4, "int32", unit.width)
+        values = [values[i] + (values[i + 1] << four) for i in range(0, len(values), 2)]
+    total = values[0]
+    if activations.planes == 2:
+        total = (values[0] << v.constant(8, "int32", unit.width)) + values[1]
+    lanes = unit.width
+    while lanes > piece.width:
+        total = _add_halves(v.let(total), lanes)
+        lanes //= 2
+    if not (int8 and unit.signed):
+        place = token * (activations.length // GROUP) + piece.group
+        offset = v.load(activations.sums, place, piece.width)
+        total = total + (offset << v.constant(4, "int32", piece.width) if int8 else offset)
+    return v.let(total)
 
 
 def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
@@ -293,31 +346,42 @@ class _Unit:
 
 
 def _emit_halves(
-    vector: Vector,
+    vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
     prefetch: Callable[[v.Expr, int], None] | None,
-) -> list[v.Expr]:
-    """Return dot products of an fp16 vector with the float32 values."""
+) -> list[list[v.Expr]]:
+    """Return dot products of fp16 vectors with the float32 values."""
     length = activations.length
-    sums = T.alloc_buffer((len(tokens) * 32,), "float32")
-    for index in range(2 * len(tokens)):
-        v.store(sums, index * 16, v.constant(0.0, "float32", 16), 16)
+    sums = [T.alloc_buffer((len(tokens) * 32,), "float32") for _ in vectors]
+    for buffer in sums:
+        for part in range(2 * len(tokens)):
+            v.store(buffer, part * 16, v.constant(0.0, "float32", 16), 16)
     with T.serial(length // GROUP * activations.once) as group:
         if prefetch is not None:
             prefetch(v.wide(group * 2 * GROUP), 2 * GROUP)
         for half in range(2):
             at = group * GROUP + half * 16
-            weights = v.let(v.load_halves(vector.weights, vector.weights_base + v.wide(at * 2), 16))
+            rows = [
+                v.let(v.load_halves(vector.weights, vector.weights_base + v.wide(at * 2), 16))
+                for vector in vectors
+            ]
             for index, token in enumerate(tokens):
                 place = index * 32 + half * 16
-                value = v.load(activations.values, token * length + at, 16)
-                v.store(sums, place, T.fma(weights, value, v.load(sums, place, 16)), 16)
+                value = v.let(v.load(activations.values, token * length + at, 16))
+                for buffer, weights in zip(sums, rows, strict=True):
+                    old = v.load(buffer, place, 16)
+                    v.store(buffer, place, T.fma(weights, value, old), 16)
     return [
-        v.let(
-            v.add_lanes(
-                v.load(sums, index * 32, 16) + v.load(sums, index * 32 + 16, 16), "float32", 16
+        [
+            v.let(
+                v.add_lanes(
+                    v.load(buffer, index * 32, 16) + v.load(buffer, index * 32 + 16, 16),
+                    "float32",
+                    16,
+                )
             )
-        )
-        for index in range(len(tokens))
+            for index in range(len(tokens))
+        ]
+        for buffer in sums
     ]

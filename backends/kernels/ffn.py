@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations, Vector, emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_shared, emit_split
+from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_shared, emit_split, emit_token_tiles
 from pi2.backends.kernels.neurons import (
     activate,
     emit_unit,
@@ -18,7 +18,7 @@ from pi2.backends.kernels.neurons import (
     load_unit_scale,
     take_part,
 )
-from pi2.backends.kernels.spec import PANEL, TOKEN_TILE, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import GROUP, PartName, vector_bytes
 
 
@@ -75,7 +75,7 @@ def emit_gathered(
             vector = take_part(spec, arena, base_of(slots, index), "gate")
             following = base_of(slots, T.min(index + 1, end - 1))
             ask = _look_ahead(spec, arena, following, "gate")
-            v.store(gates, index, emit_dots(isa, vector, activations, [zero], ask)[0], 1)
+            v.store(gates, index, emit_dots(isa, [vector], activations, [zero], ask)[0][0], 1)
 
     part_bytes = vector_bytes(hidden, spec.ffn)
     emit_shared(threads, v.wide(count) * part_bytes, emit_gates)
@@ -105,7 +105,8 @@ def emit_gathered(
             base = base_of(firing, index)
             following = base_of(firing, T.min(index + 1, end - 1))
             ask = _look_ahead(spec, arena, following, "up")
-            up = emit_dots(isa, take_part(spec, arena, base, "up"), activations, [zero], ask)[0]
+            vector = take_part(spec, arena, base, "up")
+            up = emit_dots(isa, [vector], activations, [zero], ask)[0][0]
             value = v.let(activate(spec, gates[index], up))
             with T.If(value != v.constant(0.0, "float32")), T.Then():
                 v.store(counts, thread, counts[thread] + 1, 1)
@@ -167,15 +168,17 @@ def emit_dense(
     count: v.Expr,
     tokens: v.Expr,
     values: v.Buffer,
+    masks: v.Buffer,
     unpacked: v.Buffer,
     total: v.Buffer,
 ) -> None:
     """Add ``count`` contiguous neurons to ``total`` (y [tokens, hidden], lane order).
 
     ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
-    ``unpacked`` float32 [threads, UNPACKED * 128].  Per panel of neurons: first the activations,
-    threads sharing the neurons; then y, threads sharing the elements.  So no sum depends on the
-    number of threads.
+    ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
+    [threads, UNPACKED * 128].  Per panel of neurons: first the activations, threads sharing the
+    neurons; then y, threads sharing the elements, for active neurons only.  So no sum depends on
+    the number of threads.
     """
     threads, hidden = spec.threads, spec.hidden
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as panel:
@@ -189,6 +192,8 @@ def emit_dense(
                 _emit_activations(
                     isa, spec, activations, bundles, origin, start, stop, tokens, values
                 )
+        with T.parallel(tokens) as token:
+            _emit_masks(values, size, token, masks)
         runs = list_units(hidden, spec.ffn)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(units for _, _, units in runs))
@@ -205,6 +210,7 @@ def emit_dense(
                             size,
                             tokens,
                             values,
+                            masks,
                             unpacked,
                             v.let(thread * (UNPACKED * 128)),
                             total,
@@ -227,17 +233,23 @@ def _emit_activations(
     values: v.Buffer,
 ) -> None:
     """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
-    with T.serial(T.floordiv(tokens + TOKEN_TILE - 1, TOKEN_TILE)) as tile:
-        first = v.let(tile * TOKEN_TILE)
-        named = [v.let(T.min(first + index, tokens - 1)) for index in range(TOKEN_TILE)]
-        with T.serial(stop - start) as step:
-            neuron = v.let(start + step)
-            base = v.let(v.wide(origin + neuron) * spec.stride)
-            gates = emit_dots(isa, take_part(spec, bundles, base, "gate"), activations, named)
-            ups = emit_dots(isa, take_part(spec, bundles, base, "up"), activations, named)
-            # A repeated token writes the same value again.
-            for token, gate, up in zip(named, gates, ups, strict=True):
-                v.store(values, token * PANEL + neuron, activate(spec, gate, up), 1)
+    together = isa.tile_rows // 2
+
+    def emit_tile(_first: v.Expr, named: list[v.Expr]) -> None:
+        with T.serial(T.floordiv(stop - start + together - 1, together)) as step:
+            top = v.let(start + step * together)
+            neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
+            bases = [v.let(v.wide(origin + neuron) * spec.stride) for neuron in neurons]
+            names: tuple[PartName, ...] = ("gate", "up")
+            parts = [take_part(spec, bundles, base, name) for base in bases for name in names]
+            dots = emit_dots(isa, parts, activations, named)
+            # A repeated token or neuron writes the same value again.
+            for index, neuron in enumerate(neurons):
+                gates, ups = dots[2 * index], dots[2 * index + 1]
+                for token, gate, up in zip(named, gates, ups, strict=True):
+                    v.store(values, token * PANEL + neuron, activate(spec, gate, up), 1)
+
+    emit_token_tiles(isa, tokens, emit_tile)
 
 
 def _emit_unit_sum(
@@ -248,6 +260,7 @@ def _emit_unit_sum(
     size: v.Expr,
     tokens: v.Expr,
     values: v.Buffer,
+    masks: v.Buffer,
     unpacked: v.Buffer,
     scratch: v.Expr,
     total: v.Buffer,
@@ -275,16 +288,33 @@ def _emit_unit_sum(
                 places.append(place)
         count = len(places)
         with T.serial(tokens) as token:
-            sums = T.alloc_buffer((count * lanes,), "float32")
-            for row, place in enumerate(places):
-                v.store(sums, row * lanes, v.load(total, token * spec.hidden + place, lanes), lanes)
-            with T.serial(number) as index:
-                value = v.let(values[token * PANEL + begin + index])
-                with T.If(value != v.constant(0.0, "float32")), T.Then():
-                    for row in range(count):
-                        weights = v.load(unpacked, scratch + (index * count + row) * lanes, lanes)
-                        old = v.load(sums, row * lanes, lanes)
-                        new = T.fma(weights, v.splat(value, lanes), old)
-                        v.store(sums, row * lanes, new, lanes)
-            for row, place in enumerate(places):
-                v.store(total, token * spec.hidden + place, v.load(sums, row * lanes, lanes), lanes)
+            origin_y = v.let(token * spec.hidden)
+            sums = [v.Cell(v.load(total, origin_y + place, lanes)) for place in places]
+            mask = v.Cell(masks[token * PARTS + part])
+            with T.serial(T.popcount(mask.get())):
+                index = v.let(count_trailing_zeros(mask.get()))
+                mask.set(mask.get() & (mask.get() - 1))
+                value = v.let(v.splat(values[token * PANEL + begin + index], lanes))
+                row = v.let(scratch + index * (count * lanes))
+                for place, cell in enumerate(sums):
+                    weights = v.load(unpacked, row + place * lanes, lanes)
+                    cell.set(T.fma(weights, value, cell.get()))
+            for place, cell in zip(places, sums, strict=True):
+                v.store(total, origin_y + place, cell.get(), lanes)
+
+
+def count_trailing_zeros(mask: v.Expr) -> v.Expr:
+    """Return the place of the lowest set bit of an int32 that is not 0."""
+    return T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", mask, T.IntImm("bool", 1))
+
+
+def _emit_masks(values: v.Buffer, size: v.Expr, token: v.Expr, masks: v.Buffer) -> None:
+    """Set bit i of ``masks[token, part]`` where activation i of a part is not zero."""
+    with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
+        begin = v.let(part * UNPACKED)
+        mask = v.Cell(T.int32(0))
+        with T.serial(T.min(size - begin, UNPACKED)) as index:
+            fires = values[token * PANEL + begin + index] != v.constant(0.0, "float32")
+            bit = T.Select(fires, T.int32(1), T.int32(0)) << index
+            mask.set(mask.get() | bit)
+        v.store(masks, token * PARTS + part, mask.get(), 1)

@@ -25,6 +25,10 @@ class Isa:
     """int32 lanes of a register; wider vectors are cut into pieces of this size."""
     mcpu: str | None
     mattr: tuple[str, ...] = ()
+    tile_rows: int = 4
+    """Rows that are multiplied together with several tokens: accumulators fit the registers."""
+    tile_tokens: int = 2
+    """Tokens of that tile: their activations, two planes of 4096, fit the first-level cache."""
 
 
 _X86 = (

@@ -1,7 +1,8 @@
 """Packed matrix times quantised activations, for one token or a chunk.
 
-One pass over the weights serves `TOKEN_TILE` tokens; the rows of a tile stay in the second-level
-cache while the chunk's tokens pass, so that a weight comes from memory once per chunk.
+A few rows and tokens are multiplied together, in registers (`Isa.tile_rows`, `Isa.tile_tokens`);
+the rows of a larger tile stay in the second-level cache while the chunk's tokens pass, so that a
+weight comes from memory once per chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations, Vector, emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.spec import TOKEN_TILE
 from pi2.plan.layout import Precision, scale_bytes, vector_bytes, weight_bytes
 
 ROW_TILE = 32
@@ -140,7 +140,7 @@ def emit_row(
         for line in range(0, size, LINE):
             v.prefetch(vector.weights, vector.weights_base + byte + PREFETCH_BYTES + line)
 
-    finish(token, row, emit_dots(isa, vector, activations, [token], look_ahead)[0])
+    finish(token, row, emit_dots(isa, [vector], activations, [token], look_ahead)[0][0])
 
 
 def emit_row_tile(
@@ -152,14 +152,30 @@ def emit_row_tile(
     tokens: v.Expr,
     finish: Finish,
 ) -> None:
-    """Compute rows ``begin`` to ``end`` for all tokens, `TOKEN_TILE` at a time."""
-    with T.serial(T.floordiv(tokens + TOKEN_TILE - 1, TOKEN_TILE)) as tile:
-        first = v.let(tile * TOKEN_TILE)
-        # The last tile repeats the last token instead of needing a kernel of its own.
-        named = [v.let(T.min(first + index, tokens - 1)) for index in range(TOKEN_TILE)]
-        with T.serial(end - begin) as step:
-            row = v.let(begin + step)
-            dots = emit_dots(isa, take_row(row), activations, named)
-            for index, dot in enumerate(dots):
-                with T.If(first + index < tokens), T.Then():
-                    finish(named[index], row, dot)
+    """Compute rows ``begin`` to ``end`` for all tokens, a tile of both at a time."""
+
+    def emit_tile(first: v.Expr, named: list[v.Expr]) -> None:
+        with T.serial(T.floordiv(end - begin + isa.tile_rows - 1, isa.tile_rows)) as step:
+            top = v.let(begin + step * isa.tile_rows)
+            # The last tile repeats the last row, and finishes it once.
+            rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
+            dots = emit_dots(isa, [take_row(row) for row in rows], activations, named)
+            for offset, row in enumerate(rows):
+                with T.If(top + offset < end), T.Then():
+                    for index, token in enumerate(named):
+                        with T.If(first + index < tokens), T.Then():
+                            finish(token, row, dots[offset][index])
+
+    emit_token_tiles(isa, tokens, emit_tile)
+
+
+def emit_token_tiles(
+    isa: Isa, tokens: v.Expr, emit: Callable[[v.Expr, list[v.Expr]], None]
+) -> None:
+    """Call ``emit(first, tokens of the tile)`` for all tiles.
+
+    The last tile repeats the last token instead of needing a kernel of its own.
+    """
+    with T.serial(T.floordiv(tokens + isa.tile_tokens - 1, isa.tile_tokens)) as tile:
+        first = v.let(tile * isa.tile_tokens)
+        emit(first, [v.let(T.min(first + index, tokens - 1)) for index in range(isa.tile_tokens)])

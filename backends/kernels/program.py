@@ -15,7 +15,7 @@ function                parameters: numbers, then arrays
                         qa (hidden), qa (R), scores, indices, found
 ``predict_gate``        neurons; gate weights, scales, qa (hidden), scores, indices, found
 ``add_neurons``         n; arena, slots, qa (hidden), gates, firing, partial, counts, y
-``add_dense``           n, T; bundles, qa (hidden), values, unpacked, y
+``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
 ``end_ffn``             T; x, y
 ``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
 ``read_bundles``        fd, start, step, n; arena, slots, offsets int64, results int64
@@ -293,6 +293,7 @@ class Program:
             hidden,
             bundles,
             values=take.take_array("values", "float32"),
+            masks=take.take_array("masks", "int32"),
             unpacked=take.take_array("unpacked", "float32"),
             total=take.take_array("y", "float32"),
             count=count,

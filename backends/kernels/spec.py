@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
 from pi2.plan.model import Activation
 
-TOKEN_TILE = 4
-"""Tokens that share one pass over a weight row when a chunk has more than one token."""
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""
-UNPACKED = 16
-"""Neurons whose down weights are unpacked together in the dense FFN."""
+UNPACKED = 32
+"""Neurons whose down weights are unpacked together in the dense FFN: a bit each in a mask."""
+PARTS = PANEL // UNPACKED
+"""Masks of a panel."""
 KV_BLOCK = 16
 """Tokens whose keys lie together, one per lane."""
 

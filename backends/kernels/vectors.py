@@ -46,12 +46,26 @@ def wide(value: Expr) -> Expr:
 def let(value: Expr) -> Expr:
     """Name a value, so that it is computed once however often it is used.
 
-    A variable on the stack, which LLVM turns into a register.  Not ``T.bind``: TVM's analyzer
-    follows bound values through every later index, which takes minutes for a long function.
+    Not ``T.bind``: TVM's analyzer follows bound values through every later index, which takes
+    minutes for a long function.
     """
-    cell = T.alloc_buffer((1,), value.ty.dtype)
-    T.buffer_store(cell, value, [0])
-    return cell[0]
+    return Cell(value).get()
+
+
+class Cell:
+    """A variable on the stack, which LLVM turns into a register."""
+
+    def __init__(self, start: Expr) -> None:
+        self._cell = T.alloc_buffer((1,), start.ty.dtype)
+        self.set(start)
+
+    def get(self) -> Expr:
+        """Return its value."""
+        return self._cell[0]
+
+    def set(self, value: Expr) -> None:
+        """Change its value."""
+        T.buffer_store(self._cell, value, [0])
 
 
 def load(buffer: Buffer, base: Expr, lanes: int) -> Expr:

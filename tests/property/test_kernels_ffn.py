@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.backends.kernels.spec import PANEL, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import Precision, lay_out_bundle
 from pi2.plan.model import Activation
 from pi2.plan.packing import pack_bundles, unpack_bundles
@@ -96,7 +96,8 @@ class Layer:
         y = allocate("float32", self.tokens, spec.hidden)
         kernel = compile_program("add_dense", spec)
         bundles = self.bundles[begin:end].copy()
-        kernel(end - begin, self.tokens, bundles, *self.arrays, values, unpacked, y)
+        masks = allocate("int32", self.tokens, PARTS)
+        kernel(end - begin, self.tokens, bundles, *self.arrays, values, masks, unpacked, y)
         return leave_lane_order(spec, y)
 
 
