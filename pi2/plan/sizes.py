@@ -31,9 +31,9 @@ STAGING_BUFFERS = 2
 """One is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
-PANEL_FLOATS = 256
-"""FFN neurons that a dense layer computes together, of every token."""
-THREAD_BYTES = 8192
+PANEL_FLOATS = 264
+"""Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
+THREAD_BYTES = 16 << 10
 """Scratch of a compute thread."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
@@ -196,9 +196,9 @@ def _need_workspace(resolved: Resolved) -> Need:
 
     Generating, as the cpu backend does it.  Per token of a chunk: 2 d floats (residual, FFN sum);
     the inputs of the projections, d and h w wide, each in two 8-bit planes, as floats, and with a
-    float and an integer per group; qkv floats; 256 floats of dense FFN; its id.  V floats of
+    float and an integer per group; qkv floats; 264 floats of dense FFN; its id.  V floats of
     logits.  Rotary positions (context w floats), five numbers per neuron of a layer, d floats and
-    8 KiB per thread.
+    16 KiB per thread.
 
     Evaluating a chunk: per token 3 d floats, qkv and h w floats, and V floats of logits.
 
