@@ -19,6 +19,7 @@ from pi2.backends.kernels.spec import KV_BLOCK, PANEL, PARTS, UNPACKED, KernelSp
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
+from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 NAME = "cpu"
@@ -161,7 +162,7 @@ class CpuExecutor:
         self._indices = space.make("int32", neurons + 1)
         self._found = space.make("int32", 1)
         self._counts = space.make("int32", spec.threads + 1)
-        self._logits = space.make("float32", 1, spec.vocab)
+        self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         scores = space.wrap(space.make("float32", neurons))
         firing = space.wrap(space.make("int32", neurons))
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
@@ -334,12 +335,8 @@ class CpuExecutor:
         self._end(self._tokens, *self._end_arguments)
 
     def logits(self, first: int) -> _F32:
-        """Return logits of the tokens from ``first`` on."""
-        count = self._tokens - first
-        if count > len(self._logits):
-            # Decoding never comes here: several rows are for prompts whose logits are asked for.
-            self._logits = self._space.make("float32", self._chunk, self._spec.vocab)
-            self._head_logits = self._space.wrap(self._logits)
+        """Return logits of the tokens from ``first`` on, as many as there is room for."""
+        count = min(self._tokens - first, len(self._logits))
         self._head(first, count, *self._head_arguments, self._head_logits)
         return self._logits[:count]
 

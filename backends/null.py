@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest
+from pi2.plan.sizes import LOGIT_ROWS
 
 NAME = "null"
 
@@ -89,7 +90,8 @@ class NullExecutor:
         pass
 
     def logits(self, first: int) -> npt.NDArray[np.float32]:
-        return np.zeros((self._tokens - first, self._request.model.shape.vocab), np.float32)
+        count = min(self._tokens - first, LOGIT_ROWS)
+        return np.zeros((count, self._request.model.shape.vocab), np.float32)
 
     def count_active(self) -> int:
         active, self._active = self._active, 0

@@ -112,8 +112,9 @@ class Executor(Protocol):
         """Add the FFN's sum to x."""
 
     def logits(self, first: int) -> F32:
-        """Logits [T - first, vocab] of the chunk's tokens from ``first`` on; valid until the
-        next call."""
+        """Logits [n, vocab] of the chunk's tokens from ``first`` on, n at most
+        `pi2.plan.sizes.LOGIT_ROWS`;
+        valid until the next call."""
 
     def count_active(self) -> int:
         """Neurons with a non-zero activation in ``add_neurons`` since the last call."""

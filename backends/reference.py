@@ -16,6 +16,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model
 from pi2.plan.packing import dequantize, unpack_bundles
+from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 NAME = "reference"
@@ -165,7 +166,8 @@ class ReferenceExecutor:
     def logits(self, first: int) -> _F32:
         norm = self._matrix(FINAL_NORM)
         head = EMBEDDING if self._model.tied_head else HEAD
-        return normalize(self._x[first:], norm, self._model.norm.epsilon) @ self._matrix(head).T
+        x = self._x[first : first + LOGIT_ROWS]
+        return normalize(x, norm, self._model.norm.epsilon) @ self._matrix(head).T
 
     def count_active(self) -> int:
         active, self._active = self._active, 0

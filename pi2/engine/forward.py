@@ -60,7 +60,9 @@ class Forward:
             progress((start + len(chunk)) / len(tokens))
             if all_logits or last:
                 first = 0 if all_logits else len(chunk) - 1
-                parts.append(self._executor.logits(first).copy())
+                while first < len(chunk):
+                    parts.append(self._executor.logits(first).copy())
+                    first += len(parts[-1])
         return np.concatenate(parts)
 
     def decode(self, token: int) -> F32:

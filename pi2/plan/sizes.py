@@ -31,6 +31,8 @@ STAGING_BUFFERS = 2
 """One is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
+LOGIT_ROWS = 16
+"""Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
 PANEL_FLOATS = 264
 """Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
 THREAD_BYTES = 16 << 10
@@ -192,17 +194,13 @@ def _expect_active(plan: Plan, model: Model) -> float:
 
 
 def _need_workspace(resolved: Resolved) -> Need:
-    """Activations, logits and staging: the larger of two uses.
+    """Activations, logits and staging, as the cpu backend takes them.
 
-    Generating, as the cpu backend does it.  Per token of a chunk: 2 d floats (residual, FFN sum);
-    the inputs of the projections, d and h w wide, each in two 8-bit planes, as floats, and with a
-    float and an integer per group; qkv floats; 264 floats of dense FFN; its id.  V floats of
-    logits.  Rotary positions (context w floats), five numbers per neuron of a layer, d floats and
-    16 KiB per thread.
-
-    Evaluating a chunk: per token 3 d floats, qkv and h w floats, and V floats of logits.
-
-    Both: two staging buffers of min(f, 512) neurons.
+    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
+    h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
+    floats; 264 floats of dense FFN; its id.  V floats of logits for up to 16 tokens.  Rotary
+    positions (context w floats), five numbers per neuron of a layer, d floats and 16 KiB per
+    thread.  Two staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -212,17 +210,14 @@ def _need_workspace(resolved: Resolved) -> Need:
     qkv = query + 2 * shape.kv_heads * shape.head_dim
 
     inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
-    generating = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
-    generating += 4 * shape.vocab + 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
-    generating += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
-
-    evaluating = 4 * chunk * (3 * shape.hidden + qkv + query + shape.vocab)
-
-    use = "logits of them all" if evaluating > generating else "tables"
+    activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
+    tables = 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
+    tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
-        max(generating, evaluating) + staging,
-        f"activations of {chunk} tokens and {use} "
-        f"{approximate_bytes(max(generating, evaluating))}, staging of "
+        activations + logits + tables + staging,
+        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
+        f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}, staging of "
         f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
     )
 
