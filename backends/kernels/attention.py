@@ -151,14 +151,21 @@ def _emit_heads(
     with T.serial(T.floordiv(last, KV_BLOCK) - begin + 1) as step:
         block = v.let(begin + step)
         keys = v.let(key_head + v.wide(block) * (size * KV_BLOCK))
+        following = v.let(keys + size * KV_BLOCK)
+        # Two sums per head: one addition after the other would wait for its result.
+        sums = [[v.Cell(v.constant(0.0, "float32", 16)) for _ in range(2)] for _ in range(count)]
+        with T.serial(size // 2 * cache.once) as pair:
+            v.prefetch(cache.keys, following + v.wide(pair * 32))
+            for turn in range(2):
+                element = pair * 2 + turn
+                key = v.load(cache.keys, keys + v.wide(element * 16), 16)
+                key = v.let(v.cast(key, "float32", 16))
+                for index in range(count):
+                    value = v.splat(qkv[query + index * size + element], 16)
+                    cell = sums[index][turn]
+                    cell.set(T.fma(value, key, cell.get()))
         for index in range(count):
-            v.store(scores, index * 16, v.constant(0.0, "float32", 16), 16)
-        with T.serial(size * cache.once) as element:
-            key = v.let(v.cast(v.load(cache.keys, keys + v.wide(element * 16), 16), "float32", 16))
-            for index in range(count):
-                value = v.splat(qkv[query + index * size + element], 16)
-                total = T.fma(value, key, v.load(scores, index * 16, 16))
-                v.store(scores, index * 16, total, 16)
+            v.store(scores, index * 16, sums[index][0].get() + sums[index][1].get(), 16)
         where = v.let(T.ramp(block * KV_BLOCK, 1, 16))
         # Not named: TVM's analyzer cannot hold vectors of bool.
         hidden = T.Or(where > v.splat(last, 16), where < v.splat(first, 16))
@@ -183,6 +190,8 @@ def _emit_heads(
                 )
                 for index in range(count)
             ]
+            for line in range(0, KV_BLOCK * lanes, 32):
+                v.prefetch(cache.values, following + v.wide(part * (KV_BLOCK * lanes) + line))
             for other in range(KV_BLOCK):
                 value = v.let(
                     v.cast(

@@ -40,9 +40,12 @@ _X86 = (
         {"avx512f", "avx512bw", "avx512vl"},
         Isa(name="avx512bw", dot="maddubs", lanes=16, mcpu="skylake-avx512"),
     ),
-    ({"avx2", "fma", "f16c"}, Isa(name="avx2", dot="maddubs", lanes=8, mcpu="x86-64-v3")),
-    ({"sse4.2"}, Isa(name="sse4.2", dot="maddubs", lanes=4, mcpu="x86-64-v2")),
-    (set[str](), Isa(name="x86-64", dot="multiply", lanes=4, mcpu="x86-64")),
+    (
+        {"avx2", "fma", "f16c"},
+        Isa(name="avx2", dot="maddubs", lanes=8, mcpu="x86-64-v3", tile_rows=2),
+    ),
+    ({"sse4.2"}, Isa(name="sse4.2", dot="maddubs", lanes=4, mcpu="x86-64-v2", tile_rows=2)),
+    (set[str](), Isa(name="x86-64", dot="multiply", lanes=4, mcpu="x86-64", tile_rows=2)),
 )
 
 _ARM = (
