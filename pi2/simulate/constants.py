@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-Kind = Literal["published", "estimated", "calibrated"]
+Kind = Literal["published", "estimated", "calibrated", "assumed"]
 
 
 def _constant(value: float, unit: str, kind: Kind, meaning: str) -> float:
@@ -22,7 +22,7 @@ class Constants:
     """Constants of the simulation; `describe_constants` lists them for people."""
 
     barrier_s: float = _constant(
-        20e-6,
+        27e-6,
         "s",
         "calibrated",
         "time in which all CPU threads of a parallel operation have met and gone on",
@@ -42,10 +42,10 @@ class Constants:
         "predictor, sum",
     )
     dense_launch_s: float = _constant(
-        150e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
+        320e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )
     gather_efficiency: float = _constant(
-        0.5,
+        0.43,
         "share",
         "calibrated",
         "part of the streaming bandwidth that a CPU reaches with single neurons",
@@ -57,7 +57,13 @@ class Constants:
         "one small read in an idle queue, where the device states no storage.latency",
     )
     reader_wake_s: float = _constant(
-        40e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
+        175e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
+    )
+    place_s: float = _constant(
+        1.6e-6,
+        "s",
+        "calibrated",
+        "putting one neuron that was read into the cache: choosing what to drop, copying, entering",
     )
     reader_penalty: float = _constant(
         0.4,
@@ -74,7 +80,7 @@ class Constants:
         "(PowerInfer-2: gate, up and down are active together in 80 %)",
     )
     named_per_active: float = _constant(
-        1.5,
+        1.75,
         "ratio",
         "calibrated",
         "neurons that a low-rank predictor names for each that is active, where the model "
@@ -87,7 +93,7 @@ class Constants:
         "active neurons of a ReLU model that states none (Bamboo 10 %, ProSparse 10.7 %)",
     )
     default_skew: float = _constant(
-        0.4,
+        0.335,
         "share",
         "calibrated",
         "neurons that make 80 % of the activations, where the model states no sparsity.skew "
@@ -107,23 +113,31 @@ class Constants:
         "deviations of a neuron's input",
     )
     token_correlation: float = _constant(
-        0.1,
+        0.0,
         "share",
-        "estimated",
-        "part of a neuron's activation that the previous token decides",
+        "assumed",
+        "part of a neuron's activation that the previous token decides: none",
     )
     expert_correlation: float = _constant(
-        0.1,
+        0.0,
         "share",
-        "estimated",
-        "part of an expert's choice that the previous token decides (Mixtral repeats experts "
-        "somewhat more often than chance)",
+        "assumed",
+        "part of an expert's choice that the previous token decides: none",
     )
     page_fault_s: float = _constant(
-        0.7e-6, "s", "calibrated", "work of the kernel for one 4 KiB page of a mapped file"
+        2.6e-6, "s", "calibrated", "work of the kernel for one 4 KiB page of a mapped file"
+    )
+    page_cache_share: float = _constant(
+        0.93,
+        "share",
+        "calibrated",
+        "part of the memory left for it that a page cache fills before the system takes pages back",
     )
     readahead_bytes: float = _constant(
-        128 * 1024, "B", "published", "what Linux reads ahead of a page fault"
+        512 * 1024,
+        "B",
+        "estimated",
+        "what the system reads ahead of a page fault (phones set 128 KiB to 2 MiB)",
     )
     streaming_compute_share: float = _constant(
         0.55,

@@ -18,10 +18,8 @@ from pi2.simulate.trace import Recorder
 Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
 
-_STEP = 1.03
-"""Counts of neurons are rounded to powers of it, so that equal layers are simulated once."""
-_EXACT = 8
-"""Counts up to this one are not rounded."""
+_STEP = 1.15
+"""Ratio of neighbouring counts of neurons for which a layer is simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,42 +195,76 @@ def draw_work(
     )
 
 
-def round_counts(counts: Floats) -> Floats:
-    """Round counts to steps of 3 percent; small ones stay as they are."""
-    safe = np.maximum(counts, 1.0)
-    steps = np.rint(np.log(safe) / np.log(_STEP))
-    return np.where(counts <= _EXACT, np.rint(counts), _STEP**steps)
-
-
 def _add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork) -> None:
-    """Simulate every different layer once and add its times to the tokens that have it."""
-    resident, missing = round_counts(work.resident), round_counts(work.missing)
-    pairs = np.stack([resident.ravel(), missing.ravel()], axis=1)
-    unique, where = np.unique(pairs, axis=0, return_inverse=True)
-    where = where.reshape(resident.shape)
-    rows = []
-    for stays, read in unique.tolist():
-        times = simulation.run(
-            LayerWork(dense=work.dense, resident=stays, missing=read, cold=work.cold)
-        )
-        meter = times.meter
-        per_neuron = meter.read_bytes / read if read else 0.0
-        rows.append(
-            (
-                times.duration_s,
-                meter.flash_s,
-                meter.waiting_s,
-                meter.cpu_s,
-                meter.dense_s,
-                per_neuron,
-            )
-        )
-    table = np.array(rows)
-    for number, name in enumerate(("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")):
-        total[name] += table[:, number][where].sum(axis=1)
-    total["read_bytes"] += (table[:, 5][where] * work.missing).sum(axis=1)
+    """Add the layers' times to their tokens.
+
+    A layer's times depend on two counts only.  They are simulated at the points of a grid around
+    the counts that occur, and interpolated between them.
+    """
+    table = _LayerTable(simulation, work.dense, work.cold)
+    times = table.look_up(work.resident, work.missing)
+    for number, name in enumerate(_COLUMNS):
+        total[name] += times[..., number].sum(axis=1)
+    total["read_bytes"] += (times[..., len(_COLUMNS)] * work.missing).sum(axis=1)
     total["active_neurons"] += work.active.sum(axis=1)
     total["missing_neurons"] += work.missing.sum(axis=1)
+
+
+_COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
+
+
+class _LayerTable:
+    """Times of a layer over resident and missing neurons, filled where it is looked at."""
+
+    def __init__(self, simulation: LayerSimulation, dense: float, cold: float) -> None:
+        self._simulation, self._dense, self._cold = simulation, dense, cold
+
+    def look_up(self, resident: Floats, missing: Floats) -> Floats:
+        """Return [..., columns and bytes per missing neuron] for counts of the same shape."""
+        across, right = _find_cells(resident)
+        down, below = _find_cells(missing)
+        total = np.zeros((*resident.shape, len(_COLUMNS) + 1))
+        for step_x, step_y in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            weight = (right if step_x else 1.0 - right) * (below if step_y else 1.0 - below)
+            used = weight > 0.0
+            if not used.any():
+                continue
+            corners = np.stack([across + step_x, down + step_y], axis=-1)[used]
+            unique, where = np.unique(corners, axis=0, return_inverse=True)
+            rows = np.array([self._simulate(int(x), int(y)) for x, y in unique])
+            total[used] += weight[used][:, None] * rows[where.ravel()]
+        return total
+
+    def _simulate(self, across: int, down: int) -> tuple[float, ...]:
+        missing = _count_at(down)
+        work = LayerWork(
+            dense=self._dense, resident=_count_at(across), missing=missing, cold=self._cold
+        )
+        times = self._simulation.run(work)
+        meter = times.meter
+        return (
+            times.duration_s,
+            meter.flash_s,
+            meter.waiting_s,
+            meter.cpu_s,
+            meter.dense_s,
+            meter.read_bytes / missing if missing else 0.0,
+        )
+
+
+def _count_at(index: int) -> float:
+    """Count at a line of the grid: 0, 1, then powers of the step."""
+    return float(index) if index <= 1 else _STEP ** (index - 1)
+
+
+def _find_cells(counts: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """The grid line at or below each count, and how far it is on the way to the next."""
+    safe = np.maximum(counts, 1.0)
+    index = np.where(counts < 1.0, 0, 1 + np.floor(np.log(safe) / np.log(_STEP) + 1e-9))
+    low = np.where(index <= 1, index, _STEP ** np.maximum(index - 1.0, 0.0))
+    high = np.where(index < 1, 1.0, _STEP ** np.maximum(index, 0.0))
+    share = np.clip((counts - low) / (high - low), 0.0, 1.0)
+    return index.astype(np.int64), np.where(share < 1e-9, 0.0, share)
 
 
 def trace_decode(

@@ -76,6 +76,8 @@ class Workload:
     """Output head, once per token."""
     neuron_bytes: float
     """Weights and scales of one neuron."""
+    dense_neuron_bytes: float
+    """The same where the dense unit computes it: NPUs have one scale for a whole row."""
     attention_weights: float
     """Number of weights, for arithmetic."""
     active: float
@@ -354,10 +356,19 @@ class _Reader:
             predictor_bytes=self._read_predictor(active_experts),
             head_bytes=matrix_bytes(shape.vocab, shape.hidden, head),
             neuron_bytes=self._resolved.bundle.used_bytes,
+            dense_neuron_bytes=self._size_dense_neuron(),
             attention_weights=qkv * shape.hidden + shape.hidden * query,
             active=self._read_active(),
             skew=self._read_skew(),
         )
+
+    def _size_dense_neuron(self) -> float:
+        """Bytes of a neuron on the dense unit: NPUs quantise per row, so that scales vanish."""
+        bundle = self._resolved.bundle
+        dense = self._device.units.get(self._dense_name or "")
+        if dense is not None and dense.kind == "npu":
+            return 3 * weight_bytes(bundle.hidden, bundle.precision)
+        return bundle.used_bytes
 
     def _read_predictor(self, active_experts: int) -> float:
         model, shape = self._model, self._model.shape

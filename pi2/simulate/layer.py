@@ -16,6 +16,8 @@ from pi2.simulate.trace import Recorder
 Process = Generator[simpy.Event, Any, None]
 
 READ_LANE, DENSE_LANE, CPU_LANE = "flash", "dense unit", "cpu"
+_STREAM_BYTES = 512 * 1024
+"""Blocks of sequential streams."""
 _TASKS_PER_THREAD = 2
 """Resident neurons are handed out in at most this many tasks for every thread."""
 
@@ -73,13 +75,15 @@ def compute_read_costs(inputs: SimulationInput) -> ReadCosts:
         return flash.compute_read_s("random", size, range_bytes=extent, core=core)
 
     ahead = int(constants.readahead_bytes)
-    long = max(512 * 1024, ahead)
+    long = max(_STREAM_BYTES, ahead)
     return ReadCosts(
         first_s=time_block(choices.gate_read_bytes),
         rest_s=time_block(choices.rest_read_bytes),
         sequential_byte_s=1.0 / flash.find_rate_bytes_s("sequential", long),
-        fault_byte_s=1.0 / flash.find_rate_bytes_s("sequential", ahead)
-        + constants.page_fault_s / 4096,
+        # The kernel reads ahead while it maps the pages that have come: the slower one decides.
+        fault_byte_s=max(
+            1.0 / flash.find_rate_bytes_s("sequential", ahead), constants.page_fault_s / 4096
+        ),
         latency_s=flash.latency_s,
     )
 
@@ -149,6 +153,7 @@ class _LayerRun:
         self._recorder = recorder
         self._neuron = inputs.workload.neuron_bytes
         self._gathered = 1.0 / self._constants.gather_efficiency
+        self._place_s = self._constants.place_s if self._choices.cold_neurons > 0 else 0.0
         self._streamed = self._prefers_stream()
         self._phases = 1 if self._streamed else self._choices.phases
         self._tasks: deque[_Task] = deque()
@@ -245,6 +250,8 @@ class _LayerRun:
             start = self._env.now
             name, seconds, size = self._price_read(first)
             seconds *= neurons
+            if first:
+                seconds += neurons * self._place_s
             yield self._env.timeout(seconds + (self._costs.latency_s if idle else 0.0))
             idle = False
             self._bus.end_read(neurons * size)
@@ -283,38 +290,42 @@ class _LayerRun:
         yield from self._predict()
         missing = self._work.missing
         if missing > 0:
-            yield from self._read_batch(missing, self._choices.gate_read_bytes)
+            yield from self._read_batch(missing, first=True)
             if self._phases == 2:
                 yield from self._meet(1, "gate")
                 open_neurons = missing * self._constants.up_down_share
-                yield from self._read_batch(open_neurons, self._choices.rest_read_bytes)
+                yield from self._read_batch(open_neurons, first=False)
         yield from self._compute_together(self._work.resident + missing)
         yield dense
         yield from self._meet(self._constants.graph_barriers / 2 - 2, "operations")
 
-    def _read_batch(self, neurons: float, block_bytes: int) -> Process:
+    def _read_batch(self, neurons: float, *, first: bool) -> Process:
         """Blocking reads by several threads; neighbours in the file are read together."""
-        choices, flash = self._choices, self._machine.flash
-        assert flash is not None
+        choices = self._choices
         start = self._env.now
         self._bus.begin_read()
-        size = neurons * block_bytes
-        if self._streamed:
-            seconds, per_neuron = self._price_stream()
-            seconds, size = neurons * seconds, neurons * per_neuron
-        else:
-            reads = neurons * (1.0 - min(neurons / self._inputs.workload.computed_neurons, 1.0))
-            threads = choices.io_threads
-            first = block_bytes == choices.gate_read_bytes
-            device = self._costs.first_s if first else self._costs.rest_s
-            if threads > 1:
-                device /= 1.0 - flash.reader_penalty
-            seconds = threads * self._constants.reader_wake_s
-            blocking = max(device, flash.latency_s / threads)
-            seconds += max(reads * blocking, size * self._costs.sequential_byte_s)
+        _, seconds, size = self._price_read(first)
+        seconds *= neurons
+        if not self._streamed:
+            seconds = self._time_blocking_reads(neurons, seconds / neurons, size)
+        if first:
+            seconds += neurons * self._place_s
         yield self._env.timeout(seconds + self._costs.latency_s)
-        self._bus.end_read(size)
-        self._note(READ_LANE, "read missing", start)
+        self._bus.end_read(neurons * size)
+        threads = "1 thread" if choices.io_threads == 1 else f"{choices.io_threads} threads"
+        self._note(READ_LANE, f"{threads} read", start)
+
+    def _time_blocking_reads(self, neurons: float, read_s: float, size_bytes: float) -> float:
+        """Time until threads that read one block after the other have read all."""
+        flash, threads = self._machine.flash, self._choices.io_threads
+        assert flash is not None
+        density = min(neurons / self._inputs.workload.computed_neurons, 1.0)
+        reads = neurons * (1.0 - density)  # the others continue a neighbour's read
+        if threads > 1:
+            read_s /= 1.0 - flash.reader_penalty
+        blocking_s = reads * max(read_s, flash.latency_s / threads)
+        stream_s = neurons * size_bytes * self._costs.sequential_byte_s
+        return threads * self._constants.reader_wake_s + max(blocking_s, stream_s)
 
     def fault_pages(self) -> Process:
         """Touch mapped weights: every page that is not in memory stops the computation."""
@@ -336,7 +347,8 @@ class _LayerRun:
             return
         start = self._env.now
         yield self._env.timeout(self._constants.dense_launch_s)
-        yield self._bus.move("dense", self._work.dense * self._neuron)
+        size = self._inputs.workload.dense_neuron_bytes
+        yield self._bus.move("dense", self._work.dense * size)
         self._note(DENSE_LANE, "hot neurons", start)
 
     def _predict(self) -> Process:
@@ -345,7 +357,7 @@ class _LayerRun:
             return
         start = self._env.now
         yield self._bus.move("cpu", size)
-        self._note(f"{CPU_LANE} thread 0", "predict", start)
+        self._note_threads("predict", start)
         yield from self._meet(2, "predict")
 
     def _compute_together(self, neurons: float) -> Process:
@@ -354,12 +366,17 @@ class _LayerRun:
         start = self._env.now
         gathered = self._gathered if self._choices.predicted else 1.0
         yield self._bus.move("cpu", neurons * self._neuron * gathered)
-        self._note(f"{CPU_LANE} thread 0", "compute", start)
+        self._note_threads("compute", start)
 
     def _meet(self, barriers: float, name: str) -> Process:
         start = self._env.now
         yield self._env.timeout(max(barriers, 0.0) * self._constants.barrier_s)
-        self._note(f"{CPU_LANE} thread 0", f"meet: {name}", start)
+        self._note_threads(f"meet: {name}", start)
+
+    def _note_threads(self, name: str, start_s: float) -> None:
+        """Something that all compute threads did together."""
+        for number in range(self._choices.compute_threads):
+            self._note(f"{CPU_LANE} thread {number}", name, start_s)
 
     def _ring(self, event: simpy.Event) -> simpy.Event:
         """Wake who waits for ``event``; the next wait is for a new one."""

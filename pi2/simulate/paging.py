@@ -34,6 +34,7 @@ def find_page_misses(inputs: SimulationInput) -> PageMisses:
     capacity = choices.page_cache_bytes
     if dense + experts <= capacity:
         return PageMisses(attention_bytes=0.0, ffn_share=0.0)
+    capacity *= inputs.constants.page_cache_share
     if workload.experts == 1 or dense > capacity:
         return PageMisses(attention_bytes=dense, ffn_share=1.0)
     hits = compute_hit_chances(

@@ -95,6 +95,9 @@ def _list_steps(inputs: SimulationInput, tokens: int, ops_s: float) -> list[_Ste
             compute = sum(_time_chunk(inputs, size, ops_s, read > 0) for size in group)
             step = _Step(_time_read(inputs, read), read, compute)
             steps += [step] * choice.count
+    if choices.policy == "layer-barrier" and any(step.read_bytes for step in steps):
+        head = inputs.workload.head_bytes
+        steps.append(_Step(_time_read(inputs, head), head, 0.0))
     return steps
 
 
@@ -110,6 +113,8 @@ def _count_read_bytes(inputs: SimulationInput, choice: LayerChoice, tokens: int)
         return share * neurons * workload.neuron_bytes + misses.attention_bytes / workload.layers
     if kept >= 1.0 - 1e-3:
         return 0.0
+    if choices.policy == "layer-barrier":  # a layer is one file: attention is read with it
+        return neurons * workload.neuron_bytes + workload.attention_bytes
     if choices.prefill_order == "layers-first":
         return neurons * workload.neuron_bytes
     return neurons * (1.0 - choice.hot) * workload.neuron_bytes
@@ -136,7 +141,8 @@ def _time_chunk(inputs: SimulationInput, tokens: int, ops_s: float, streaming: b
     dense = machine.dense_bytes_s is not None
     rate = ops_s * (constants.streaming_compute_share if streaming and dense else 1.0)
     experts = min(workload.experts, ceil(workload.active_experts * tokens))
-    size = workload.attention_bytes + experts * workload.ffn * workload.neuron_bytes
+    neuron = workload.dense_neuron_bytes if dense else workload.neuron_bytes
+    size = workload.attention_bytes + experts * workload.ffn * neuron
     bandwidth = machine.dense_bytes_s or machine.cpu_bytes_s
     launch = constants.dense_launch_s if dense else 0.0
     return max(operations / rate, size / bandwidth) + launch

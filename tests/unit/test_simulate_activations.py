@@ -1,0 +1,155 @@
+"""Hotness, drawn tokens and the analytic hit rate of the cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from pi2.simulate.activations import (
+    CLASSES,
+    Hotness,
+    draw_tokens,
+    find_spread,
+    measure_skew,
+    weigh_hot,
+)
+from pi2.simulate.cache import compute_hit_chances
+
+
+@pytest.mark.parametrize(("active", "skew"), [(0.1, 0.26), (0.16, 0.4), (0.3, 0.43), (0.5, 0.7)])
+def test_the_spread_reproduces_the_published_skew(active: float, skew: float) -> None:
+    hotness = Hotness(active=active, spread=find_spread(active, skew))
+    assert measure_skew(hotness) == pytest.approx(skew, abs=0.005)
+    assert hotness.compute_chances().mean() == pytest.approx(active)
+
+
+def test_classes_are_ordered_from_hot_to_cold() -> None:
+    chances = Hotness(active=0.15, spread=1.0).compute_chances()
+    assert np.all(np.diff(chances) <= 0)
+    assert 0 <= chances.min() and chances.max() <= 1
+
+
+def test_without_sparsity_every_neuron_is_active() -> None:
+    assert np.all(Hotness(active=1.0, spread=0.0).compute_chances() == 1.0)
+
+
+def test_weights_of_the_hot_region_add_up_to_its_share() -> None:
+    for share in (0.0, 0.123, 0.5, 1.0):
+        assert weigh_hot(share).sum() / CLASSES == pytest.approx(share)
+
+
+class TestDraws:
+    def draw(self, *, variation: float = 0.1, seed: int = 0):  # type: ignore[no-untyped-def]
+        random = np.random.default_rng(seed)
+        hotness = Hotness(active=0.15, spread=1.0)
+        hits = np.full(CLASSES, 0.5)
+        tokens = 4000
+        return draw_tokens(
+            hotness,
+            hits,
+            0.2,
+            0.4,
+            14336.0,
+            shape=(tokens, 4),
+            variation=variation,
+            random=random,
+            shifts=random.standard_normal(tokens) * variation,
+        )
+
+    @pytest.mark.parametrize("variation", [0.01, 0.1, 0.3])
+    def test_the_mean_share_of_active_neurons_is_the_published_one(self, variation: float) -> None:
+        drawn = self.draw(variation=variation)
+        total = drawn.dense + drawn.hot + drawn.cached + drawn.missing
+        assert total.mean() / 14336 == pytest.approx(0.15, rel=0.02)
+
+    def test_half_of_the_cold_ones_is_missing_where_half_is_found(self) -> None:
+        drawn = self.draw()
+        assert drawn.missing.mean() == pytest.approx(drawn.cached.mean(), rel=0.01)
+
+    def test_tokens_with_more_active_neurons_miss_more(self) -> None:
+        drawn = self.draw()
+        active = drawn.dense.sum(axis=1)
+        assert np.corrcoef(active, drawn.missing.sum(axis=1))[0, 1] > 0.8
+
+    def test_the_tail_of_misses_is_wider_than_that_of_active_neurons(self) -> None:
+        drawn = self.draw()
+
+        def spread(values: np.ndarray) -> float:
+            sums = values.sum(axis=1)
+            return float(np.percentile(sums, 99) / sums.mean())
+
+        assert spread(drawn.missing) > spread(drawn.dense) > 1.0
+
+
+class CountedCache:
+    """A real LRU cache that looks all neurons of a token up before it loads the missing ones."""
+
+    def __init__(self, capacity: int) -> None:
+        self.entries: OrderedDict[int, None] = OrderedDict()
+        self.capacity, self.hits, self.uses = capacity, 0, 0
+
+    def use(self, neurons: np.ndarray, *, counted: bool) -> None:
+        wanted = neurons.tolist()
+        if counted:
+            self.uses += len(wanted)
+            self.hits += sum(neuron in self.entries for neuron in wanted)
+        for neuron in wanted:
+            self.entries.pop(neuron, None)
+            self.entries[neuron] = None
+        while len(self.entries) > self.capacity:
+            self.entries.popitem(last=False)
+
+
+def count_hits(
+    chances: np.ndarray, capacity: int, tokens: int, correlation: float, seed: int
+) -> float:
+    """Hit rate over neurons that fire as two-state chains."""
+    random = np.random.default_rng(seed)
+    cache = CountedCache(capacity)
+    active = random.random(len(chances)) < chances
+    for token in range(tokens):
+        again = chances + correlation * (1.0 - chances)
+        anew = chances * (1.0 - correlation)
+        active = random.random(len(chances)) < np.where(active, again, anew)
+        cache.use(random.permutation(np.flatnonzero(active)), counted=token >= tokens // 3)
+    return cache.hits / cache.uses
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("correlation", [0.0, 0.3])
+def test_the_analytic_hit_rate_is_that_of_a_counted_cache(share: float, correlation: float) -> None:
+    hotness = Hotness(active=0.15, spread=0.8)
+    each = 8  # neurons of a class
+    chances = np.repeat(hotness.compute_chances(), each)
+    counted = count_hits(chances, int(share * len(chances)), 300, correlation, seed=1)
+    hits = compute_hit_chances(hotness, 0.0, share, 1.0, correlation, 0.0)
+    analytic = float((hotness.compute_chances() * hits).sum() / hotness.compute_chances().sum())
+    assert analytic == pytest.approx(counted, abs=0.015)
+
+
+def test_the_analytic_hit_rate_holds_for_experts_as_well() -> None:
+    random = np.random.default_rng(3)
+    hotness = Hotness(active=0.3, spread=0.8)
+    chances = hotness.compute_chances()
+    experts, chosen, tokens = 8, 2, 1500
+    cache = CountedCache(int(0.4 * experts * CLASSES))
+    for token in range(tokens):
+        used = [
+            expert * CLASSES + np.flatnonzero(random.random(CLASSES) < chances)
+            for expert in random.permutation(experts)[:chosen]
+        ]
+        cache.use(random.permutation(np.concatenate(used)), counted=token > tokens // 3)
+    found = compute_hit_chances(hotness, 0.0, 0.4, chosen / experts, 0.0, 0.0)
+    analytic = float((chances * found).sum() / chances.sum())
+    assert analytic == pytest.approx(cache.hits / cache.uses, abs=0.02)
+
+
+def test_a_larger_cache_never_hits_less() -> None:
+    hotness = Hotness(active=0.15, spread=0.8)
+    shares = [0.05, 0.1, 0.2, 0.4, 0.6, 0.9]
+    rates = [compute_hit_chances(hotness, 0.0, x, 1.0, 0.1, 0.0).mean() for x in shares]
+    assert rates == sorted(rates)
+    assert np.all(compute_hit_chances(hotness, 0.4, 0.6, 1.0, 0.1, 0.0) == 1.0)
+    assert np.all(compute_hit_chances(hotness, 0.4, 0.0, 1.0, 0.1, 0.0) == 0.0)

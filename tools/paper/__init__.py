@@ -1,0 +1,1 @@
+"""Published figures of PowerInfer-2 and its rivals, and the plans that simulate them."""

@@ -1,0 +1,131 @@
+"""The tables of docs/simulator.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from paper.comparison import Comparison, Prediction, summarise
+from pi2.simulate.constants import Constants, describe_constants
+
+END = "<!-- end -->"
+MEMORY = {"half": "half of the FFN", "full": "everything"}
+DEVICES = {"oneplus-12": "OnePlus 12", "oneplus-ace-2": "OnePlus Ace 2"}
+
+
+def render_document(text: str, tables: Mapping[str, Iterable[str]]) -> str:
+    """``text`` with what stands between ``<!-- name -->`` and the next end made anew."""
+    for name, table in tables.items():
+        start = f"<!-- {name} -->\n"
+        assert start in text, f"the document needs {start.strip()} ... {END}"
+        before, rest = text.split(start, 1)
+        after = rest[rest.index(END) :]
+        text = "".join([before, start, *(f"{row}\n" for row in table), after])
+    return text
+
+
+def make_tables(
+    rows: list[Comparison], predictions: list[Prediction], constants: Constants
+) -> dict[str, list[str]]:
+    """All tables by name."""
+    return {
+        "summary": list(write_summary(rows)),
+        "comparison": list(write_comparison(rows)),
+        "unscored": list(write_rows([row for row in rows if not row.point.scored])),
+        "predictions": list(write_predictions(predictions)),
+        "constants": list(write_constants(constants)),
+    }
+
+
+def write_summary(rows: list[Comparison]) -> Iterator[str]:
+    """Errors by group."""
+    scored = [row for row in rows if row.point.scored]
+    yield "| points | number | mean error | worst error |"
+    yield "| --- | ---: | ---: | ---: |"
+    for group in dict.fromkeys(row.point.group for row in scored):
+        yield _summarise_row(group, [row for row in scored if row.point.group == group])
+    yield _summarise_row("**all**", scored)
+    missing = [row for row in scored if row.error is None]
+    if missing:
+        yield f"\n{len(missing)} points have no simulated figure: {missing[0].reason}."
+
+
+def _summarise_row(name: str, rows: list[Comparison]) -> str:
+    summary = summarise(rows)
+    if summary is None:
+        return f"| {name} | 0 | - | - |"
+    return f"| {name} | {summary.count} | {summary.mean:.1%} | {summary.worst:.1%} |"
+
+
+def write_comparison(rows: list[Comparison]) -> Iterator[str]:
+    """Every scored point, group by group."""
+    scored = [row for row in rows if row.point.scored]
+    for group in dict.fromkeys(row.point.group for row in scored):
+        yield f"### {group[0].upper()}{group[1:]}"
+        yield ""
+        yield from write_rows([row for row in scored if row.point.group == group])
+        yield ""
+
+
+def write_rows(rows: list[Comparison]) -> Iterator[str]:
+    """A table of points."""
+    yield "| device | system | model | memory | measure | published | simulated | error | source |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |"
+    for row in rows:
+        point, scenario = row.point, row.point.scenario
+        measure: str = point.measure
+        if measure == "prefill tokens/s":
+            measure = f"prefill tokens/s, {point.prompt} tokens"
+        if point.rival:
+            measure = f"mean speed-up over {point.rival}"
+        simulated = "-" if row.simulated is None else _write_number(row.simulated)
+        error = "-" if row.error is None else f"{row.error:+.0%}"
+        cells = [
+            DEVICES[scenario.device],
+            scenario.system,
+            scenario.model,
+            _write_memory(scenario.memory),
+            measure,
+            _write_number(point.published),
+            simulated,
+            error,
+            point.source,
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def write_predictions(predictions: list[Prediction]) -> Iterator[str]:
+    """Settings of the paper whose published figures were not used."""
+    yield "| device | system | model | memory | tokens/s |"
+    yield "| --- | --- | --- | --- | ---: |"
+    for item in predictions:
+        scenario = item.scenario
+        yield (
+            f"| {DEVICES[scenario.device]} | {scenario.system} | {scenario.model} | "
+            f"{_write_memory(scenario.memory)} | {_write_number(item.tokens_s)} |"
+        )
+
+
+def write_constants(constants: Constants) -> Iterator[str]:
+    """All constants."""
+    yield "| constant | value | origin | meaning |"
+    yield "| --- | ---: | --- | --- |"
+    for name, value, unit, kind, meaning in describe_constants(constants):
+        yield f"| `{name}` | {_write_value(value, unit)} | {kind} | {meaning} |"
+
+
+def _write_memory(memory: str | float) -> str:
+    return MEMORY.get(memory, str(memory)) if isinstance(memory, str) else f"{memory:g} GB in all"
+
+
+def _write_number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _write_value(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value * 1e6:.3g} us"
+    if unit == "B/s":
+        return f"{value / 1e9:.3g} GB/s"
+    if unit == "B":
+        return f"{value / 1024:g} KiB"
+    return f"{value:.3g}" if unit in ("share", "ratio", "sigma") else f"{value:.3g} {unit}"
