@@ -102,7 +102,7 @@ class TimedExecutor:
 class TimedReader:
     """Stands for a flash reader and times the waiting for what it reads."""
 
-    def __init__(self, reader: object, watch: Stopwatch) -> None:
+    def __init__(self, reader: Any, watch: Stopwatch) -> None:
         self._reader = reader
         self._watch = watch
 
@@ -111,12 +111,11 @@ class TimedReader:
 
     def finish(self, *arguments: Any) -> Any:
         """Wait for scattered reads."""
-        finish = getattr(self._reader, "finish")  # noqa: B009
-        return self._watch.wrap("finish", finish)(*arguments)
+        return self._watch.wrap("finish", self._reader.finish)(*arguments)
 
     def start_run(self, *arguments: Any) -> Future[None]:
         """Begin a long read; waiting for its future is timed."""
-        future: Future[None] = getattr(self._reader, "start_run")(*arguments)  # noqa: B009
+        future: Future[None] = self._reader.start_run(*arguments)
         future.result = self._watch.wrap("result", future.result)  # type: ignore[method-assign]
         return future
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -96,11 +97,7 @@ class Worker:
                 kind, value = self._pipe.recv()
             except (EOFError, ConnectionResetError):
                 self._process.join()
-                raise UserError.of(
-                    "P640",
-                    f"the measured process ended with {self._process.exitcode}",
-                    help="-9 is the system's answer to too little memory",
-                ) from None
+                raise _explain_end(self._process.exitcode) from None
             if kind == "progress":
                 progress(*value)
             elif kind == "failure":
@@ -118,6 +115,17 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _explain_end(code: int | None) -> UserError:
+    """P640: the process is gone without an answer."""
+    how, advice = f"with {code}", None
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        how = f"by {name}"
+        if name == "SIGKILL":
+            advice = "the system kills what takes too much memory"
+    return UserError.of("P640", f"the measured process was ended {how}", help=advice)
 
 
 def _serve(pipe: Connection, recipe: Recipe) -> None:

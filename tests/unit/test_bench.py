@@ -342,7 +342,8 @@ def test_a_process_that_the_system_kills_is_explained() -> None:
     with pytest.raises(UserError) as caught:
         worker.call("die")
     assert caught.value.diagnostics[0].code == "P640"
-    assert "-9" in caught.value.diagnostics[0].message
+    assert "ended by SIGKILL" in caught.value.diagnostics[0].message
+    assert "memory" in (caught.value.diagnostics[0].help or "")
     worker.close()
 
 
