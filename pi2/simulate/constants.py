@@ -22,7 +22,7 @@ class Constants:
     """Constants of the simulation; `describe_constants` lists them for people."""
 
     barrier_s: float = _constant(
-        27e-6,
+        20e-6,
         "s",
         "calibrated",
         "time in which all CPU threads of a parallel operation have met and gone on",
@@ -42,10 +42,10 @@ class Constants:
         "predictor, sum",
     )
     dense_launch_s: float = _constant(
-        320e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
+        400e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )
     gather_efficiency: float = _constant(
-        0.43,
+        0.4,
         "share",
         "calibrated",
         "part of the streaming bandwidth that a CPU reaches with single neurons",
@@ -57,10 +57,10 @@ class Constants:
         "one small read in an idle queue, where the device states no storage.latency",
     )
     reader_wake_s: float = _constant(
-        175e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
+        190e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
     )
     place_s: float = _constant(
-        1.6e-6,
+        1.9e-6,
         "s",
         "calibrated",
         "putting one neuron that was read into the cache: choosing what to drop, copying, entering",
@@ -93,7 +93,7 @@ class Constants:
         "active neurons of a ReLU model that states none (Bamboo 10 %, ProSparse 10.7 %)",
     )
     default_skew: float = _constant(
-        0.335,
+        0.33,
         "share",
         "calibrated",
         "neurons that make 80 % of the activations, where the model states no sparsity.skew "

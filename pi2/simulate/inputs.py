@@ -288,23 +288,22 @@ class _Reader:
 
     def _read_flash(self) -> Flash | None:
         storage = self._device.storage
+        mapped = self._resolved.plan.pipeline.policy == "mmap"
+        if not mapped and all(layer.hot >= 1.0 for layer in self._resolved.layers):
+            return None
         if not storage.reads:
-            if self._needs_flash():
-                self._miss(
-                    "storage.reads",
-                    "measure read rates with `pi2 probe`; random reads of 4 KiB and sequential "
-                    "ones of 512 KiB are the least",
-                )
+            self._miss(
+                "storage.reads",
+                "measure read rates with `pi2 probe`; random reads of 4 KiB and sequential "
+                "ones of 512 KiB are the least",
+            )
             return None
         for item in storage.reads:
             name = f"storage.reads ({item.pattern}, {item.block} B)"
             self._use(name, item.status, item.source)
-        if self._needs_flash():
-            for pattern in ("random", "sequential"):
-                if not any(item.pattern == pattern for item in storage.reads):
-                    self._miss(
-                        f"storage.reads with pattern {pattern!r}", "measure it with `pi2 probe`"
-                    )
+        for pattern in ("random", "sequential"):
+            if not any(item.pattern == pattern for item in storage.reads):
+                self._miss(f"storage.reads with pattern {pattern!r}", "measure it with `pi2 probe`")
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)
@@ -328,9 +327,6 @@ class _Reader:
             block_bytes=storage.block_size or _BLOCK_BYTES,
             queues=1,
         )
-
-    def _needs_flash(self) -> bool:
-        return any(layer.hot < 1.0 for layer in self._resolved.layers)
 
     # ------------------------------------------------------------------- model
 

@@ -153,8 +153,10 @@ class _LayerRun:
         self._recorder = recorder
         self._neuron = inputs.workload.neuron_bytes
         self._gathered = 1.0 / self._constants.gather_efficiency
-        self._place_s = self._constants.place_s if self._choices.cold_neurons > 0 else 0.0
         self._streamed = self._prefers_stream()
+        # What streams by is computed where it arrives; what is read singly goes into the cache.
+        kept = self._choices.cold_neurons > 0 and not self._streamed
+        self._place_s = self._constants.place_s if kept else 0.0
         self._phases = 1 if self._streamed else self._choices.phases
         self._tasks: deque[_Task] = deque()
         self._wishes: deque[tuple[float, bool]] = deque()
@@ -169,6 +171,9 @@ class _LayerRun:
         single_s = self._costs.first_s
         if self._choices.phases == 2:
             single_s += self._costs.rest_s * self._constants.up_down_share
+        flash = self._machine.flash
+        if self._choices.policy == "layer-barrier" and self._choices.io_threads > 1 and flash:
+            single_s /= 1.0 - flash.reader_penalty
         stream_s = self._work.cold * self._choices.stride_bytes * self._costs.sequential_byte_s
         return stream_s < self._work.missing * single_s
 

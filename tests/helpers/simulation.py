@@ -27,9 +27,7 @@ def make_flash(random_mb_s: float = 1000.0, sequential_mb_s: float = 4000.0) -> 
                 rate_bytes_s=random_mb_s * 0.8e6,
                 range_bytes=512 * MIB,
             ),
-            FlashPoint(
-                pattern="random", block_bytes=512 * KIB, rate_bytes_s=random_mb_s * 3.5e6
-            ),
+            FlashPoint(pattern="random", block_bytes=512 * KIB, rate_bytes_s=random_mb_s * 3.5e6),
             FlashPoint(
                 pattern="sequential", block_bytes=4 * KIB, rate_bytes_s=sequential_mb_s * 1.1e5
             ),

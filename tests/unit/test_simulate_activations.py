@@ -28,7 +28,7 @@ def test_the_spread_reproduces_the_published_skew(active: float, skew: float) ->
 def test_classes_are_ordered_from_hot_to_cold() -> None:
     chances = Hotness(active=0.15, spread=1.0).compute_chances()
     assert np.all(np.diff(chances) <= 0)
-    assert 0 <= chances.min() and chances.max() <= 1
+    assert chances.min() >= 0 and chances.max() <= 1
 
 
 def test_without_sparsity_every_neuron_is_active() -> None:

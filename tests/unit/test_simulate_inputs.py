@@ -9,7 +9,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
-from pi2.simulate import SimulationInput, read_inputs
+from pi2.simulate import SimulationInput, read_inputs, simulate
 from pi2.simulate.constants import Constants
 
 PLANS = Path(__file__).parents[2] / "plans"
@@ -68,9 +68,13 @@ class TestShippedPlan:
         assert all(figure.status and figure.source for figure in inputs.figures)
         assert inputs.count_statuses()["published"] >= 10
 
-    def test_layers_of_a_kind_are_counted(self) -> None:
-        path = PLANS / "demo.plan.toml"
-        assert load_plan(path).model.shape.layers == 8
+    def test_layers_with_the_same_settings_are_taken_together(self) -> None:
+        overrides = [{"select": "0-7", "hot": 0.3, "split": {"npu": 0.3, "cpu": 0.7}}]
+        layers = read(BAMBOO, layers__overrides=overrides).choices.layers
+        assert [(layer.dense, layer.hot, layer.count) for layer in layers] == [
+            (0.3, 0.3, 8),
+            (0.45, 0.45, 24),
+        ]
 
 
 class TestPrediction:
@@ -98,6 +102,14 @@ class TestMissingFigures:
         messages = self.find(PLANS / "demo.plan.toml")
         assert any("units.cpu.read_bandwidth" in message for message in messages)
         assert any("storage.reads" in message for message in messages)
+
+    def test_a_plan_that_reads_nothing_needs_no_flash_figures(self) -> None:
+        path = PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml"
+        inputs = read(path)
+        assert inputs.machine.flash is None
+        assert simulate(inputs, tokens=2).decode.read_bytes.sum() == 0.0
+        with pytest.raises(UserError):
+            read(path, pipeline__policy="mmap")
 
     def test_reads_of_one_pattern_are_not_enough(self, tmp_path: Path) -> None:
         edit = {"device": (r'pattern = "random"', 'pattern = "sequential"')}

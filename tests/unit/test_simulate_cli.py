@@ -1,0 +1,82 @@
+"""`pi2 simulate`: what it prints and writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+
+PLANS = Path(__file__).parents[2] / "plans"
+BAMBOO = str(PLANS / "oneplus-12/bamboo-7b-half.plan.toml")
+
+
+def test_people_read_that_it_is_simulated_and_where_figures_are_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["simulate", BAMBOO, "--tokens", "16"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("SIMULATED, not measured")
+    for word in ("prefill", "decode", "P99", "cache hits", "published", "estimated"):
+        assert word in text
+
+
+def test_programs_read_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", BAMBOO, "--tokens", "16", "--prompt", "128", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] is True
+    assert (found["tokens"], found["prompt_tokens"]) == (16, 128)
+    assert found["decode"]["p50_ms"] <= found["decode"]["p99_ms"]
+    assert found["provenance"]["figures"]["published"] > 0
+    assert len(found["plan_digest"]) == 64
+
+
+def test_a_value_that_is_set_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    speeds = []
+    for settings in ([], ["--set", "threads.compute=1", "--set", "decode.predictor=none"]):
+        assert run(["simulate", BAMBOO, "--tokens", "8", "--json", *settings]) == 0
+        speeds.append(json.loads(capsys.readouterr().out)["decode"]["tokens_s"])
+    assert speeds[1] < speeds[0] / 2
+
+
+def test_a_trace_is_written_for_viewers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    assert run(["simulate", BAMBOO, "--tokens", "4", "--trace", str(path)]) == 0
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+
+
+def test_a_trace_that_cannot_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "no-such-folder" / "trace.json"
+    assert run(["simulate", BAMBOO, "--tokens", "4", "--trace", str(path)]) == 2
+    assert "P631" in capsys.readouterr().err
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "times.png"
+    assert run(["simulate", BAMBOO, "--tokens", "8", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_an_unknown_type_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "times.xyz"
+    assert run(["simulate", BAMBOO, "--tokens", "8", "--plot", str(path)]) == 2
+    assert "P633" in capsys.readouterr().err
+
+
+def test_a_device_without_figures_is_told_what_to_measure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["simulate", str(PLANS / "demo.plan.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "P330" in error
+    assert "units.cpu.read_bandwidth" in error
+    assert "pi2 probe" in error
