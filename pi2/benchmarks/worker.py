@@ -119,13 +119,13 @@ class Worker:
 
 def _explain_end(code: int | None) -> UserError:
     """P640: the process is gone without an answer."""
-    how, advice = f"with {code}", None
+    how, advice = f"ended with {code}", None
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        how = f"by {name}"
+        how = f"was ended by {name}"
         if name == "SIGKILL":
             advice = "the system kills what takes too much memory"
-    return UserError.of("P640", f"the measured process was ended {how}", help=advice)
+    return UserError.of("P640", f"the measured process {how}", help=advice)
 
 
 def _serve(pipe: Connection, recipe: Recipe) -> None:
