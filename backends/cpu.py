@@ -1,7 +1,8 @@
 """The cpu backend: TensorIR kernels, compiled for this machine's instruction set.
 
-Activations are quantised to 16 bits per group of 32 (two int8 planes, `kernels.quantize`).  The
-figures behind that choice are in `kernels.dots`.
+Activations are quantised to 16 bits per group of 32 (two int8 planes, `kernels.quantize`): logits
+of the demo model then differ from the reference's by at most 2.1e-4 (200 tokens, relative L2);
+with one plane, 8 bits, by up to 9.2e-3.
 """
 
 from __future__ import annotations
