@@ -69,8 +69,8 @@ class Constants:
         0.4,
         "share",
         "published",
-        "read rate lost where several cores issue reads, where the device states none "
-        "(PowerInfer-2, sec 2.3.2)",
+        "read rate lost where several cores issue reads, on UFS, eMMC and SD where the device "
+        "states none (PowerInfer-2, sec 2.3.2)",
     )
     up_down_share: float = _constant(
         0.8,

@@ -123,7 +123,7 @@ class LayerSimulation:
 
 @dataclass(slots=True)
 class _Task:
-    """A cluster's computation; ``then`` is what it makes possible."""
+    """A cluster's computation, and what it makes possible."""
 
     name: str
     size_bytes: float
@@ -153,6 +153,7 @@ class _LayerRun:
         self._recorder = recorder
         self._neuron = inputs.workload.neuron_bytes
         self._gathered = 1.0 / self._constants.gather_efficiency
+        self._slow_down = self._find_slow_down()
         self._streamed = self._prefers_stream()
         # What streams by is computed where it arrives; what is read singly goes into the cache.
         kept = self._choices.cold_neurons > 0 and not self._streamed
@@ -164,6 +165,13 @@ class _LayerRun:
         self._news = env.event()
         self._io_news = env.event()
 
+    def _find_slow_down(self) -> float:
+        """How much longer single reads take because several threads issue them."""
+        flash = self._machine.flash
+        if flash is None or self._choices.io_threads == 1:
+            return 1.0
+        return 1.0 / (1.0 - flash.reader_penalty)
+
     def _prefers_stream(self) -> bool:
         """Whether all cold neurons in one sequential read come sooner than the missing ones."""
         if not self._choices.predicted:
@@ -171,11 +179,8 @@ class _LayerRun:
         single_s = self._costs.first_s
         if self._choices.phases == 2:
             single_s += self._costs.rest_s * self._constants.up_down_share
-        flash = self._machine.flash
-        if self._choices.policy == "layer-barrier" and self._choices.io_threads > 1 and flash:
-            single_s /= 1.0 - flash.reader_penalty
         stream_s = self._work.cold * self._choices.stride_bytes * self._costs.sequential_byte_s
-        return stream_s < self._work.missing * single_s
+        return stream_s < self._work.missing * single_s * self._slow_down
 
     def _price_stream(self) -> tuple[float, float]:
         """Seconds and bytes per missing neuron where all cold ones are read."""
@@ -267,11 +272,12 @@ class _LayerRun:
         """Name, seconds and bytes per neuron of a read."""
         if self._streamed:
             return ("stream cold neurons", *self._price_stream())
+        first_s, rest_s = (x * self._slow_down for x in (self._costs.first_s, self._costs.rest_s))
         if self._phases == 1:
-            return "read bundle", self._costs.first_s, self._choices.gate_read_bytes
+            return "read bundle", first_s, self._choices.gate_read_bytes
         if first:
-            return "read gate", self._costs.first_s, self._choices.gate_read_bytes
-        return "read up and down", self._costs.rest_s, self._choices.rest_read_bytes
+            return "read gate", first_s, self._choices.gate_read_bytes
+        return "read up and down", rest_s, self._choices.rest_read_bytes
 
     def _queue_compute(self, neurons: float, first: bool) -> None:
         """What a finished read makes possible."""
@@ -326,8 +332,6 @@ class _LayerRun:
         assert flash is not None
         density = min(neurons / self._inputs.workload.computed_neurons, 1.0)
         reads = neurons * (1.0 - density)  # the others continue a neighbour's read
-        if threads > 1:
-            read_s /= 1.0 - flash.reader_penalty
         blocking_s = reads * max(read_s, flash.latency_s / threads)
         stream_s = neurons * size_bytes * self._costs.sequential_byte_s
         return threads * self._constants.reader_wake_s + max(blocking_s, stream_s)

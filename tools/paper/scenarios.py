@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.simulate.constants import Constants
-from pi2.simulate.inputs import LayerChoice, SimulationInput, read_inputs
+from pi2.simulate.inputs import LayerChoice, SimulationInput
+from pi2.simulate.reading import read_inputs
 
 PLANS = Path(__file__).resolve().parents[2] / "plans"
 GIGA = 10**9

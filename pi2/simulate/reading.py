@@ -1,0 +1,350 @@
+"""Fills the simulation's inputs from a resolved plan, and says which figures are missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.device import Device, Unit
+from pi2.plan.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
+from pi2.plan.model import Model
+from pi2.plan.resolved import ResolvedPlan
+from pi2.simulate.constants import Constants
+from pi2.simulate.flash import Flash, FlashPoint
+from pi2.simulate.inputs import (
+    Choices,
+    Figure,
+    LayerChoice,
+    Machine,
+    SimulationInput,
+    Workload,
+)
+
+MISSING_FIGURE = "P330"
+UNSUPPORTED_SPLIT = "P331"
+_BLOCK_BYTES = 4096
+
+
+def read_inputs(resolved: ResolvedPlan, constants: Constants | None = None) -> SimulationInput:
+    """Collect the inputs; ``UserError`` P330, P331 names every figure that is missing."""
+    constants = constants or Constants()
+    reader = _Reader(resolved, constants)
+    machine = reader.read_machine()
+    workload = reader.read_workload()
+    choices = reader.read_choices()
+    if reader.missing:
+        raise UserError(reader.missing, exit_code=2)
+    return SimulationInput(
+        name=resolved.plan.name or resolved.path.name,
+        digest=resolved.digest,
+        machine=machine,
+        workload=workload,
+        choices=choices,
+        constants=constants,
+        figures=tuple(reader.figures),
+    )
+
+
+class _Reader:
+    """Reads documents, and remembers what it used and what it missed."""
+
+    def __init__(self, resolved: ResolvedPlan, constants: Constants) -> None:
+        self._resolved = resolved
+        self._device: Device = resolved.device
+        self._model: Model = resolved.model
+        self._constants = constants
+        self.figures: list[Figure] = []
+        self.missing: list[Diagnostic] = []
+        names = {unit for layer in resolved.layers for unit, share in layer.split.items() if share}
+        self._cpu = self._find_unit("cpu")
+        self._dense_name = next((n for n in sorted(names) if n != self._cpu[0]), None)
+        others = {n for n in names if n not in (self._cpu[0], self._dense_name)}
+        if others:
+            self._report(
+                f"the plan computes on {', '.join(sorted(names))}: the simulator knows the CPU "
+                "and one other unit",
+                "give the layers to `cpu` and one NPU or GPU",
+                code=UNSUPPORTED_SPLIT,
+            )
+
+    def _find_unit(self, kind: str) -> tuple[str, Unit]:
+        for name, unit in self._device.units.items():
+            if unit.kind == kind:
+                return name, unit
+        self._miss(f"units.{kind}", "describe the processor: `pi2 probe` does")
+        return kind, Unit(kind="cpu")
+
+    # ------------------------------------------------------------------ device
+
+    def read_machine(self) -> Machine:
+        """Rates of the device."""
+        constants, device = self._constants, self._device
+        cpu_name, cpu = self._cpu
+        dense = device.units[self._dense_name] if self._dense_name else None
+        cpu_rate = self._read_bandwidth(cpu_name, cpu, constants.cpu_of_peak)
+        dense_rate = None
+        if dense is not None and self._dense_name is not None:
+            dense_rate = self._read_bandwidth(self._dense_name, dense, constants.dense_of_peak)
+        shared = device.memory.read_bandwidth
+        if shared is not None:
+            self._use("memory.read_bandwidth", shared.status, shared.source)
+            shared_rate = float(shared.value)
+        elif dense_rate is None:
+            shared_rate = cpu_rate
+        else:
+            shared_rate = self._estimate_from_peak(constants.both_of_peak) or max(
+                cpu_rate, dense_rate
+            )
+        return Machine(
+            cpu_bytes_s=cpu_rate,
+            dense_bytes_s=dense_rate,
+            shared_bytes_s=max(shared_rate, cpu_rate, dense_rate or 0.0),
+            cpu_ops_s=self._read_ops(cpu_name, cpu),
+            dense_ops_s=self._read_ops(self._dense_name, dense) if dense else None,
+            flash=self._read_flash(),
+            io_core=cpu.clusters[0].id if cpu.clusters else None,
+            cpu_power_w=self._read_power(cpu_name, cpu),
+            dense_power_w=self._read_power(self._dense_name, dense) if dense else None,
+            power_w=self._use_power("power", device),
+        )
+
+    def _read_bandwidth(self, name: str, unit: Unit, of_peak: float) -> float:
+        if unit.read_bandwidth is not None:
+            figure = unit.read_bandwidth
+            self._use(f"units.{name}.read_bandwidth", figure.status, figure.source)
+            return float(figure.value)
+        if unit.kind == "cpu" and len(self._device.units) == 1:
+            memory = self._device.memory.read_bandwidth
+            if memory is not None:
+                self._use("memory.read_bandwidth", memory.status, memory.source)
+                return float(memory.value)
+        estimate = self._estimate_from_peak(of_peak)
+        if estimate is not None:
+            return estimate
+        self._miss(
+            f"units.{name}.read_bandwidth",
+            "measure it with `pi2 probe`, or state memory.peak_bandwidth, from which it is "
+            "estimated",
+        )
+        return 1.0
+
+    def _estimate_from_peak(self, share: float) -> float | None:
+        peak = self._device.memory.peak_bandwidth
+        if peak is None:
+            return None
+        self._use("memory.peak_bandwidth", "estimated", f"{share:.0%} of it, as on the OnePlus 12")
+        return share * float(peak.value)
+
+    def _read_ops(self, name: str | None, unit: Unit | None) -> float | None:
+        if unit is None or not unit.compute:
+            return None
+        order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
+        best = min(unit.compute, key=lambda item: order[item.precision])
+        self._use(f"units.{name}.compute", best.status, best.source)
+        return best.giga_ops * 1e9
+
+    def _read_power(self, name: str | None, unit: Unit | None) -> float | None:
+        if unit is None or unit.power is None:
+            return None
+        self._use(f"units.{name}.power", unit.power.status, unit.power.source)
+        return float(unit.power.value)
+
+    def _use_power(self, name: str, device: Device) -> float | None:
+        if device.power is None:
+            return None
+        self._use(name, device.power.status, device.power.source)
+        return float(device.power.value)
+
+    def _read_flash(self) -> Flash | None:
+        storage = self._device.storage
+        mapped = self._resolved.plan.pipeline.policy == "mmap"
+        if not mapped and all(layer.hot >= 1.0 for layer in self._resolved.layers):
+            return None
+        if not storage.reads:
+            self._miss(
+                "storage.reads",
+                "measure read rates with `pi2 probe`; random reads of 4 KiB and sequential "
+                "ones of 512 KiB are the least",
+            )
+            return None
+        for item in storage.reads:
+            name = f"storage.reads ({item.pattern}, {item.block} B)"
+            self._use(name, item.status, item.source)
+        for pattern in ("random", "sequential"):
+            if not any(item.pattern == pattern for item in storage.reads):
+                self._miss(f"storage.reads with pattern {pattern!r}", "measure it with `pi2 probe`")
+        return Flash(
+            points=tuple(
+                FlashPoint(
+                    pattern=item.pattern,
+                    block_bytes=item.block,
+                    rate_bytes_s=float(item.rate),
+                    range_bytes=item.range,
+                    core=item.core,
+                    depth=item.depth,
+                    threads=item.threads,
+                )
+                for item in storage.reads
+            ),
+            latency_s=float(storage.latency or self._constants.read_latency_s),
+            reader_penalty=self._find_reader_penalty(),
+            block_bytes=storage.block_size or _BLOCK_BYTES,
+            queues=1,
+        )
+
+    def _find_reader_penalty(self) -> float:
+        """Rate lost to several readers: the device's figure, else that of flash with one queue."""
+        storage = self._device.storage
+        penalty = storage.reader_penalty
+        if penalty is not None:
+            self._use("storage.reader_penalty", penalty.status, penalty.source)
+            return float(penalty.value)
+        return self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
+
+    # ------------------------------------------------------------------- model
+
+    def read_workload(self) -> Workload:
+        """Sizes of the model, as the store holds them."""
+        model, shape = self._model, self._model.shape
+        precision = model.quantization
+        query = shape.heads * shape.head_dim
+        qkv = query + 2 * shape.kv_heads * shape.head_dim
+        experts = model.moe.experts if model.moe is not None else 1
+        active_experts = model.moe.active_experts if model.moe is not None else 1
+        attention = matrix_bytes(qkv, shape.hidden, precision.attention)
+        attention += matrix_bytes(shape.hidden, query, precision.attention)
+        head = precision.embedding if model.tied_head else precision.head
+        return Workload(
+            layers=shape.layers,
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            experts=experts,
+            active_experts=active_experts,
+            attention_bytes=attention,
+            kv_token_bytes=2 * shape.kv_heads * shape.head_dim * 2,
+            predictor_bytes=self._read_predictor(active_experts),
+            head_bytes=matrix_bytes(shape.vocab, shape.hidden, head),
+            neuron_bytes=self._resolved.bundle.used_bytes,
+            dense_neuron_bytes=self._size_dense_neuron(),
+            attention_weights=qkv * shape.hidden + shape.hidden * query,
+            active=self._read_active(),
+            skew=self._read_skew(),
+        )
+
+    def _size_dense_neuron(self) -> float:
+        """Bytes of a neuron on the dense unit: NPUs quantise per row, so that scales vanish."""
+        bundle = self._resolved.bundle
+        dense = self._device.units.get(self._dense_name or "")
+        if dense is not None and dense.kind == "npu":
+            return 3 * weight_bytes(bundle.hidden, bundle.precision)
+        return bundle.used_bytes
+
+    def _read_predictor(self, active_experts: int) -> float:
+        model, shape = self._model, self._model.shape
+        kind = self._resolved.plan.decode.predictor
+        if kind == "gate":
+            return active_experts * matrix_bytes(shape.ffn, shape.hidden, model.quantization.ffn)
+        if kind == "low-rank":
+            rank = model.predictor.rank if model.predictor is not None else 0
+            if rank == 0:
+                return 0.0
+            precision = model.quantization.predictor
+            size = matrix_bytes(rank, shape.hidden, precision)
+            return active_experts * (size + matrix_bytes(shape.ffn, rank, precision))
+        return 0.0
+
+    def _read_active(self) -> float:
+        """Share of the computed experts' neurons that the engine computes."""
+        model, constants = self._model, self._constants
+        kind = self._resolved.plan.decode.predictor
+        if kind == "none":
+            return 1.0
+        predictor = model.predictor
+        if kind == "low-rank" and predictor is not None and predictor.active is not None:
+            self._use("predictor.active", "estimated", "model document")
+            return float(predictor.active)
+        if model.sparsity is not None:
+            self._use("sparsity.active", model.sparsity.status, model.sparsity.source)
+            active = float(model.sparsity.active)
+        else:
+            self._use("sparsity.active", "estimated", "the model states none: see default_active")
+            active = constants.default_active
+        ratio = constants.named_per_active if kind == "low-rank" else 1.0
+        if model.ffn.activation == "silu":
+            ratio = 1.0
+        return min(1.0, active * ratio)
+
+    def _read_skew(self) -> float:
+        model, constants = self._model, self._constants
+        if model.sparsity is not None and model.sparsity.skew is not None:
+            self._use("sparsity.skew", model.sparsity.status, model.sparsity.source)
+            return float(model.sparsity.skew)
+        smooth = model.ffn.activation == "silu"
+        self._use("sparsity.skew", "estimated", "the model states none")
+        return constants.smooth_skew if smooth else constants.default_skew
+
+    # -------------------------------------------------------------------- plan
+
+    def read_choices(self) -> Choices:
+        """Settings of the plan."""
+        plan, bundle = self._resolved.plan, self._resolved.bundle
+        gate, rest = _split_reads(bundle, plan.pipeline.phases, self._device.storage.block_size)
+        segments = plan.memory.segments
+        kept = segments.hot + segments.cold + segments.attention + segments.predictor
+        return Choices(
+            policy=plan.pipeline.policy,
+            phases=plan.pipeline.phases,
+            cluster=plan.pipeline.cluster,
+            prefill_order=plan.pipeline.prefill,
+            chunk=plan.prefill.chunk,
+            compute_threads=self._count_threads(),
+            io_threads=plan.io.threads,
+            cold_neurons=segments.cold / bundle.stride,
+            predicted=plan.decode.predictor != "none",
+            stride_bytes=bundle.stride,
+            gate_read_bytes=gate,
+            rest_read_bytes=rest,
+            page_cache_bytes=float(kept),
+            layers=self._group_layers(),
+        )
+
+    def _count_threads(self) -> int:
+        plan = self._resolved.plan
+        if plan.threads.compute is not None:
+            return plan.threads.compute
+        cores = sum(cluster.cores for cluster in self._cpu[1].clusters)
+        return max(1, cores - plan.io.threads) if cores else 4
+
+    def _group_layers(self) -> tuple[LayerChoice, ...]:
+        kinds: Counter[tuple[float, float]] = Counter()
+        for layer in self._resolved.layers:
+            dense = layer.split.get(self._dense_name, 0.0) if self._dense_name else 0.0
+            kinds[(dense, layer.hot)] += 1
+        return tuple(
+            LayerChoice(dense=dense, hot=hot, count=count) for (dense, hot), count in kinds.items()
+        )
+
+    # ----------------------------------------------------------------- findings
+
+    def _use(self, name: str, status: str, source: str) -> None:
+        figure = Figure(name=name, status=status, source=source)
+        if figure not in self.figures:
+            self.figures.append(figure)
+
+    def _miss(self, name: str, help_text: str) -> None:
+        device = self._device.id
+        self._report(f"the device {device!r} has no figure {name}", help_text)
+
+    def _report(self, message: str, help_text: str, code: str = MISSING_FIGURE) -> None:
+        span = Span.of_file(str(self._resolved.path))
+        self.missing.append(Diagnostic(code=code, message=message, help=help_text, span=span))
+
+
+def _split_reads(bundle: BundleLayout, phases: int, block: int | None) -> tuple[int, int]:
+    """Bytes of the first and second read of a missing neuron."""
+    if phases == 1:
+        return bundle.stride, 0
+    gate = weight_bytes(bundle.hidden, bundle.precision)
+    gate += scale_bytes(bundle.hidden, bundle.precision)
+    first = min(bundle.stride, round_up(gate, block or _BLOCK_BYTES))
+    return first, bundle.stride - first
