@@ -25,7 +25,7 @@ from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096
-ROTATED_BYTES = 400 << 20
+ROTATED_BYTES = 300 << 20
 """More than any last-level cache of these machines."""
 
 
@@ -207,13 +207,13 @@ class Bench:
         slots = np.stack(
             [np.sort(rng.choice(len(arena), count, replace=False)) for _ in range(16)]
         ).astype(np.int32)
-        gates, firing = allocate("float32", neurons), allocate("int32", neurons)
         partial = allocate("float32", spec.threads, HIDDEN)
         counts = allocate("int32", spec.threads + 1)
         kernel = self.kernels["add_neurons"]
         ones, norm, x = allocate("float32", 1, HIDDEN), self.norm, self.make_activations(1, HIDDEN)
         ones[:] = 1
         self.kernels["begin_ffn"](1, *self.flat(ones, norm, *x, self.y))
+        gates, firing = allocate("float32", neurons), allocate("int32", neurons)
         fixed = self.flat(*x, gates, firing, partial, counts, self.y)
 
         def run(index: int) -> None:
