@@ -74,10 +74,17 @@ class NeuronCache:
         At most ``cold_capacity`` of them may be cold.  The caller reads the missing ones into
         their slots before the next call.
         """
+        counters = self.counters[layer]
+        hot = self.hot_slots[layer]
+        if len(hot) == self.neurons:
+            counters.hits += len(indices)
+            none = indices[:0]
+            return Lookup(
+                resident_slots=indices + np.int32(hot.start), missing=none, missing_slots=none
+            )
         slots = self._slot_of[layer, indices]
         absent = slots == ABSENT
         resident, missing = slots[~absent], indices[absent]
-        counters = self.counters[layer]
         counters.hits += len(resident)
         counters.misses += len(missing)
         self._policy.touch(resident[resident >= self._first_cold] - self._first_cold)
