@@ -1,4 +1,8 @@
-"""Tables of rotary position embeddings, shared by the backends."""
+"""Tables of rotary position embeddings, shared by the backends.
+
+A store keeps heads so that element i turns with element i + head_dim / 2
+(`pi2.plan.tensor_names`); pairs that are not rotated have the frequency 0.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,62 @@ import numpy.typing as npt
 
 from pi2.plan.model import Rope
 
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
-def compute_frequencies(rope: Rope, head_dim: int) -> npt.NDArray[np.float64]:
-    """Angular frequencies [head_dim / 2] in radians per token.
+
+def compute_frequencies(rope: Rope, head_dim: int) -> F64:
+    """Angular frequencies [head_dim / 2] in radians per token, those of rotated pairs first.
 
     ``linear`` divides all by the factor; ``llama3`` divides the long wavelengths, keeps the short
-    ones, and blends between (the rule that Llama 3.1 published with its configuration).
+    ones, and blends between (the rule that Llama 3.1 published with its configuration); ``yarn``
+    blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2).
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    frequencies = rope.theta**-exponents
+    rotated = rope.count_rotated(head_dim)
+    frequencies = np.zeros(head_dim // 2)
+    if rotated:
+        plain = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+        frequencies[: rotated // 2] = _scale(rope, plain, rotated)
+    return frequencies
+
+
+def compute_rope_tables(rope: Rope, head_dim: int, context: int) -> tuple[F32, F32]:
+    """Cosines and sines [context, head_dim / 2], float32."""
+    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim))
+    cosines, sines = np.cos(angles), np.sin(angles)
+    if rope.kind == "yarn":
+        factor = rope.attention_factor
+        if factor is None:
+            factor = 0.1 * math.log(rope.factor) + 1.0
+        pairs = rope.count_rotated(head_dim) // 2
+        cosines[:, :pairs] *= factor
+        sines[:, :pairs] *= factor
+    return cosines.astype(np.float32), sines.astype(np.float32)
+
+
+def _scale(rope: Rope, frequencies: F64, rotated: int) -> F64:
+    """Frequencies [rotated / 2] with the scaling of ``rope``."""
     if rope.kind == "linear":
-        return np.asarray(frequencies / rope.factor)
+        return frequencies / rope.factor
     if rope.kind == "llama3":
         wavelengths = 2 * math.pi / frequencies
         low, high = rope.low_frequency_factor, rope.high_frequency_factor
-        smooth = np.clip((rope.original_context / wavelengths - low) / (high - low), 0.0, 1.0)
-        return np.asarray((1 - smooth) * frequencies / rope.factor + smooth * frequencies)
-    return np.asarray(frequencies)
+        kept = np.clip((rope.original_context / wavelengths - low) / (high - low), 0.0, 1.0)
+    elif rope.kind == "yarn":
+        first = _find_pair(rope, rope.fast_rotations, rotated)
+        last = _find_pair(rope, rope.slow_rotations, rotated)
+        if rope.whole_pairs:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rotated - 1)
+        # The published code widens an empty range, so as not to divide by zero.
+        width = (last - first) or 0.001
+        kept = 1 - np.clip((np.arange(rotated // 2) - first) / width, 0.0, 1.0)
+    else:
+        return frequencies
+    return np.asarray((1 - kept) * frequencies / rope.factor + kept * frequencies)
 
 
-def compute_rope_tables(
-    rope: Rope, head_dim: int, context: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosines and sines [context, head_dim / 2], float32."""
-    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+def _find_pair(rope: Rope, rotations: float, rotated: int) -> float:
+    """Number of the pair that turns ``rotations`` times within the original context."""
+    turns = rope.original_context / (rotations * 2 * math.pi)
+    return rotated * math.log(turns) / (2 * math.log(rope.theta))

@@ -17,6 +17,10 @@ one fp16 scale.  Groups are taken together in *blocks* of 16 lanes, then a tail 
 So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
 up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  int8
 activations use the int8 layout.  fp16 vectors are plain.  Scales follow in the order of groups.
+
+A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
+neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
+come last, float32, at a multiple of 4 bytes.
 """
 
 from __future__ import annotations
@@ -76,27 +80,58 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """A neuron's float32 bias: of which part, and its byte in the bundle."""
+
+    name: PartName
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BundleLayout:
-    """One neuron in the store: gate row, up row, down column, each followed by its scales."""
+    """One neuron in the store: the vectors with their scales, and its biases."""
 
     hidden: int
     precision: Precision
     parts: tuple[Part, ...]
     used_bytes: int
     stride: int
+    biases: tuple[Bias, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether neurons have a gate."""
+        return self.parts[0].name == "gate"
 
 
-def lay_out_bundle(hidden: int, precision: Precision, stride: int | None = None) -> BundleLayout:
-    """Lay out a gated FFN's bundle; ``stride`` defaults to the next multiple of 512 bytes."""
+def lay_out_bundle(
+    hidden: int,
+    precision: Precision,
+    stride: int | None = None,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+) -> BundleLayout:
+    """Lay out a neuron; ``stride`` defaults to the next multiple of 512 bytes."""
     offset, parts = 0, []
-    names: tuple[PartName, ...] = ("gate", "up", "down")
+    names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
         scales = offset + weight_bytes(hidden, precision)
         parts.append(Part(name=name, weights_offset=offset, scales_offset=scales))
         offset = scales + scale_bytes(hidden, precision)
+    biases: list[Bias] = []
+    for name in names[:-1] if bias else ():
+        offset = round_up(offset, 4)
+        biases.append(Bias(name=name, offset=offset))
+        offset += 4
     if stride is None:
         stride = round_up(offset, 512)
     assert stride >= offset, (stride, offset)
     return BundleLayout(
-        hidden=hidden, precision=precision, parts=tuple(parts), used_bytes=offset, stride=stride
+        hidden=hidden,
+        precision=precision,
+        parts=tuple(parts),
+        used_bytes=offset,
+        stride=stride,
+        biases=tuple(biases),
     )

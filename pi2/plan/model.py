@@ -7,13 +7,22 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
+from pi2.plan.layout import BundleLayout, lay_out_bundle
 
 Precision = Literal["int4", "int8", "fp16"]
 """Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
 
-Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu"]
+Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
 """Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
-below a threshold (ProSparse); relu2 is the square of ReLU."""
+below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
+that Gemma uses."""
+
+SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
+"""Those that are zero nowhere: no neuron can be left out without changing the result."""
+
+
+LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
+"""A layer, the first being 0."""
 
 
 class Shape(Table):
@@ -40,27 +49,56 @@ class Shape(Table):
 class Norm(Table):
     """Normalisation before attention, before the FFN, and at the end."""
 
-    kind: Literal["rmsnorm"] = "rmsnorm"
-    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight."""
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: that of x - mean(x)."""
     epsilon: float = Field(default=1e-5, gt=0.0)
     """Added to the mean of squares."""
+    bias: bool = False
+    """Whether a bias is added."""
+    weight_offset: float = 0.0
+    """What the checkpoint leaves out of its weights: 1 for Gemma, whose norms multiply by
+    1 + weight."""
 
 
 class Rope(Table):
-    """Rotary position embedding, rotating the two halves of a head."""
+    """Rotary position embedding, rotating pairs of a head's elements."""
 
-    kind: Literal["plain", "linear", "llama3"] = "plain"
-    """Scaling of positions or frequencies."""
+    kind: Literal["plain", "linear", "llama3", "yarn", "none"] = "plain"
+    """Scaling of positions or frequencies; ``none`` rotates nothing."""
     theta: float = Field(default=10000.0, gt=1.0)
     """Base of the frequencies."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Part of a head that is rotated, from its first element on."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which elements of the checkpoint's heads turn together: one of each half of the rotated
+    part, or two that follow each other."""
     factor: float = Field(default=1.0, ge=1.0)
-    """By how much the context is stretched (``linear``, ``llama3``)."""
+    """By how much the context is stretched (``linear``, ``llama3``, ``yarn``)."""
     low_frequency_factor: float = Field(default=1.0, gt=0.0)
     """Longest wavelength kept unscaled by factor (``llama3``)."""
     high_frequency_factor: float = Field(default=4.0, gt=0.0)
     """Shortest wavelength that is scaled (``llama3``)."""
     original_context: Count = 8192
-    """Context before stretching, in tokens (``llama3``)."""
+    """Context before stretching, in tokens (``llama3``, ``yarn``)."""
+    fast_rotations: float = Field(default=32.0, gt=0.0)
+    """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
+    slow_rotations: float = Field(default=1.0, gt=0.0)
+    """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
+    whole_pairs: bool = True
+    """Whether the two bounds are rounded to whole pairs (``yarn``)."""
+    attention_factor: float | None = Field(default=None, gt=0.0, examples=[1.1])
+    """What sines and cosines are multiplied by (``yarn``); absent means 0.1 ln(factor) + 1."""
+
+    def count_rotated(self, head_dim: int) -> int:
+        """Elements of a head that are rotated."""
+        return 0 if self.kind == "none" else int(head_dim * self.share)
+
+
+class Positions(Table):
+    """Learned position vectors, added to the embeddings."""
+
+    offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
+    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
 
 
 class Attention(Table):
@@ -68,17 +106,42 @@ class Attention(Table):
 
     qkv_bias: bool = False
     """Whether query, key and value projections have a bias."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    head_norm: bool = False
+    """Whether every head of queries and keys goes through an RMSNorm before it is rotated."""
+    scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
+    """What scores are multiplied by; absent means 1 / sqrt(head_dim)."""
+    softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
+    """Scores s become c tanh(s / c), where it is stated."""
     sliding_window: Count | None = None
     """Tokens that a query looks back, itself included; absent means all."""
+    window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
+    """Layers that have the sliding window; absent means all."""
 
 
 class Ffn(Table):
-    """The gated feed-forward network: down(act(gate x) * up x)."""
+    """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
 
     activation: Activation
     """Its activation."""
     threshold: float = 0.0
     """Activations at or below it are zero (``fatrelu``)."""
+    gated: bool = True
+    """Whether neurons have a gate."""
+    bias: bool = False
+    """Whether gate, up and down have biases."""
+
+
+class Multipliers(Table):
+    """Constants that a few families multiply by; 1 where they do not."""
+
+    embedding: float = 1.0
+    """Embeddings, as they enter the first layer."""
+    residual: float = 1.0
+    """What attention and the FFN add to the residual stream."""
+    logits: float = 1.0
+    """Logits, before their soft cap."""
 
 
 class Moe(Table):
@@ -146,16 +209,51 @@ class Tensors(Table):
     """Bias of the key projection."""
     value_bias: str = "model.layers.{layer}.self_attn.v_proj.bias"
     """Bias of the value projection."""
+    output_bias: str = "model.layers.{layer}.self_attn.o_proj.bias"
+    """Bias of the output projection."""
+    fused_qkv: str | None = Field(
+        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.weight"]
+    )
+    """Query, key and value projections in one tensor, which then replaces the three."""
+    fused_qkv_bias: str | None = Field(
+        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.bias"]
+    )
+    """Their biases in one tensor."""
+    fused_order: Literal["stacked", "grouped"] = "stacked"
+    """``stacked``: all query rows, all key rows, all value rows; ``grouped``: for every key head
+    its queries, its key, its value."""
+    query_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
+    """Norm of every query head [head_dim]."""
+    key_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
+    """Norm of every key head [head_dim]."""
+    attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
+    """Bias of the norm before attention."""
     ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
-    """Norm before the FFN [hidden]."""
+    """Norm before the FFN [hidden]; the one before attention where both share it."""
+    ffn_norm_bias: str = "model.layers.{layer}.post_attention_layernorm.bias"
+    """Bias of the norm before the FFN."""
     gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
     """Gate projection [ffn, hidden]."""
     up: str = "model.layers.{layer}.mlp.up_proj.weight"
     """Up projection [ffn, hidden]."""
     down: str = "model.layers.{layer}.mlp.down_proj.weight"
     """Down projection [hidden, ffn]."""
+    fused_gate_up: str | None = Field(
+        default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
+    )
+    """Gate and up projections in one tensor [2 x ffn, hidden], gates first."""
+    gate_bias: str = "model.layers.{layer}.mlp.gate_proj.bias"
+    """Bias of the gate projection [ffn]."""
+    up_bias: str = "model.layers.{layer}.mlp.up_proj.bias"
+    """Bias of the up projection [ffn]."""
+    down_bias: str = "model.layers.{layer}.mlp.down_proj.bias"
+    """Bias of the down projection [hidden]."""
     final_norm: str = "model.norm.weight"
     """Norm after the last layer [hidden]."""
+    final_norm_bias: str = "model.norm.bias"
+    """Its bias."""
+    positions: str = "model.embed_positions.weight"
+    """Learned position vectors [context + offset, hidden]."""
     head: str = "lm_head.weight"
     """Output head [vocab, hidden], where it is not tied."""
     router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
@@ -166,6 +264,10 @@ class Tensors(Table):
     """Second matrix of the activation predictor [ffn, rank]."""
     predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
     """Bias of the activation predictor [ffn]."""
+
+
+TENSOR_OPTIONS = frozenset({"fused_order"})
+"""Keys of `Tensors` that are not names."""
 
 
 class Predictor(Table):
@@ -201,12 +303,20 @@ class Model(Document):
     """Normalisation."""
     rope: Rope = Rope.default()
     """Positions."""
+    positions: Positions | None = None
+    """Learned position vectors, if the model has them."""
     attention: Attention = Attention.default()
     """Attention."""
+    residual: Literal["sequential", "parallel"] = "sequential"
+    """``parallel``: the FFN reads the layer's input, not what attention has made of it."""
     ffn: Ffn
     """Feed-forward network."""
     moe: Moe | None = None
     """Mixture of experts; absent means one FFN per layer."""
+    multipliers: Multipliers = Multipliers.default()
+    """Constant factors."""
+    logit_softcap: float | None = Field(default=None, gt=0.0, examples=[30.0])
+    """Logits x become c tanh(x / c), where it is stated."""
     tied_head: bool = False
     """Whether the head is the embedding table."""
     tokenizer: Tokenizer = Tokenizer.default()
@@ -224,3 +334,20 @@ class Model(Document):
     def layer_neurons(self) -> int:
         """FFN neurons of a layer, those of all experts together."""
         return self.shape.ffn * (self.moe.experts if self.moe is not None else 1)
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether no activation is ever exactly zero."""
+        return self.ffn.activation in SMOOTH_ACTIVATIONS
+
+    def lay_out_bundle(self, stride: int | None = None) -> BundleLayout:
+        """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
+        ffn = self.ffn
+        return lay_out_bundle(
+            self.shape.hidden, self.quantization.ffn, stride, gated=ffn.gated, bias=ffn.bias
+        )
+
+    def find_window(self, layer: int) -> int | None:
+        """Tokens that queries of ``layer`` look back, themselves included; None means all."""
+        layers = self.attention.window_layers
+        return self.attention.sliding_window if layers is None or layer in layers else None

@@ -121,14 +121,20 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
     return codes
 
 
-def pack_bundles(gate: F32, up: F32, down: F32, layout: BundleLayout) -> U8:
+def pack_bundles(
+    gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
+) -> U8:
     """Quantise neurons into bundles uint8 [n, stride].
 
-    ``gate`` and ``up`` are float32 [n, hidden] rows, ``down`` float32 [n, hidden] holds the
-    columns of down_proj as rows.  Bytes beyond ``used_bytes`` are zero.
+    ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
+    float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
+    [n, len(layout.biases)].  Bytes beyond ``used_bytes`` are zero.
     """
-    bundles = np.zeros((gate.shape[0], layout.stride), np.uint8)
-    vectors = {"gate": gate, "up": up, "down": down}
+    bundles = np.zeros((up.shape[0], layout.stride), np.uint8)
+    vectors = {"up": up, "down": down}
+    if gate is not None:
+        vectors["gate"] = gate
+    assert (gate is not None) == layout.is_gated, layout
     for part in layout.parts:
         weights, scales = quantize(vectors[part.name], layout.precision)
         end = part.weights_offset + weights.shape[1]
@@ -136,16 +142,34 @@ def pack_bundles(gate: F32, up: F32, down: F32, layout: BundleLayout) -> U8:
         if scales is not None:
             packed = scales.view(np.uint8)
             bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    assert (biases is not None) == bool(layout.biases), layout
+    if biases is not None:
+        assert biases.dtype == np.float32 and np.isfinite(biases).all()
+        for column, bias in enumerate(layout.biases):
+            values = np.ascontiguousarray(biases[:, column], "<f4").view(np.uint8)
+            bundles[:, bias.offset : bias.offset + 4] = values.reshape(-1, 4)
     return bundles
 
 
 def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
-    """Undo `pack_bundles`: gate, up and down (columns as rows), float32 [n, hidden] each."""
-    vectors = {
-        part.name: dequantize(*slice_part(bundles, layout, index), layout.hidden, layout.precision)
-        for index, part in enumerate(layout.parts)
-    }
-    return vectors["gate"], vectors["up"], vectors["down"]
+    """Undo `pack_bundles` of gated neurons: gate, up and down (columns as rows), float32
+    [n, hidden] each."""
+    assert layout.is_gated, layout
+    gate, up, down = (unpack_part(bundles, layout, index) for index in range(3))
+    return gate, up, down
+
+
+def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
+    """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
+    weights, scales = slice_part(bundles, layout, index)
+    return dequantize(weights, scales, layout.hidden, layout.precision)
+
+
+def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
+    """Bias ``index`` (`BundleLayout.biases`) of ``bundles`` uint8 [n, stride]: float32 [n]."""
+    offset = layout.biases[index].offset
+    column = np.ascontiguousarray(bundles[:, offset : offset + 4])
+    return np.asarray(column.view("<f4")[:, 0], np.float32)
 
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 | None]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.device import Device
-from pi2.plan.layout import GROUP, BundleLayout, lay_out_bundle, round_up
+from pi2.plan.layout import GROUP, BundleLayout, round_up
 from pi2.plan.model import Model
 from pi2.plan.paths import KeyPath
 from pi2.plan.plan import Plan
@@ -101,8 +101,8 @@ def _path(*parts: str | int) -> KeyPath:
 
 def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     """The plan's bundle; a stride that is too small counts as the smallest that is not."""
-    layout = lay_out_bundle(model.shape.hidden, model.quantization.ffn)
+    layout = model.lay_out_bundle()
     stride = max(plan.bundle.stride, round_up(layout.used_bytes, 512))
     if plan.bundle.stride >= layout.used_bytes:
         stride = plan.bundle.stride
-    return lay_out_bundle(model.shape.hidden, model.quantization.ffn, stride)
+    return model.lay_out_bundle(stride)

@@ -25,6 +25,8 @@ ALIGNMENT = 64
 """Every allocation begins at a multiple of it, in bytes."""
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""
+KV_SPANS = 16
+"""Parts of the context whose attention is added up apart, at most."""
 STAGED_NEURONS = 512
 """Most neurons in one staging buffer of the prefill."""
 STAGING_BUFFERS = 2
@@ -88,8 +90,10 @@ def _need_attention(model: Model) -> Need:
     """Dense weights.
 
     embedding V x d; per layer qkv (h + 2k) w x d, output d x h w, two norms of d floats, and
-    (h + 2k) w floats of bias and a router of e x d floats where the model has them; final norm
-    d floats; head V x d if untied.  Every tensor is rounded up to 64 bytes.
+    (h + 2k) w floats of bias, two norms of w floats for heads, d floats for each other bias and a
+    router of e x d floats where the model has them; final norm d floats; learned positions of 2 d
+    bytes for each token of the model's context; head V x d if untied.  Every tensor is rounded up
+    to 64 bytes.
     """
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -97,33 +101,49 @@ def _need_attention(model: Model) -> Need:
     norm = _align(4 * shape.hidden)
     layer = _align(matrix_bytes(qkv, shape.hidden, precision.attention))
     layer += _align(matrix_bytes(shape.hidden, query, precision.attention)) + 2 * norm
+    norms = 1 + model.norm.bias
+    layer += 2 * norm * (norms - 1) + norm * (model.attention.output_bias + model.ffn.bias)
     if model.attention.qkv_bias:
         layer += _align(4 * qkv)
+    if model.attention.head_norm:
+        layer += 2 * _align(4 * shape.head_dim)
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.hidden)
     embedding = _align(matrix_bytes(shape.vocab, shape.hidden, precision.embedding))
     head = 0
     if not model.tied_head:
         head = _align(matrix_bytes(shape.vocab, shape.hidden, precision.head))
-    total = embedding + shape.layers * layer + norm + head
+    positions = 0
+    if model.positions is not None:
+        positions = _align(matrix_bytes(shape.context, shape.hidden, "fp16"))
+    total = embedding + positions + shape.layers * layer + norm * norms + head
     parts = [f"embedding {approximate_bytes(embedding)}"]
     parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
+    if positions:
+        parts.append(f"positions {approximate_bytes(positions)}")
     if head:
         parts.append(f"head {approximate_bytes(head)}")
     return Need(total, ", ".join(parts))
 
 
 def _need_kv(plan: Plan, model: Model) -> Need:
-    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16."""
+    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16.
+
+    int8 has a scale of 2 bytes besides for every vector of w elements.
+    """
     shape = model.shape
     tokens = round_up(plan.kv.context, KV_TOKENS)
-    element = {"fp16": 2}[plan.kv.type]
+    element = {"fp16": 2, "int8": 1}[plan.kv.type]
     row = shape.kv_heads * shape.head_dim
     total = 2 * shape.layers * _align(tokens * row * element)
+    scales = ""
+    if plan.kv.type == "int8":
+        total += 2 * shape.layers * _align(tokens * shape.kv_heads * 2)
+        scales = f", and {shape.kv_heads} scales"
     return Need(
         total,
         f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
-        f"of {element} bytes",
+        f"of {element} byte{'s' if element > 1 else ''}{scales}",
     )
 
 
@@ -131,13 +151,16 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
     """What finds the active neurons.
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and
-    scales of all gate rows; none: nothing.
+    scales of all gate rows (of the up rows where neurons have no gate), and f floats where they
+    have biases; none: nothing.
     """
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
         layer = _align(model.layer_neurons * weight_bytes(shape.hidden, precision))
         layer += _align(model.layer_neurons * scale_bytes(shape.hidden, precision))
+        if model.ffn.bias:
+            layer += _align(4 * model.layer_neurons)
         return Need(
             shape.layers * layer,
             f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
@@ -199,8 +222,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
     floats; 264 floats of dense FFN; its id.  V floats of logits for up to 16 tokens.  Rotary
-    positions (context w floats), five numbers per neuron of a layer, d floats and 16 KiB per
-    thread.  Two staging buffers of min(f, 512) neurons.
+    positions (context w floats), 16 spans of attention of w + 2 floats per head, five numbers per
+    neuron of a layer, d floats and 16 KiB per thread.  Two staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -213,6 +236,7 @@ def _need_workspace(resolved: Resolved) -> Need:
     activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     tables = 4 * plan.kv.context * shape.head_dim + 20 * model.layer_neurons
+    tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
     tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
         activations + logits + tables + staging,

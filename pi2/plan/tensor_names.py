@@ -5,14 +5,23 @@ from __future__ import annotations
 EMBEDDING = "embedding"
 HEAD = "head"
 FINAL_NORM = "final_norm"
+FINAL_NORM_BIAS = "final_norm_bias"
+POSITIONS = "positions"
+"""Learned position vectors, fp16 [context, hidden], that of position 0 first."""
 
 
 def name_layer_tensor(layer: int, kind: str) -> str:
     """Name of a layer's tensor, for example ``layers.3.qkv``.
 
-    Kinds: ``attention_norm`` and ``ffn_norm`` (float32 [1, hidden]); ``qkv`` [(heads + 2 kv_heads)
-    head_dim, hidden], query rows first, then key, then value; ``qkv_bias`` float32 [1, rows of
-    qkv]; ``output`` [hidden, heads head_dim]; ``predictor_in`` [rank, hidden], ``predictor_out``
-    [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored order.
+    Kinds: ``attention_norm`` and ``ffn_norm`` (float32 [1, hidden], what the checkpoint leaves out
+    of them added), with ``_bias`` their biases; ``qkv`` [(heads + 2 kv_heads) head_dim, hidden],
+    query rows first, then key, then value; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm``
+    and ``key_norm`` float32 [1, head_dim]; ``output`` [hidden, heads head_dim] and ``output_bias``
+    float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``predictor_in`` [rank, hidden],
+    ``predictor_out`` [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored
+    order.
+
+    Rows of query and key (also of their biases and norms) are in an order in which element i of a
+    head is rotated with element i + head_dim / 2, whatever the checkpoint's is.
     """
     return f"layers.{layer}.{kind}"

@@ -9,7 +9,28 @@ from typing import Any
 
 from pi2.plan.model import Model
 
-_PARTS = ("shape", "norm", "rope", "attention", "ffn", "moe", "tied_head", "quantization")
+_PARTS = (
+    "shape",
+    "norm",
+    "rope",
+    "positions",
+    "attention",
+    "residual",
+    "ffn",
+    "moe",
+    "multipliers",
+    "logit_softcap",
+    "tied_head",
+    "quantization",
+)
+_NEWER = {
+    "norm": ("bias", "weight_offset"),
+    "rope": ("share", "pairs", "fast_rotations", "slow_rotations", "whole_pairs"),
+    "attention": ("output_bias", "head_norm"),
+    "ffn": ("gated", "bias"),
+    "multipliers": ("embedding", "residual", "logits"),
+}
+"""Options that came after the first stores were written: described where they are used."""
 
 
 def describe_weights(model: Model) -> dict[str, Any]:
@@ -19,6 +40,15 @@ def describe_weights(model: Model) -> dict[str, Any]:
     not change the digest of models that do not use it.
     """
     parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
+    for table, options in _NEWER.items():
+        fields = type(getattr(model, table)).model_fields
+        for option in options:
+            if parts[table][option] == fields[option].default:
+                del parts[table][option]
+        if not parts[table]:
+            del parts[table]
+    if model.residual == "sequential":
+        del parts["residual"]
     if model.predictor is not None:
         parts["predictor"] = {"rank": model.predictor.rank}
     return parts

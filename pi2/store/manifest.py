@@ -81,6 +81,8 @@ class StoredBundle(Table):
     """Bytes of a neuron without its padding."""
     parts: tuple[StoredPart, ...]
     """Its vectors."""
+    biases: tuple[Offset, ...] = ()
+    """Bytes of its float32 biases, in the order of the vectors that they belong to."""
 
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
@@ -91,6 +93,7 @@ class StoredBundle(Table):
             stride=layout.stride,
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),
+            biases=tuple(bias.offset for bias in layout.biases),
         )
 
     @model_validator(mode="after")
@@ -98,14 +101,22 @@ class StoredBundle(Table):
         if self.hidden % 32 or self.stride < self.used_bytes or self.stride % ALIGNMENT:
             raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
         layout = self.layout
-        if (self.used_bytes, self.parts) != (layout.used_bytes, _describe_parts(layout)):
+        biases = tuple(bias.offset for bias in layout.biases)
+        stored = (self.used_bytes, self.parts, self.biases)
+        if stored != (layout.used_bytes, _describe_parts(layout), biases):
             raise ValueError("the parts of a bundle do not lie as format version 1 says")
         return self
 
     @property
     def layout(self) -> BundleLayout:
         """The same for kernels and plans."""
-        return lay_out_bundle(self.hidden, self.precision, self.stride)
+        return lay_out_bundle(
+            self.hidden,
+            self.precision,
+            self.stride,
+            gated=len(self.parts) == 3,
+            bias=bool(self.biases),
+        )
 
 
 def _describe_parts(layout: BundleLayout) -> tuple[StoredPart, ...]:

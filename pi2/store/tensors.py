@@ -8,7 +8,14 @@ from typing import Literal
 
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
 from pi2.plan.model import Model
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    POSITIONS,
+    name_layer_tensor,
+)
 
 StoredPrecision = Literal["int4", "int8", "fp16", "fp32"]
 
@@ -41,23 +48,38 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
     queries = shape.heads * shape.head_dim
     rows_of_qkv = queries + 2 * shape.kv_heads * shape.head_dim
     tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.hidden)]
+    if model.positions is not None:
+        tensors.append(_quantized(POSITIONS, "fp16", shape.context, shape.hidden))
     for layer in range(shape.layers):
 
         def name(kind: str, layer: int = layer) -> str:
             return name_layer_tensor(layer, kind)
 
         tensors.append(_vector(name("attention_norm"), shape.hidden))
+        if model.norm.bias:
+            tensors.append(_vector(name("attention_norm_bias"), shape.hidden))
         tensors.append(_quantized(name("qkv"), precision.attention, rows_of_qkv, shape.hidden))
         if model.attention.qkv_bias:
             tensors.append(_vector(name("qkv_bias"), rows_of_qkv))
+        if model.attention.head_norm:
+            tensors.append(_vector(name("query_norm"), shape.head_dim))
+            tensors.append(_vector(name("key_norm"), shape.head_dim))
         tensors.append(_quantized(name("output"), precision.attention, shape.hidden, queries))
+        if model.attention.output_bias:
+            tensors.append(_vector(name("output_bias"), shape.hidden))
         tensors.append(_vector(name("ffn_norm"), shape.hidden))
+        if model.norm.bias:
+            tensors.append(_vector(name("ffn_norm_bias"), shape.hidden))
+        if model.ffn.bias:
+            tensors.append(_vector(name("down_bias"), shape.hidden))
         if ranks is not None:
             rank, kind = ranks[layer], precision.predictor
             tensors.append(_quantized(name("predictor_in"), kind, rank, shape.hidden))
             tensors.append(_quantized(name("predictor_out"), kind, shape.ffn, rank))
             tensors.append(_vector(name("predictor_bias"), shape.ffn))
     tensors.append(_vector(FINAL_NORM, shape.hidden))
+    if model.norm.bias:
+        tensors.append(_vector(FINAL_NORM_BIAS, shape.hidden))
     if not model.tied_head:
         tensors.append(_quantized(HEAD, precision.head, shape.vocab, shape.hidden))
     return tensors

@@ -13,7 +13,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.layout import BundleLayout, lay_out_bundle
+from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.store.arrow_file import (
     DenseFile,
@@ -75,9 +75,7 @@ class StoreWriter:
         Raises `UserError` P521-P523 if the store may not or cannot be written.
         """
         self.model = model
-        self.bundle: BundleLayout = lay_out_bundle(
-            model.shape.hidden, model.quantization.ffn, stride
-        )
+        self.bundle: BundleLayout = model.lay_out_bundle(stride)
         self.tensors: list[DenseTensor] = list_tensors(model, ranks)
         self._ranks = None if ranks is None else tuple(ranks)
         self._order = order

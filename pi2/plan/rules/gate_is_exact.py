@@ -1,7 +1,7 @@
 """``decode.predictor = "gate"`` needs an activation that is zero where the gate is not positive.
 
 Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
-so that it may be left out; SiLU is zero nowhere.
+so that it may be left out; SiLU and GELU are zero nowhere.
 
 Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
@@ -21,11 +21,14 @@ NEEDS = ("plan", "model")
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare predictor and activation."""
-    if facts.plan.decode.predictor != "gate" or facts.model.ffn.activation != "silu":
+    if facts.plan.decode.predictor != "gate" or not facts.model.is_smooth:
         return
+    name = facts.model.ffn.activation
     yield Finding(
         path=("decode", "predictor"),
-        message="the gate says nothing of inactive neurons: the activation is silu",
+        message=f"the gate says nothing of inactive neurons: the activation is {name}",
         help='write predictor = "none"',
-        origins=(Origin(document="model", path=("ffn", "activation"), text='activation = "silu"'),),
+        origins=(
+            Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
+        ),
     )

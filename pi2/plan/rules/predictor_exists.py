@@ -22,7 +22,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Look for the model's predictors."""
     if facts.plan.decode.predictor != "low-rank" or facts.model.predictor is not None:
         return
-    lossless = facts.model.ffn.activation != "silu"
+    lossless = not facts.model.is_smooth
     yield Finding(
         path=("decode", "predictor"),
         message=f"the model `{facts.model.id}` has no low-rank predictors",

@@ -1,7 +1,7 @@
 """Position scaling is complete and has an effect.
 
-Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, whose
-factors must be in order.
+Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, ``yarn``
+between two numbers of rotations, which must be in order; elements turn in pairs.
 
 Example: ``kind = "plain"`` with ``factor = 4.0``.
 
@@ -22,13 +22,30 @@ NEEDS = ("model",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare kind and factors."""
     rope = facts.model.rope
-    if rope.kind == "plain" and rope.factor != 1.0:
+    kind = Origin(document="model", path=("rope", "kind"), text=f'kind = "{rope.kind}"')
+    if rope.kind in ("plain", "none") and rope.factor != 1.0:
+        subject = "plain positions ignore" if rope.kind == "plain" else "no rotation ignores"
         yield Finding(
             document="model",
             path=("rope", "factor"),
-            message=f"plain positions ignore the factor {rope.factor:g}",
+            message=f"{subject} the factor {rope.factor:g}",
             help='write kind = "linear" or "llama3", or remove the factor',
-            origins=(Origin(document="model", path=("rope", "kind"), text='kind = "plain"'),),
+            origins=(kind,),
+        )
+    if rope.kind == "yarn" and rope.fast_rotations <= rope.slow_rotations:
+        yield Finding(
+            document="model",
+            path=("rope", "fast_rotations"),
+            message=f"fast_rotations is {rope.fast_rotations:g}, expected more than "
+            f"slow_rotations, {rope.slow_rotations:g}",
+        )
+    rotated = rope.count_rotated(facts.model.shape.head_dim)
+    if rope.share < 1.0 and (rotated == 0 or rotated % 2):
+        yield Finding(
+            document="model",
+            path=("rope", "share"),
+            message=f"{rotated} elements of a head are rotated, expected an even number",
+            help="take the share from the checkpoint's configuration",
         )
     if rope.kind == "llama3" and rope.high_frequency_factor <= rope.low_frequency_factor:
         yield Finding(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.layout import lay_out_bundle, round_up
+from pi2.plan.layout import round_up
 from pi2.plan.quantities import format_bytes
 from pi2.plan.resolved import has_packable_shape
 from pi2.plan.sizes import find_block_bytes
@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if not has_packable_shape(model):
         return
-    used = lay_out_bundle(model.shape.hidden, model.quantization.ffn).used_bytes
+    used = model.lay_out_bundle().used_bytes
     if stride < used or stride % block == 0:  # P220 speaks of a stride that is too small
         return
     origins: tuple[Origin, ...] = ()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.layout import lay_out_bundle, round_up
+from pi2.plan.layout import round_up
 from pi2.plan.quantities import format_bytes
 from pi2.plan.resolved import has_packable_shape
 from pi2.plan.sizes import find_block_bytes
@@ -33,7 +33,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if not has_packable_shape(model):
         return
-    used = lay_out_bundle(model.shape.hidden, model.quantization.ffn).used_bytes
+    used = model.lay_out_bundle().used_bytes
     block = find_block_bytes(facts.device)
     stride = facts.plan.bundle.stride
     fitting = round_up(used, block)

@@ -14,13 +14,15 @@ import re
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding
+from pi2.plan.model import TENSOR_OPTIONS
 
 CODE = "P247"
 SEVERITY = "error"
 NEEDS = ("model",)
 
-_ONCE = frozenset({"embedding", "final_norm", "head"})
+_ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head"})
 _PER_EXPERT = frozenset({"gate", "up", "down", "predictor_in", "predictor_out", "predictor_bias"})
+_BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 
@@ -28,6 +30,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Look for the placeholders of every name."""
     model = facts.model
     for key, name in model.tensors:
+        if key in TENSOR_OPTIONS or name is None or (key in _BIASES and not model.ffn.bias):
+            continue
         wanted = {"{layer}"} if key not in _ONCE else set()
         if model.moe is not None and key in _PER_EXPERT:
             wanted.add("{expert}")
