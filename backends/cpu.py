@@ -27,7 +27,15 @@ import numpy.typing as npt
 from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES
 from pi2.backends.kernels.runtime import Library, find_runtime_library
-from pi2.backends.kernels.spec import KV_BLOCK, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import (
+    KV_BLOCK,
+    KV_DTYPES,
+    PANEL,
+    PARTS,
+    SPANS,
+    UNPACKED,
+    KernelSpec,
+)
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
@@ -83,6 +91,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         threshold=model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0,
         qkv_bias=model.attention.qkv_bias,
         window=model.attention.sliding_window,
+        kv=request.kv_type,
         attention=model.quantization.attention,
         embedding=model.quantization.embedding,
         head=model.quantization.embedding if model.tied_head else model.quantization.head,
@@ -186,9 +195,13 @@ class CpuExecutor:
         head = EMBEDDING if request.model.tied_head else HEAD
         self._embed = library.find("embed")
         self._embed_arguments = (*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x)
+        spans = tuple(
+            space.wrap(space.make("float32", spec.heads, SPANS, *size))
+            for size in ((spec.head_dim,), (), ())
+        )
         self._attend = library.find("attend")
         self._attend_arguments = [
-            self._bind_attention(layer, x, rope, qkv, hidden, mixed)
+            (*self._bind_attention(layer, x, rope, qkv, hidden, mixed), *spans)
             for layer in range(shape.layers)
         ]
         self._begin = library.find("begin_ffn")
@@ -241,7 +254,11 @@ class CpuExecutor:
     ) -> tuple[Any, ...]:
         space, spec = self._space, self._spec
         size = self._context * spec.kv_heads * spec.head_dim
-        cache = [space.wrap(space.make("float16", size, segment="kv")) for _ in range(2)]
+        dtype = KV_DTYPES[spec.kv]
+        cache = [space.wrap(space.make(dtype, size, segment="kv")) for _ in range(2)]
+        if spec.kv == "int8":
+            size = self._context * spec.kv_heads
+            cache += [space.wrap(space.make("float16", size, segment="kv")) for _ in range(2)]
         bias = space.wrap_tensor(name_layer_tensor(layer, "qkv_bias")) if spec.qkv_bias else ()
         return (
             x,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pi2.plan.layout import BundleLayout, Precision
 from pi2.plan.model import Model
+from pi2.plan.plan import KvType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +67,8 @@ class BuildRequest:
     """Most tokens in a call of ``embed``."""
     context: int
     """Tokens that the KV cache holds."""
+    kv_type: KvType = "fp16"
+    """What its elements are: ``int8`` has a scale for every head's vector of a token."""
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, resident; needed by ``predict_gate`` only."""

@@ -2,7 +2,7 @@
 
 It is the truth that every kernel is tested against, so it is written to be read: weights are
 dequantised where they are used, activations are never quantised, and nothing is fused.  Keys and
-values are kept in the plan's type (fp16).
+values are kept in the plan's type.
 """
 
 from __future__ import annotations
@@ -63,6 +63,46 @@ def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
+
+    The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
+    """
+    scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
+    kept = scales.astype(np.float32)[..., None]
+    factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
+    return np.clip(np.rint(x * factor), -127, 127).astype(np.int8), scales
+
+
+class KvCache:
+    """Keys (0) and values (1) of all layers, in the plan's type."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        shape = request.model.shape
+        self._int8 = request.kv_type == "int8"
+        vectors = (2, shape.layers, request.context, shape.kv_heads)
+        count, size = int(np.prod(vectors)), shape.head_dim
+        raw = request.allocate("kv", count * size * (1 if self._int8 else 2))
+        self._elements = raw.view(np.int8 if self._int8 else np.float16).reshape(*vectors, size)
+        if self._int8:
+            self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
+
+    def keep(self, kind: int, layer: int, position: int, x: _F32) -> None:
+        """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
+        place = (kind, layer, slice(position, position + len(x)))
+        if self._int8:
+            self._elements[place], self._scales[place] = quantize_kv(x)
+        else:
+            self._elements[place] = x
+
+    def read(self, kind: int, layer: int, end: int) -> _F32:
+        """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
+        found = self._elements[kind, layer, :end].astype(np.float32)
+        if self._int8:
+            found *= self._scales[kind, layer, :end, :, None].astype(np.float32)
+        return found
+
+
 class ReferenceExecutor:
     """Executor of `pi2.backends.protocol` in numpy."""
 
@@ -70,9 +110,7 @@ class ReferenceExecutor:
         self._request = request
         self._model = request.model
         shape = self._model.shape
-        kv_shape = (2, shape.layers, request.context, shape.kv_heads, shape.head_dim)
-        kv_bytes = int(np.prod(kv_shape)) * 2
-        self._kv = request.allocate("kv", kv_bytes).view(np.float16).reshape(kv_shape)
+        self._kv = KvCache(request)
         self._cosines, self._sines = compute_rope_tables(
             self._model.rope, shape.head_dim, request.context
         )
@@ -111,9 +149,9 @@ class ReferenceExecutor:
         cos, sin = self._cosines[position:end], self._sines[position:end]
         query = rotate(query.reshape(count, shape.heads, shape.head_dim), cos, sin)
         key = rotate(key.reshape(count, shape.kv_heads, shape.head_dim), cos, sin)
-        keys, values = self._kv[0, layer], self._kv[1, layer]
-        keys[position:end] = key
-        values[position:end] = value.reshape(count, shape.kv_heads, shape.head_dim)
+        self._kv.keep(0, layer, position, key)
+        self._kv.keep(1, layer, position, value.reshape(count, shape.kv_heads, shape.head_dim))
+        keys, values = self._kv.read(0, layer, end), self._kv.read(1, layer, end)
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]
@@ -123,11 +161,11 @@ class ReferenceExecutor:
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
         for head in range(shape.heads):
             kv_head = head * shape.kv_heads // shape.heads
-            scores = query[:, head] @ keys[:end, kv_head].astype(np.float32).T
+            scores = query[:, head] @ keys[:, kv_head].T
             scores = np.where(visible, scores / np.sqrt(np.float32(shape.head_dim)), -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
-            mixed[:, head] = weights @ values[:end, kv_head].astype(np.float32)
+            mixed[:, head] = weights @ values[:, kv_head]
         self._x = self._x + mixed.reshape(count, query_width) @ self._layer(layer, "output").T
 
     def begin_ffn(self, layer: int) -> None:

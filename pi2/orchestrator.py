@@ -221,6 +221,7 @@ def describe_build(
         neurons=resolved.model.layer_neurons,
         chunk=resolved.plan.prefill.chunk,
         context=resolved.plan.kv.context,
+        kv_type=resolved.plan.kv.type,
         gate_rows=gate_rows,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),

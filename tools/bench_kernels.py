@@ -59,6 +59,7 @@ def make_spec(threads: int, features: Sequence[str], planes: int) -> KernelSpec:
         threshold=0.0,
         qkv_bias=False,
         window=None,
+        kv="fp16",
         attention="int4",
         embedding="int8",
         head="int4",

@@ -1,212 +1,305 @@
-"""Rotary positions, the KV cache, and attention with grouped queries.
+"""Attention with grouped queries over the KV cache (`pi2.backends.kernels.kv`).
 
-KV cache of a layer, fp16: keys [kv_heads, context / 16, head_dim, 16] (16 tokens, one per lane, so
-that scores need no sum across lanes), values [kv_heads, context, head_dim].  ``context`` is a
-multiple of 16.
+A task computes a few queries that share a key and value head over a run of blocks of 16 tokens,
+with an online softmax: scores of a block have a token per lane and need no sum across lanes.
+
+- A chunk of tokens (prefill): a task per key head and `QUERIES_TOGETHER` queries, heads of one
+  token or a head of several tokens.
+- One token (decode): the blocks that it sees are divided into up to `SPANS` spans of at least
+  `SPAN_BLOCKS` blocks, a task per key head and span, whose sums are merged afterwards.  So every
+  thread has work whatever the number of key heads, and the cost grows with the context, not faster.
+  The division depends on the position alone: equal input gives equal bits on any number of threads.
+
+Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (division over the context).
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
+from pi2.backends.kernels.kv import Cache, count_lanes
+from pi2.backends.kernels.spec import KV_BLOCK, KV_ITEM_BYTES, SPANS, KernelSpec
 
-HEADS_TOGETHER = 4
-"""Query heads that share one pass over keys and values."""
+QUERIES_TOGETHER = 4
+"""Queries that share one pass over keys and values: their sums and a key fit the registers."""
+SPAN_BLOCKS = 16
+"""Fewest blocks of a span: 256 tokens."""
 _NEVER = -1e30
 """Score of a masked token: its exponential is 1e-38, which rounds away beside the others."""
+_LINE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cache:
-    """The KV cache of a layer and the room that it has, in tokens."""
+class _Query:
+    """A query vector and the tokens that it sees."""
 
-    keys: v.Buffer
-    values: v.Buffer
-    context: v.Expr
-    once: v.Expr
-    """1, see `Activations.once`."""
-
-
-def count_lanes(length: int) -> int:
-    """Return the widest vector, up to 16 lanes, that divides ``length``."""
-    return math.gcd(length, 16)
+    source: v.Expr
+    """Its first element in ``qkv``."""
+    result: v.Expr
+    """The first element of its sum in the target."""
+    first: v.Expr
+    last: v.Expr
 
 
-def emit_rope(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    cosines: v.Buffer,
-    sines: v.Buffer,
-    cache: Cache,
-    token: v.Expr,
-    position: v.Expr,
-) -> None:
-    """Rotate queries and keys of ``token`` and append keys and values to the cache.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """How the blocks that a token sees are divided, and room for what each span adds up to.
 
-    ``qkv`` float32 [tokens, qkv_rows]: queries are rotated in place and divided by
-    sqrt(head_dim).  ``cosines`` and ``sines`` float32 [context, head_dim / 2]; element d of a head
-    turns with element d + head_dim / 2.
+    ``sums`` float32 [heads, SPANS, head_dim], not yet divided by the total of the shares;
+    ``tops`` and ``totals`` float32 [heads, SPANS]: largest score and total of the shares.
     """
-    size, half = spec.head_dim, spec.head_dim // 2
-    lanes = count_lanes(half)
-    at = v.let(position + token)
-    start = v.let(token * spec.qkv_rows)
 
-    def rotate(head: v.Expr, step: v.Expr, scale: float) -> tuple[v.Expr, v.Expr, v.Expr]:
-        place = v.let(start + head * size + step * lanes)
-        cosine = v.let(v.load(cosines, at * half + step * lanes, lanes))
-        sine = v.let(v.load(sines, at * half + step * lanes, lanes))
-        first = v.let(v.load(qkv, place, lanes))
-        second = v.let(v.load(qkv, place + half, lanes))
-        factor = v.constant(scale, "float32", lanes)
-        return (
-            place,
-            v.let((first * cosine - second * sine) * factor),
-            v.let((second * cosine + first * sine) * factor),
-        )
-
-    with T.serial(spec.heads) as head, T.serial(half // lanes * cache.once) as step:
-        place, first, second = rotate(head, step, 1.0 / math.sqrt(size))
-        v.store(qkv, place, first, lanes)
-        v.store(qkv, place + half, second, lanes)
-    with T.serial(spec.kv_heads) as head:
-        block = v.let(
-            (v.wide(head) * v.wide(T.floordiv(cache.context, KV_BLOCK)))
-            + v.wide(T.floordiv(at, KV_BLOCK))
-        )
-        row = v.let(block * (size * KV_BLOCK) + v.wide(T.floormod(at, KV_BLOCK)))
-        with T.serial(half // lanes * cache.once) as step:
-            _, first, second = rotate(spec.heads + head, step, 1.0)
-            for offset, part in ((0, first), (half, second)):
-                place = row + v.wide((step * lanes + offset) * KV_BLOCK)
-                T.buffer_store(
-                    cache.keys, v.cast(part, "float16", lanes), [v.span(place, lanes, KV_BLOCK)]
-                )
-        source = v.let(start + (spec.heads + spec.kv_heads + head) * size)
-        target = v.let((v.wide(head) * v.wide(cache.context) + v.wide(at)) * size)
-        wide = count_lanes(size)
-        with T.serial(size // wide * cache.once) as step:
-            part = v.cast(v.load(qkv, source + step * wide, wide), "float16", wide)
-            v.store(cache.values, target + v.wide(step * wide), part, wide)
+    sums: v.Buffer
+    tops: v.Buffer
+    totals: v.Buffer
+    count: v.Expr
+    begin: v.Expr
+    """First block."""
+    blocks: v.Expr
+    size: v.Expr
+    """Blocks of a span; the last may have fewer."""
 
 
-def emit_attention(
+def _find_first(spec: KernelSpec, last: v.Expr) -> v.Expr:
+    """Return the first token that the query at ``last`` sees."""
+    if spec.window is None:
+        return T.int32(0)
+    return v.let(T.max(last - (spec.window - 1), 0))
+
+
+def divide_blocks(
+    spec: KernelSpec, position: v.Expr, sums: v.Buffer, tops: v.Buffer, totals: v.Buffer
+) -> Spans:
+    """Return the spans of the token at ``position``."""
+    begin = v.let(T.floordiv(_find_first(spec, position), KV_BLOCK))
+    blocks = v.let(T.floordiv(position, KV_BLOCK) - begin + 1)
+    size = v.let(T.max(T.floordiv(blocks + (SPANS - 1), SPANS), SPAN_BLOCKS))
+    count = v.let(T.floordiv(blocks + size - 1, size))
+    return Spans(
+        sums=sums, tops=tops, totals=totals, count=count, begin=begin, blocks=blocks, size=size
+    )
+
+
+def emit_chunk_attention(
     spec: KernelSpec,
     qkv: v.Buffer,
     cache: Cache,
     output: v.Buffer,
-    token: v.Expr,
+    tokens: v.Expr,
     position: v.Expr,
+    tile: v.Expr,
     kv_head: v.Expr,
 ) -> None:
-    """Attend the query heads of ``kv_head`` to the tokens up to ``position + token``.
+    """Attend the heads of ``kv_head`` for the ``tile``-th `count_tile_tokens` tokens.
 
-    ``output`` float32 [tokens, heads * head_dim].  Online softmax over blocks of 16 tokens.
+    ``output`` float32 [tokens, heads * head_dim].
     """
     group = spec.heads // spec.kv_heads
-    last = v.let(position + token)
-    if spec.window is None:
-        first = T.int32(0)
-    else:
-        first = v.let(T.max(last - (spec.window - 1), 0))
-    for offset in range(0, group, HEADS_TOGETHER):
-        count = min(HEADS_TOGETHER, group - offset)
-        _emit_heads(spec, qkv, cache, output, token, first, last, kv_head, offset, count)
+    together = count_tile_tokens(spec)
+    # The last tile repeats the last token, and finishes it once.
+    named = [v.let(T.min(tile * together + turn, tokens - 1)) for turn in range(together)]
+    for offset in range(0, group, QUERIES_TOGETHER):
+        queries = []
+        for token in named:
+            last = v.let(position + token)
+            first = _find_first(spec, last)
+            for index in range(min(QUERIES_TOGETHER, group - offset)):
+                head = kv_head * group + (offset + index)
+                queries.append(
+                    _Query(
+                        source=v.let(token * spec.qkv_rows + head * spec.head_dim),
+                        result=v.let(token * spec.width + head * spec.head_dim),
+                        first=first,
+                        last=last,
+                    )
+                )
+        begin = v.let(T.floordiv(queries[0].first, KV_BLOCK))
+        count = v.let(T.floordiv(queries[-1].last, KV_BLOCK) - begin + 1)
+        per_token = len(queries) // together
+
+        def finish(
+            index: int,
+            _top: v.Expr,
+            total: v.Expr,
+            queries: list[_Query] = queries,
+            per_token: int = per_token,
+        ) -> None:
+            turn = index // per_token
+
+            def divide() -> None:
+                factor = v.let(v.constant(1.0, "float32") / total)
+                _emit_scale(spec, cache, output, queries[index].result, factor)
+
+            if turn == 0:
+                divide()
+                return
+            with T.If(tile * together + turn < tokens), T.Then():
+                divide()
+
+        _emit_queries(spec, qkv, cache, output, queries, kv_head, begin, count, finish)
 
 
-def _emit_heads(
+def count_tile_tokens(spec: KernelSpec) -> int:
+    """Return the tokens that a task of `emit_chunk_attention` takes."""
+    return max(QUERIES_TOGETHER // (spec.heads // spec.kv_heads), 1)
+
+
+def emit_span_attention(
     spec: KernelSpec,
     qkv: v.Buffer,
     cache: Cache,
-    output: v.Buffer,
-    token: v.Expr,
-    first: v.Expr,
-    last: v.Expr,
+    spans: Spans,
+    position: v.Expr,
+    span: v.Expr,
     kv_head: v.Expr,
-    offset: int,
-    count: int,
 ) -> None:
-    size, group = spec.head_dim, spec.heads // spec.kv_heads
+    """Attend the heads of ``kv_head`` of one token to the blocks of a span."""
+    group = spec.heads // spec.kv_heads
+    first = _find_first(spec, position)
+    skipped = v.let(span * spans.size)
+    count = v.let(T.min(spans.blocks - skipped, spans.size))
+    for offset in range(0, group, QUERIES_TOGETHER):
+        queries, places = [], []
+        for index in range(min(QUERIES_TOGETHER, group - offset)):
+            head = v.let(kv_head * group + (offset + index))
+            place = v.let(head * SPANS + span)
+            places.append(place)
+            queries.append(
+                _Query(
+                    source=v.let(head * spec.head_dim),
+                    result=v.let(place * spec.head_dim),
+                    first=first,
+                    last=position,
+                )
+            )
+
+        def finish(index: int, top: v.Expr, total: v.Expr, places: list[v.Expr] = places) -> None:
+            v.store(spans.tops, places[index], top, 1)
+            v.store(spans.totals, places[index], total, 1)
+
+        begin = v.let(spans.begin + skipped)
+        _emit_queries(spec, qkv, cache, spans.sums, queries, kv_head, begin, count, finish)
+
+
+def emit_merge(spec: KernelSpec, spans: Spans, cache: Cache, output: v.Buffer) -> None:
+    """Set ``output`` float32 [heads * head_dim] to what all spans say of one token."""
+    size = spec.head_dim
     lanes = count_lanes(size)
-    head = v.let(kv_head * group + offset)
-    query = v.let(token * spec.qkv_rows + head * size)
-    result = v.let(token * spec.width + head * size)
+    with T.serial(spec.heads) as head:
+        first = v.let(head * SPANS)
+        top = v.Cell(spans.tops[first])
+        with T.serial(spans.count - 1) as step:
+            top.set(T.max(top.get(), spans.tops[first + step + 1]))
+        total = v.Cell(v.constant(0.0, "float32"))
+        result = v.let(head * size)
+        with T.serial(size // lanes * cache.once) as part:
+            v.store(output, result + part * lanes, v.constant(0.0, "float32", lanes), lanes)
+        with T.serial(spans.count) as step:
+            place = v.let(first + step)
+            factor = v.let(v.take_exponential(spans.tops[place] - top.get(), 1))
+            total.set(T.fma(spans.totals[place], factor, total.get()))
+            with T.serial(size // lanes * cache.once) as part:
+                value = v.load(spans.sums, place * size + part * lanes, lanes)
+                old = v.load(output, result + part * lanes, lanes)
+                new = T.fma(value, v.splat(factor, lanes), old)
+                v.store(output, result + part * lanes, new, lanes)
+        _emit_scale(spec, cache, output, result, v.let(v.constant(1.0, "float32") / total.get()))
+
+
+def _emit_scale(
+    spec: KernelSpec, cache: Cache, target: v.Buffer, base: v.Expr, factor: v.Expr
+) -> None:
+    """Multiply a head's vector at ``base`` by ``factor``."""
+    lanes = count_lanes(spec.head_dim)
+    with T.serial(spec.head_dim // lanes * cache.once) as part:
+        place = base + part * lanes
+        v.store(target, place, v.load(target, place, lanes) * v.splat(factor, lanes), lanes)
+
+
+def _emit_queries(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    cache: Cache,
+    target: v.Buffer,
+    queries: list[_Query],
+    kv_head: v.Expr,
+    begin: v.Expr,
+    blocks: v.Expr,
+    finish: Callable[[int, v.Expr, v.Expr], None],
+) -> None:
+    """Add up values of ``blocks`` blocks from ``begin`` on, weighted by the queries' shares.
+
+    ``finish(index, largest score, total of shares)`` is called for every query at the end.
+    """
+    size, count = spec.head_dim, len(queries)
+    lanes = count_lanes(size)
+    together = cache.block_lines
     scores = T.alloc_buffer((count * KV_BLOCK,), "float32")
     shares = T.alloc_buffer((count * KV_BLOCK,), "float32")
     largest = T.alloc_buffer((count,), "float32")
     totals = T.alloc_buffer((count,), "float32")
     factors = T.alloc_buffer((count,), "float32")
-    for index in range(count):
+    for index, query in enumerate(queries):
         v.store(largest, index, v.constant(_NEVER, "float32"), 1)
         v.store(totals, index, v.constant(0.0, "float32"), 1)
-    with T.serial(count * size // lanes) as step:
-        v.store(output, result + step * lanes, v.constant(0.0, "float32", lanes), lanes)
-    key_head = v.let(v.wide(kv_head) * v.wide(cache.context) * size)
-    begin = v.let(T.floordiv(first, KV_BLOCK))
-    with T.serial(T.floordiv(last, KV_BLOCK) - begin + 1) as step:
+        with T.serial(size // lanes * cache.once) as step:
+            place = query.result + step * lanes
+            v.store(target, place, v.constant(0.0, "float32", lanes), lanes)
+    head = v.let(v.wide(kv_head) * v.wide(cache.context))
+    with T.serial(blocks) as step:
         block = v.let(begin + step)
-        keys = v.let(key_head + v.wide(block) * (size * KV_BLOCK))
-        following = v.let(keys + size * KV_BLOCK)
-        # Two sums per head: one addition after the other would wait for its result.
-        sums = [[v.Cell(v.constant(0.0, "float32", 16)) for _ in range(2)] for _ in range(count)]
-        with T.serial(size // 2 * cache.once) as pair:
-            v.prefetch(cache.keys, following + v.wide(pair * 32))
-            for turn in range(2):
-                element = pair * 2 + turn
-                key = v.load(cache.keys, keys + v.wide(element * 16), 16)
-                key = v.let(v.cast(key, "float32", 16))
-                for index in range(count):
-                    value = v.splat(qkv[query + index * size + element], 16)
-                    cell = sums[index][turn]
+        start = v.let((head + v.wide(block) * KV_BLOCK) * size)
+        following = v.let(start + size * KV_BLOCK)
+        # Two sums per query: one addition after the other would wait for its result.
+        sums = [[v.Cell(v.constant(0.0, "float32", 16)) for _ in range(2)] for _ in queries]
+        with T.serial(size // together * cache.once) as line:
+            v.prefetch(cache.keys, following + v.wide(line * (together * 16)))
+            for turn in range(together):
+                element = line * together + turn
+                key = v.let(cache.load(cache.keys, start + v.wide(element * 16), 16))
+                for query, cells in zip(queries, sums, strict=True):
+                    value = v.splat(qkv[query.source + element], 16)
+                    cell = cells[turn % 2]
                     cell.set(T.fma(value, key, cell.get()))
-        for index in range(count):
-            v.store(scores, index * 16, sums[index][0].get() + sums[index][1].get(), 16)
+        for index, cells in enumerate(sums):
+            score = cache.scale_keys(cells[0].get() + cells[1].get(), head, block)
+            v.store(scores, index * 16, score, 16)
         where = v.let(T.ramp(block * KV_BLOCK, 1, 16))
-        # Not named: TVM's analyzer cannot hold vectors of bool.
-        hidden = T.Or(where > v.splat(last, 16), where < v.splat(first, 16))
-        for index in range(count):
+        value_scales = cache.load_value_scales(head, block)
+        for index, query in enumerate(queries):
+            # Not named: TVM's analyzer cannot hold vectors of bool.
+            hidden = T.Or(where > v.splat(query.last, 16), where < v.splat(query.first, 16))
             masked = v.let(
                 T.Select(hidden, v.constant(_NEVER, "float32", 16), v.load(scores, index * 16, 16))
             )
             top = v.let(T.max(largest[index], v.find_largest(masked, "float32", 16)))
             factor = v.let(v.take_exponential(largest[index] - top, 1))
             share = v.let(v.take_exponential(masked - v.splat(top, 16), 16))
-            v.store(shares, index * 16, share, 16)
+            weighted = share if value_scales is None else share * value_scales
+            v.store(shares, index * 16, weighted, 16)
             total = T.fma(totals[index], factor, v.add_lanes(share, "float32", 16))
             v.store(totals, index, total, 1)
             v.store(largest, index, top, 1)
             v.store(factors, index, factor, 1)
-        values = v.let(key_head + v.wide(block) * (size * KV_BLOCK))
         with T.serial(size // lanes * cache.once) as part:
-            sums = [
-                v.let(
-                    v.load(output, result + index * size + part * lanes, lanes)
-                    * v.splat(factors[index], lanes)
-                )
-                for index in range(count)
+            places = [v.let(query.result + part * lanes) for query in queries]
+            parts = [
+                v.let(v.load(target, place, lanes) * v.splat(factors[index], lanes))
+                for index, place in enumerate(places)
             ]
-            for line in range(0, KV_BLOCK * lanes, 32):
+            for line in range(0, KV_BLOCK * lanes, _LINE // KV_ITEM_BYTES[spec.kv]):
                 v.prefetch(cache.values, following + v.wide(part * (KV_BLOCK * lanes) + line))
             for other in range(KV_BLOCK):
-                value = v.let(
-                    v.cast(
-                        v.load(cache.values, values + v.wide(part * lanes + other * size), lanes),
-                        "float32",
-                        lanes,
-                    )
-                )
+                place = start + v.wide(part * lanes + other * size)
+                value = v.let(cache.load(cache.values, place, lanes))
                 for index in range(count):
                     weight = v.splat(shares[index * 16 + other], lanes)
-                    sums[index] = v.let(T.fma(weight, value, sums[index]))
-            for index in range(count):
-                v.store(output, result + index * size + part * lanes, sums[index], lanes)
+                    parts[index] = v.let(T.fma(weight, value, parts[index]))
+            for place, total in zip(places, parts, strict=True):
+                v.store(target, place, total, lanes)
     for index in range(count):
-        factor = v.let(v.constant(1.0, "float32") / totals[index])
-        with T.serial(size // lanes * cache.once) as part:
-            place = result + index * size + part * lanes
-            v.store(output, place, v.load(output, place, lanes) * v.splat(factor, lanes), lanes)
+        finish(index, v.let(largest[index]), v.let(totals[index]))

@@ -9,7 +9,8 @@ function                parameters: numbers, then arrays
 ======================  ==========================================================================
 ``embed``               T; weights, scales, ids int32 [T], x
 ``attend``              T, position, context; x, norm, qkv weights, scales, [bias], output weights,
-                        scales, cosines, sines, keys, values (fp16), qkv, qa (hidden), qa (width)
+                        scales, cosines, sines, keys, values, [key scales, value scales: int8],
+                        qkv, qa (hidden), qa (width), span sums, tops, totals
 ``begin_ffn``           T; x, norm, qa (hidden), y
 ``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
                         qa (hidden), qa (R), scores, indices, found
@@ -31,16 +32,23 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.attention import Cache, emit_attention, emit_rope
+from pi2.backends.kernels.attention import (
+    count_tile_tokens,
+    divide_blocks,
+    emit_chunk_attention,
+    emit_merge,
+    emit_span_attention,
+)
 from pi2.backends.kernels.dots import Activations, Vector
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.ffn import emit_dense, emit_gathered
 from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.neurons import emit_leave_lane_order
 from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
 from pi2.backends.kernels.quantize import emit_norm, emit_quantize
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
 
 
@@ -166,12 +174,19 @@ class Program:
         output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
         cosines = take.take_array("cosines", "float32")
         sines = take.take_array("sines", "float32")
-        keys = take.take_array("keys", "float16")
-        values = take.take_array("values", "float16")
+        keys = take.take_array("keys", KV_DTYPES[spec.kv])
+        values = take.take_array("values", KV_DTYPES[spec.kv])
+        scales = None
+        if spec.kv == "int8":
+            names = ("key_scales", "value_scales")
+            scales = (take.take_array(names[0], "float16"), take.take_array(names[1], "float16"))
         qkv = take.take_array("qkv", "float32")
         hidden = self._take_hidden(take, tokens)
         mixed = take.take_activations("mixed", spec.width, spec.planes, tokens)
-        cache = Cache(keys=keys, values=values, context=context, once=hidden.once)
+        sums, tops, totals = (
+            take.take_array(f"span_{name}", "float32") for name in ("sums", "tops", "totals")
+        )
+        cache = make_cache(spec, keys, values, scales, context, hidden.once)
 
         def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             total = value if bias is None else value + bias[row]
@@ -183,16 +198,39 @@ class Program:
 
         emit_each_token(tokens, lambda t: emit_norm(x, t, norm, spec.epsilon, hidden, t))
         emit_multiply(isa, spec.threads, project, hidden, tokens, store_qkv)
-        emit_each_token(tokens, lambda t: emit_rope(spec, qkv, cosines, sines, cache, t, position))
 
-        def attend(task: v.Expr) -> None:
-            # Heads outermost: every thread gets early and late tokens alike.
-            token = v.let(T.floormod(task, tokens))
-            head = v.let(T.floordiv(task, tokens))
-            emit_attention(spec, qkv, cache, mixed.values, token, position, head)
+        def keep(token: v.Expr) -> None:
+            emit_rope(spec, qkv, cosines, sines, cache.once, token, position)
+            emit_append(spec, qkv, cache, token, position)
 
-        seen_bytes = v.wide(position + tokens) * (4 * spec.kv_heads * spec.head_dim)
-        emit_shared(tokens * spec.kv_heads, seen_bytes * v.wide(tokens), attend)
+        emit_each_token(tokens, keep)
+        output_values = mixed.values
+        with T.If(tokens == 1):
+            with T.Then():
+                spans = divide_blocks(spec, position, sums, tops, totals)
+                span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ITEM_BYTES[spec.kv]
+
+                def attend_span(task: v.Expr) -> None:
+                    span = v.let(T.floormod(task, spans.count))
+                    head = v.let(T.floordiv(task, spans.count))
+                    emit_span_attention(spec, qkv, cache, spans, position, span, head)
+
+                emit_shared(
+                    spec.kv_heads * spans.count,
+                    v.wide(spans.blocks) * (span_bytes * spec.kv_heads),
+                    attend_span,
+                )
+                emit_merge(spec, spans, cache, output_values)
+            with T.Else():
+                together = count_tile_tokens(spec)
+                tiles = v.let(T.floordiv(tokens + together - 1, together))
+                with T.parallel(tiles * spec.kv_heads) as task:
+                    # Heads outermost: every thread gets early and late tokens alike.
+                    tile = v.let(T.floormod(task, tiles))
+                    head = v.let(T.floordiv(task, tiles))
+                    emit_chunk_attention(
+                        spec, qkv, cache, output_values, tokens, position, tile, head
+                    )
         emit_each_token(tokens, lambda t: emit_quantize(mixed, t))
         emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
 from pi2.plan.model import Activation
+from pi2.plan.plan import KvType
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""
@@ -20,6 +22,13 @@ PARTS = PANEL // UNPACKED
 """Masks of a panel."""
 KV_BLOCK = 16
 """Tokens whose keys lie together, one per lane."""
+SPANS = 16
+"""Most parts that the context is divided into for one token's attention."""
+
+KV_ITEM_BYTES: Mapping[KvType, int] = {"fp16": 2, "int8": 1}
+"""Bytes of an element of the KV cache."""
+KV_DTYPES: Mapping[KvType, str] = {"fp16": "float16", "int8": "int8"}
+"""Types of the kernels' arrays that hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,7 @@ class KernelSpec:
     qkv_bias: bool
     window: int | None
     """Tokens that a query looks back, itself included."""
+    kv: KvType
     attention: Precision
     embedding: Precision
     head: Precision

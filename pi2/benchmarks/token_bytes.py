@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pi2.benchmarks.samples import TokenBytes
 from pi2.plan.layout import vector_bytes
 from pi2.plan.model import Model
+from pi2.plan.plan import KvType
 from pi2.plan.resolved import ResolvedPlan
 from pi2.plan.tensor_names import EMBEDDING, HEAD
 from pi2.store.tensors import DenseTensor, list_tensors
-
-_ELEMENT_BYTES = {"fp16": 2, "int8": 1}
 
 
 def count_token_bytes(
@@ -28,9 +27,8 @@ def count_token_bytes(
     not known: in a mixture of experts, and in sparse decoding without a share.
     """
     plan, model = resolved.plan, resolved.model
-    element = _ELEMENT_BYTES.get(plan.kv.type)
     dense = plan.decode.predictor == "none"
-    if model.moe is not None or element is None or (active is None and not dense):
+    if model.moe is not None or (active is None and not dense):
         return None
     shape, bundle = model.shape, resolved.bundle
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, ranks)}
@@ -57,7 +55,7 @@ def count_token_bytes(
         head=head,
         predictor=predictor,
         neurons=computed,
-        kv=_count_kv(model, position, element),
+        kv=_count_kv(model, position, plan.kv.type),
     )
 
 
@@ -76,14 +74,16 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes | None:
         head=head,
         predictor=0.0,
         neurons=shape.layers * shape.ffn * 3 * part,
-        kv=_count_kv(model, position, 2),
+        kv=_count_kv(model, position, "fp16"),
     )
 
 
-def _count_kv(model: Model, position: float, element_bytes: int) -> float:
+def _count_kv(model: Model, position: float, kind: KvType) -> float:
     shape, window = model.shape, model.attention.sliding_window
     seen = position if window is None else min(position, window)
-    return 2 * shape.layers * seen * shape.kv_heads * shape.head_dim * element_bytes
+    # int8: a byte per element and a scale of two per vector.
+    vector = 2 * shape.head_dim if kind == "fp16" else shape.head_dim + 2
+    return 2 * shape.layers * seen * shape.kv_heads * vector
 
 
 def _size(tensor: DenseTensor) -> int:

@@ -169,11 +169,14 @@ class Pipeline(Table):
     in one sequential stream, and takes all chunks through it before the next."""
 
 
+KvType = Literal["fp16", "int8"]
+
+
 class Kv(Table):
     """The cache of keys and values."""
 
-    type: Literal["fp16"] = "fp16"
-    """Type of its elements."""
+    type: KvType = "fp16"
+    """Type of its elements: ``int8`` halves it, with a scale for every head's vector of a token."""
     context: Annotated[Count, Field(examples=[4096])]
     """Most tokens of prompt and answer together."""
 

@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
         "threads": 1,
     },
+    "int8 cache": {"kv_type": "int8", "heads": 6, "kv_heads": 2, "window": 7, "context": 90},
     "halves": {
         "activation": "fatrelu",
         "threshold": 0.05,
@@ -82,8 +83,9 @@ def test_logits_are_those_of_the_reference(name: str) -> None:
         chunk = ids[position : position + count]
         found = feed(ours, model, chunk, position, mode)
         expected = feed(truth, model, chunk, position, mode)
-        # 16-bit activations: a hundred times better than the 1e-2 that is promised.
-        assert measure_error(found, expected) < 3e-4
+        # 16-bit activations: a hundred times better than the 1e-2 that is promised.  A key or
+        # value that is rounded to the other side weighs more in an int8 cache.
+        assert measure_error(found, expected) < (3e-4 if name != "int8 cache" else 3e-3)
         position += count
     ours.close()
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from pi2.backends.kernels.isa import choose_isa
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.plan.packing import dequantize, quantize
 from tests.helpers.kernels import (
     X86_FEATURES,
@@ -199,15 +199,17 @@ def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
 
 
 @needs_emulator
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("features", ARM_FEATURES)
-def test_attention_on_aarch64(features: str, tmp_path: Path) -> None:
+def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Path) -> None:
     # The whole block, against the same kernel on this machine.
     from tests.helpers.kernels import compile_program
 
-    changes: dict[str, Any] = {"hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    changes: dict[str, Any] = {"hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "kv": kv}
     spec, own = make_arm_spec(ARM_FEATURES[features], **changes), make_spec(**changes)
     rng = np.random.default_rng(1)
-    tokens, context = 5, 32
+    context = 32
 
     def make_arguments() -> list[Any]:
         generator = np.random.default_rng(2)
@@ -220,11 +222,15 @@ def test_attention_on_aarch64(features: str, tmp_path: Path) -> None:
             matrices += [weights, scales.view(np.uint8)]
         tables = [allocate("float32", context, 16) for _ in range(2)]
         tables[0][:], tables[1][:] = 0.8, 0.6
-        cache = [allocate("float16", context * 64) for _ in range(2)]
+        cache = [allocate(KV_DTYPES[spec.kv], context * 64) for _ in range(2)]
+        if kv == "int8":
+            cache += [allocate("float16", context * 2) for _ in range(2)]
         qkv = allocate("float32", tokens, 256)
         hidden = allocate_activations(tokens, 96, 2)
         mixed = allocate_activations(tokens, 128, 2)
-        return [tokens, 3, context, x, norm, *matrices, *tables, *cache, qkv, *hidden, *mixed]
+        spans = [allocate("float32", 4 * SPANS * size) for size in (32, 1, 1)]
+        numbers = [tokens, 3, context]
+        return [*numbers, x, norm, *matrices, *tables, *cache, qkv, *hidden, *mixed, *spans]
 
     qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
     output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")

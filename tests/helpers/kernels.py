@@ -16,6 +16,7 @@ from pi2.machine.cpu import detect_cpu
 from pi2.plan.layout import GROUP, Precision, lay_out_bundle
 from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
 from pi2.plan.packing import pack_bundles, pack_codes, quantize, slice_part
+from pi2.plan.plan import KvType
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 F32 = npt.NDArray[np.float32]
@@ -156,6 +157,7 @@ def make_spec(**changes: Any) -> KernelSpec:
         "threshold": 0.0,
         "qkv_bias": False,
         "window": None,
+        "kv": "fp16",
         "attention": "int4",
         "embedding": "int8",
         "head": "int8",
@@ -195,6 +197,7 @@ class RandomModel:
         tied_head: bool = True,
         rank: int | None = 32,
         rope: Rope | None = None,
+        kv_type: KvType = "fp16",
         precision: Mapping[str, Precision] | None = None,
         features: frozenset[str] | None = None,
         seed: int = 0,
@@ -261,6 +264,7 @@ class RandomModel:
             neurons=ffn,
             chunk=chunk,
             context=context,
+            kv_type=kv_type,
             gate_rows=gates,
             threads=threads,
             features=find_own_features() if features is None else features,

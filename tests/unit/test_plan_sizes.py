@@ -59,6 +59,11 @@ def test_kv_is_rounded_up_to_16_tokens(demo: Resolved) -> None:
     assert compute_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
 
 
+def test_an_int8_kv_cache_has_a_scale_per_vector(demo: Resolved) -> None:
+    int8 = change_plan(demo, "kv", type="int8")
+    assert compute_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
+
+
 def test_predictor_by_kind(demo: Resolved) -> None:
     low_rank = 64 * (256 + 16) + 1024 * (64 + 4) + 1024 * 4
     assert compute_needs(demo).predictor.bytes == 8 * low_rank

@@ -1,0 +1,173 @@
+"""The KV cache of a layer, and rotary positions: what is kept of a token for later ones.
+
+Keys [kv_heads, context / 16, head_dim, 16] (16 tokens, one per lane), values [kv_heads, context,
+head_dim]; ``context`` is a multiple of 16.  Two types:
+
+- ``fp16``: rounded.
+- ``int8``: every head's vector of a token has one fp16 scale, its largest magnitude / 127; codes
+  are rint(x / scale).  ``key_scales`` and ``value_scales`` fp16 [kv_heads, context].  One scale per
+  vector costs a multiplication per 16 scores, and per 16 shares; the error of an element is at
+  most 1 / 254 of the vector's largest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """The KV cache of a layer and the room that it has, in tokens."""
+
+    keys: v.Buffer
+    values: v.Buffer
+    key_scales: v.Buffer | None
+    """Of ``int8``; None for ``fp16``."""
+    value_scales: v.Buffer | None
+    context: v.Expr
+    block_lines: int
+    """Elements of 16 tokens' keys that a cache line holds."""
+    once: v.Expr
+    """1, see `Activations.once`."""
+
+    def load(self, buffer: v.Buffer, place: v.Expr, lanes: int) -> v.Expr:
+        """Return keys or values as float32, not yet scaled."""
+        return v.cast(v.load(buffer, place, lanes), "float32", lanes)
+
+    def scale_keys(self, scores: v.Expr, head: v.Expr, block: v.Expr) -> v.Expr:
+        """Return the scores float32 x 16 of a block; ``head`` is kv_head * context."""
+        if self.key_scales is None:
+            return scores
+        return scores * v.let(_load_scales(self.key_scales, head, block))
+
+    def load_value_scales(self, head: v.Expr, block: v.Expr) -> v.Expr | None:
+        """Return the scales float32 x 16 of a block's values; None if they have none."""
+        if self.value_scales is None:
+            return None
+        return v.let(_load_scales(self.value_scales, head, block))
+
+
+def _load_scales(scales: v.Buffer, head: v.Expr, block: v.Expr) -> v.Expr:
+    place = head + v.wide(block) * KV_BLOCK
+    return v.cast(v.load(scales, place, KV_BLOCK), "float32", KV_BLOCK)
+
+
+def make_cache(
+    spec: KernelSpec,
+    keys: v.Buffer,
+    values: v.Buffer,
+    scales: tuple[v.Buffer, v.Buffer] | None,
+    context: v.Expr,
+    once: v.Expr,
+) -> Cache:
+    """Return the cache of a spec's type; ``scales`` of keys and values for ``int8`` only."""
+    assert (scales is None) == (spec.kv == "fp16")
+    return Cache(
+        keys=keys,
+        values=values,
+        key_scales=None if scales is None else scales[0],
+        value_scales=None if scales is None else scales[1],
+        context=context,
+        block_lines=math.gcd(64 // (KV_BLOCK * KV_ITEM_BYTES[spec.kv]), spec.head_dim),
+        once=once,
+    )
+
+
+def count_lanes(length: int) -> int:
+    """Return the widest vector, up to 16 lanes, that divides ``length``."""
+    return math.gcd(length, 16)
+
+
+def emit_rope(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    cosines: v.Buffer,
+    sines: v.Buffer,
+    once: v.Expr,
+    token: v.Expr,
+    position: v.Expr,
+) -> None:
+    """Rotate queries and keys of ``token`` in place and divide queries by sqrt(head_dim).
+
+    ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
+    element d of a head turns with element d + head_dim / 2.
+    """
+    size, half = spec.head_dim, spec.head_dim // 2
+    lanes = count_lanes(half)
+    at = v.let(position + token)
+    start = v.let(token * spec.qkv_rows)
+    runs = ((0, spec.heads, 1.0 / math.sqrt(size)), (spec.heads, spec.kv_heads, 1.0))
+    for origin, heads, scale in runs:
+        with T.serial(heads) as head, T.serial(half // lanes * once) as step:
+            place = v.let(start + (head + origin) * size + step * lanes)
+            cosine = v.let(v.load(cosines, at * half + step * lanes, lanes))
+            sine = v.let(v.load(sines, at * half + step * lanes, lanes))
+            first = v.let(v.load(qkv, place, lanes))
+            second = v.let(v.load(qkv, place + half, lanes))
+            factor = v.constant(scale, "float32", lanes)
+            v.store(qkv, place, (first * cosine - second * sine) * factor, lanes)
+            v.store(qkv, place + half, (second * cosine + first * sine) * factor, lanes)
+
+
+def emit_append(
+    spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, position: v.Expr
+) -> None:
+    """Append keys and values of ``token``, from ``qkv`` float32 [tokens, qkv_rows]."""
+    size = spec.head_dim
+    at = v.let(position + token)
+    with T.serial(spec.kv_heads) as head:
+        context = v.let(v.wide(head) * v.wide(cache.context))
+        inside = v.wide(T.floormod(at, KV_BLOCK))
+        row = v.let((context + v.wide(at) - inside) * size + inside)
+        source = v.let(token * spec.qkv_rows + (spec.heads + head) * size)
+        _emit_vector(
+            spec, qkv, source, cache, cache.keys, cache.key_scales, row, KV_BLOCK, at, head
+        )
+        source = v.let(source + spec.kv_heads * size)
+        row = v.let((context + v.wide(at)) * size)
+        _emit_vector(spec, qkv, source, cache, cache.values, cache.value_scales, row, 1, at, head)
+
+
+def _emit_vector(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    source: v.Expr,
+    cache: Cache,
+    target: v.Buffer,
+    scales: v.Buffer | None,
+    row: v.Expr,
+    stride: int,
+    at: v.Expr,
+    head: v.Expr,
+) -> None:
+    """Store a head's vector from ``qkv[source:]`` to ``target[row::stride]``."""
+    size = spec.head_dim
+    lanes = count_lanes(size)
+    dtype = KV_DTYPES[spec.kv]
+    factor = None
+    if scales is not None:
+        largest = v.Cell(v.constant(0.0, "float32", lanes))
+        with T.serial(size // lanes * cache.once) as step:
+            part = T.abs(v.load(qkv, source + step * lanes, lanes))
+            largest.set(T.max(largest.get(), part))
+        top = v.find_largest(largest.get(), "float32", lanes)
+        scale = v.let(v.cast(top * v.constant(1.0 / 127, "float32"), "float16", 1))
+        v.store(scales, v.wide(head) * v.wide(cache.context) + v.wide(at), scale, 1)
+        # Codes belong to the scale as it is kept.  Vectors too small for one are zero.
+        kept = v.let(v.cast(scale, "float32", 1))
+        zero = v.constant(0.0, "float32")
+        factor = v.let(T.Select(kept > zero, v.constant(1.0, "float32") / kept, zero))
+    with T.serial(size // lanes * cache.once) as step:
+        part = v.load(qkv, source + step * lanes, lanes)
+        if factor is not None:
+            part = T.nearbyint(part * v.splat(factor, lanes))
+            low, high = (v.constant(side, "float32", lanes) for side in (-127.0, 127.0))
+            part = v.cast(T.max(T.min(part, high), low), "int32", lanes)
+        place = v.span(row + v.wide(step * (lanes * stride)), lanes, stride)
+        T.buffer_store(target, v.cast(part, dtype, lanes), [place])
