@@ -68,7 +68,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 def build(request: BuildRequest) -> CpuExecutor:
     """Compile the kernels unless they are cached, and make the executor."""
     spec = make_spec(request)
-    library = Library(load_or_compile(spec, request.progress), request.threads)
+    library = Library(load_or_compile(spec, request.progress), request.threads, request.cores)
     return CpuExecutor(request, spec, library)
 
 

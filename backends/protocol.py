@@ -78,6 +78,8 @@ class BuildRequest:
     """CPU features that kernels may use."""
     architecture: str
     """``x86-64`` or ``aarch64``."""
+    cores: tuple[int, ...] = ()
+    """Cores to bind compute threads to, one each; empty lets the system move them."""
     allocate: Callable[[str, int], U8]
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
     progress: Callable[[str, float], None]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pi2.diagnostics import Diagnostic
-from pi2.machine import Machine
+from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.device import Device, Unit
 from pi2.plan.quantities import approximate_bytes
 from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.selectors import list_cores
 from pi2.plan.source import SourceFile, display_path, read_source
 
 _PORTABLE = frozenset({"null", "reference"})
@@ -33,6 +34,7 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
         machine,
         resolved.plan.memory.budget,
         threads=resolved.plan.threads.compute,
+        bound=list_cores(resolved.plan.threads.cores or ""),
         native=not backends <= _PORTABLE,
     )
     return _locate(found, resolved.path) if found else []
@@ -50,26 +52,29 @@ def find_misfits(
     budget_bytes: int,
     *,
     threads: int | None = None,
+    bound: Sequence[int] = (),
     native: bool = True,
 ) -> list[Diagnostic]:
     """What keeps a plan for ``device`` from running on ``machine``; empty if nothing does.
 
     Whatever the document leaves open is asked of the machine and so fits.  ``budget_bytes`` is the
-    plan's budget and ``threads`` its compute threads, where it states them; ``native`` says whether
-    it uses compiled kernels.  Errors mean that the plan cannot run here; warnings that it will run,
-    but not as it was planned.
+    plan's budget, ``threads`` its compute threads, where it states them, and ``bound`` the cores
+    that they are bound to; ``native`` says whether it uses compiled kernels.  Errors mean that the
+    plan cannot run here; warnings that it will run, but not as it was planned.
 
     - P301: another architecture
     - P302: the processor lacks features that kernels of this device may use
     - P303: the budget is more than the memory that this process can have
     - P304 (warning): fewer cores than compute threads
     - P305 (warning): the budget is more than what is free now
+    - P306: a core that threads are to be bound to does not exist, or is not for this process
     """
     found: list[Diagnostic] = []
     for unit in device.units.values():
         if unit.kind == "cpu" and native:
             found += _check_processor(device.id, unit, machine)
             found += _check_cores(unit, machine, threads)
+            found += _check_bound(bound)
     found += _check_memory(machine, budget_bytes)
     return found
 
@@ -106,6 +111,21 @@ def _check_cores(unit: Unit, machine: Machine, threads: int | None) -> Iterator[
             f" {machine.cores} core{'s' if machine.cores > 1 else ''}",
             help=f"set threads.compute = {machine.cores}",
             path="threads.compute",
+        )
+
+
+def _check_bound(bound: Sequence[int]) -> Iterator[Diagnostic]:
+    if not bound:
+        return
+    allowed = list_allowed_cores()
+    missing = sorted(set(bound) - set(allowed))
+    if missing:
+        which = ", ".join(map(str, allowed)) if allowed else "none: this system binds no threads"
+        yield Diagnostic(
+            code="P306",
+            message=f"core {missing[0]} is not for this process to use",
+            help=f"name other cores ({which}), or leave threads.cores out",
+            path="threads.cores",
         )
 
 

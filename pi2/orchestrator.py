@@ -18,9 +18,14 @@ from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel, Parts
-from pi2.fit import find_misfits
+from pi2.fit import find_plan_misfits
 from pi2.logging import get_logger
-from pi2.machine import Machine, detect_machine
+from pi2.machine import (
+    Machine,
+    bind_calling_thread,
+    detect_machine,
+    list_allowed_cores,
+)
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader
@@ -28,6 +33,7 @@ from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.packing import slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
 from pi2.store.reader import NeuronStore
 
@@ -88,6 +94,11 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             predictor=resolved.plan.decode.predictor,
             threshold=resolved.plan.decode.threshold,
         )
+        unbound = list_allowed_cores() if request.cores else []
+        if request.cores:
+            # The calling thread is the first compute thread.
+            bind_calling_thread(request.cores[:1])
+            cleanup.callback(bind_calling_thread, unbound)
         report_build(resolved, request, name, cache, reader)
         forward = Forward(
             executor,
@@ -109,6 +120,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             feed_forward=feed_forward,
             forward=forward,
             load_s=time.perf_counter() - start,
+            unbound_cores=tuple(unbound),
         )
     )
 
@@ -139,7 +151,7 @@ def find_backend(name: str) -> Backend:
 
 def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
     """UserError P3xx if the plan's device is not this machine."""
-    misfits = find_misfits(resolved.device, machine, resolved.plan.memory.budget)
+    misfits = find_plan_misfits(resolved, machine)
     errors = tuple(finding for finding in misfits if finding.severity == "error")
     if errors:
         raise UserError(errors, exit_code=2)
@@ -213,7 +225,8 @@ def describe_build(
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
     features = unit.features if unit.features is not None else machine.features
-    cores = sum(cluster.cores for cluster in unit.clusters) or machine.cores
+    bound = tuple(list_cores(resolved.plan.threads.cores or ""))
+    cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
     return BuildRequest(
         model=resolved.model,
         tensors=tensors,
@@ -228,6 +241,7 @@ def describe_build(
         architecture=unit.architecture or machine.architecture,
         allocate=budget.allocate,
         progress=progress,
+        cores=bound,
     )
 
 

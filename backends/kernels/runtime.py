@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 ALIGNMENT = 64
 """Bytes; kernels assume it of every array that is not uint8."""
+
+_ANY_CORE, _ONE_CORE_EACH = 1, -2
+"""Affinity modes of TVM's thread pool."""
 
 Kernel = Callable[..., object]
 
@@ -32,8 +35,11 @@ def find_runtime_library() -> Path | None:
 class Library:
     """A compiled library and the tensors that are passed to it."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        """Load ``path``; kernels run on ``threads`` threads, the calling one included."""
+    def __init__(self, path: Path, threads: int, cores: Sequence[int] = ()) -> None:
+        """Load ``path``; kernels run on ``threads`` threads, the calling one included.
+
+        ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
+        """
         # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
         os.environ["TVM_NUM_THREADS"] = str(threads)
         import tvm_ffi
@@ -45,7 +51,11 @@ class Library:
         self._ffi = tvm_ffi
         self._module = tvm_ffi.load_module(str(path))
         # Another executor of this process may have started the pool with another number.
-        tvm_ffi.get_global_func("runtime.config_threadpool")(1, threads)
+        configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+        if cores:
+            configure(_ONE_CORE_EACH, threads, [str(core) for core in cores])
+        else:
+            configure(_ANY_CORE, threads)
 
     def find(self, name: str) -> Kernel:
         """Return a kernel."""

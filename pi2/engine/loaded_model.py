@@ -19,6 +19,7 @@ from pi2.engine.forward import Forward
 from pi2.engine.generation import Generation, GenerationRequest
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.statistics import RunStatistics
+from pi2.machine import bind_calling_thread
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
@@ -41,6 +42,8 @@ class Parts:
     feed_forward: FeedForward
     forward: Forward
     load_s: float
+    unbound_cores: tuple[int, ...] = ()
+    """Cores that the loading thread could use before it was bound; empty if it was not."""
 
 
 class LoadedModel:
@@ -214,6 +217,8 @@ class LoadedModel:
         parts.executor.close()
         if parts.store is not None:
             parts.store.close()
+        if parts.unbound_cores:
+            bind_calling_thread(parts.unbound_cores)
 
     def __enter__(self) -> Self:
         return self

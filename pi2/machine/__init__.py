@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pi2.machine.affinity import bind_calling_thread, list_allowed_cores
 from pi2.machine.cpu import Cpu, CpuCores, detect_cpu
 from pi2.machine.machine import Machine, detect_machine
 from pi2.machine.memory import Memory, detect_memory
@@ -13,8 +14,10 @@ __all__ = [
     "Machine",
     "Memory",
     "Storage",
+    "bind_calling_thread",
     "detect_cpu",
     "detect_machine",
     "detect_memory",
     "inspect_storage",
+    "list_allowed_cores",
 ]

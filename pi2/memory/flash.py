@@ -11,12 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
+from pi2.machine import bind_calling_thread, list_allowed_cores
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -75,7 +77,11 @@ class FlashReader:
         except BaseException:
             self.close()
             raise
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pi2-io")
+        # Threads start when there is work: by then their starter may be bound to one core.
+        cores = list_allowed_cores()
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="pi2-io", initializer=partial(_set_free, cores)
+        )
 
     def _open(self, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -174,6 +180,12 @@ class FlashReader:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+
+
+def _set_free(cores: Sequence[int]) -> None:
+    """Let the calling thread run on ``cores``, where the system binds threads at all."""
+    if cores:
+        bind_calling_thread(cores)
 
 
 def _describe_failure(path: Path, error: OSError) -> UserError:

@@ -23,6 +23,13 @@ Selector = Annotated[
 ]
 """Layers: numbers and ranges, both ends included, such as ``"0-7,28-31"``."""
 
+Cores = Annotated[
+    str,
+    StringConstraints(pattern=r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$", max_length=500),
+    Field(examples=["4-7", "0,2"]),
+]
+"""Cores by the system's numbers: numbers and ranges, both ends included, such as ``"4-7"``."""
+
 Split = Annotated[
     dict[Identifier, Share], Field(min_length=1, examples=[{"cpu": 0.25, "npu": 0.75}])
 ]
@@ -108,6 +115,9 @@ class Threads(Table):
 
     compute: Annotated[int, Field(ge=1, le=1024, examples=[4])] | None = None
     """Number of compute threads; absent means one per core of the device."""
+    cores: Cores | None = None
+    """Cores that compute threads are bound to, one each, in this order; absent lets the system
+    move them.  Threads that read from flash are never bound."""
 
 
 class Prefill(Table):

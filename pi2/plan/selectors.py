@@ -1,4 +1,4 @@
-"""Layer selectors: ``"0-7,28-31"``."""
+"""Selectors of layers and cores: ``"0-7,28-31"``."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def list_layers(text: str, layers: int) -> Iterator[int]:
     """Yield the layers below ``layers`` that a selector names, as often as it names them."""
     for first, last in parse_selector(text):
         yield from range(first, min(last, layers - 1) + 1)
+
+
+def list_cores(text: str) -> list[int]:
+    """Return the cores that a selector names, in its order; none for no text."""
+    if not text:
+        return []
+    return [core for first, last in parse_selector(text) for core in range(first, last + 1)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pi2.diagnostics import Diagnostic
 from pi2.fit import find_misfits, find_plan_misfits
 from pi2.machine import Cpu, CpuCores, Machine, Memory
@@ -110,6 +112,15 @@ def test_more_threads_than_cores_is_a_warning() -> None:
     assert finding.help == "set threads.compute = 4"
     assert find(device, make_machine(), threads=4) == []
     assert find(make_device(), make_machine(), threads=5)[0].code == "P304"
+
+
+def test_a_core_to_bind_to_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi2.fit.list_allowed_cores", lambda: [0, 2])
+    assert find(make_device(), make_machine(), bound=[2, 0]) == []
+    (finding,) = find(make_device(), make_machine(), bound=[0, 1])
+    assert (finding.code, finding.severity, finding.path) == ("P306", "error", "threads.cores")
+    assert finding.message == "core 1 is not for this process to use"
+    assert "(0, 2)" in str(finding.help)
 
 
 def test_units_that_are_no_processor_are_not_compared() -> None:

@@ -1,0 +1,42 @@
+"""Compute threads run on the cores that the plan names; threads that read do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pi2.machine import list_allowed_cores
+
+PROGRAM = """
+import os
+from pathlib import Path
+import pi2
+from pi2.orchestrator import load
+
+before = os.sched_getaffinity(0)
+cores = sorted(before)[:2]
+plan = Path(pi2.__file__).parent / "plans/demo.plan.toml"
+with load(plan, set={"threads.cores": ",".join(map(str, cores))}) as model:
+    text = list(model.generate("def f", max_tokens=4))
+    for task in Path("/proc/self/task").iterdir():
+        caller = task.name == str(os.getpid())
+        print("caller" if caller else "other", sorted(os.sched_getaffinity(int(task.name))))
+print("after", os.sched_getaffinity(0) == before)
+"""
+
+
+@pytest.mark.skipif(len(list_allowed_cores()) < 2, reason="needs two cores to bind threads to")
+def test_threads_run_where_the_plan_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    every = sorted(os.sched_getaffinity(0))
+    assert f"caller [{every[0]}]" in lines, "the calling thread is the first compute thread"
+    others = [line for line in lines if line.startswith("other")]
+    assert others.count(f"other [{every[1]}]") == 1, "the second one has the second core"
+    assert others.count(f"other {every}") == len(others) - 1 >= 1, "readers are free"
+    assert lines[-1] == "after True", "closing gives the cores back"
