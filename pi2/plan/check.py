@@ -6,17 +6,18 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.plan.device import Device
-from pi2.plan.documents import Document
+from pi2.plan.documents import COMPOSITION, Document
 from pi2.plan.findings import Fact, Facts, Finding, Rule
+from pi2.plan.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
 from pi2.plan.model import Model
 from pi2.plan.paths import name_path
 from pi2.plan.plan import Plan
-from pi2.plan.references import UnknownName, find_document
+from pi2.plan.references import Located, Resolver, UnknownName, locate_document
 from pi2.plan.resolved import (
     Resolved,
     ResolvedPlan,
@@ -31,14 +32,12 @@ from pi2.plan.source import (
     Kind,
     SourceFile,
     detect_kind,
-    display_path,
     read_source,
 )
 
 if TYPE_CHECKING:
+    from pi2.plan.compose import Chain
     from pi2.plan.overrides import Overrides
-
-DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
@@ -55,6 +54,8 @@ class Report:
     """The document itself, if its own file has no schema errors."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Texts by name, for showing source lines."""
+    files: Mapping[Kind, SourceFile] = field(default_factory=dict)
+    """The documents' files, put together with what they extend."""
 
     @property
     def is_sound(self) -> bool:
@@ -65,12 +66,16 @@ class Report:
 class _Check:
     """Gathers the sources, documents and findings of one check."""
 
-    def __init__(self) -> None:
+    def __init__(self, resolver: Resolver | None = None) -> None:
+        self.resolver = resolver
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
         self.diagnostics: list[Diagnostic] = []
         self.sources: dict[str, str] = {}
+        self.file_names: dict[Kind, Path] = {}
+        self.chains: dict[str, Chain] = {}
+        self.references: dict[Kind, str | None] = {}
 
     def override(self, values: Mapping[str, object]) -> None:
         """Take values that replace those of the plan."""
@@ -80,9 +85,10 @@ class _Check:
         self.diagnostics += findings
         self.sources[SET] = self.overrides.text
 
-    def read(self, path: Path, name: str, kind: Kind) -> None:
+    def read(self, located: Located, kind: Kind) -> None:
         """Read the file of a document and validate it against its schema."""
-        wrong = _check_suffix(path.name, name, kind)
+        path, name = located.path, located.name
+        wrong = check_suffix(located.file_name, name, kind)
         if wrong is not None and os.path.exists(path):
             self.diagnostics.append(wrong)
             return
@@ -91,10 +97,13 @@ class _Check:
             self.diagnostics += source
             return
         self.sources[name] = source.text
-        other = _guess_kind(source.values, kind)
+        other = guess_kind(source.values, kind)
         if other is not None:
-            self.diagnostics.append(_report_kind(source.spans.find_key(()), kind, other))
+            self.diagnostics.append(report_kind(source.spans.find_key(()), kind, other))
             return
+        whole = True
+        if any(key in source.values for key in COMPOSITION):
+            source, whole = self.compose(source, kind, located.reference)
         if kind == "plan" and self.overrides is not None:
             from pi2.plan.overrides import apply_overrides
 
@@ -108,10 +117,26 @@ class _Check:
                 },
             )
         self.files[kind] = source
+        self.file_names[kind] = Path(located.file_name)
+        self.references[kind] = located.reference
         document, findings = check_schema(source, DOCUMENTS[kind])
-        self.diagnostics += findings
-        if document is not None:
+        # What a document lacks may stand in a file that it extends and that was not found.
+        self.diagnostics += (item for item in findings if whole or item.code != "P102")
+        if document is not None and whole:
             self.documents[kind] = document
+
+    def compose(
+        self, source: SourceFile, kind: Kind, reference: str | None
+    ) -> tuple[SourceFile, bool]:
+        """Put a document together with what it extends; False if something is not there."""
+        from pi2.plan.compose import compose
+
+        result = compose(source, kind, resolver=self.resolver, origin=reference)
+        self.diagnostics += result.diagnostics
+        self.sources.update({name: file.text for name, file in result.files.items()})
+        for name, chain in result.chains.items():
+            self.chains.setdefault(name, chain)
+        return result.file, result.is_whole
 
     def follow(self, kind: Kind) -> None:
         """Read the device or model that the plan names, even if the plan has other errors."""
@@ -120,7 +145,17 @@ class _Check:
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
             return
         try:
-            path = find_document(reference, kind, plan.path.parent)
+            located = locate_document(
+                reference,
+                kind,
+                plan.path.parent,
+                resolver=self.resolver,
+                origin=self.references["plan"],
+            )
+        except UserError as error:
+            span = plan.spans.find_value((kind,))
+            self.diagnostics += (replace(i, span=span, path=kind) for i in error.diagnostics)
+            return
         except UnknownName as error:
             self.diagnostics.append(
                 Diagnostic(
@@ -132,9 +167,8 @@ class _Check:
                 )
             )
             return
-        before = len(self.diagnostics)
-        name = display_path(path)
-        self.read(path, name, kind)
+        before, name = len(self.diagnostics), located.name
+        self.read(located, kind)
         for number in range(before, len(self.diagnostics)):
             item = self.diagnostics[number]
             if item.code in _ABOUT_REFERENCES:
@@ -148,7 +182,7 @@ class _Check:
 
     def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
         """Run the rules whose needs are met and that did not run before."""
-        known = Facts(known=facts, files={kind: source.path for kind, source in self.files.items()})
+        known = Facts(known=facts, files=self.file_names)
         for rule in load_rules():
             if rule.code in done or not set(rule.needs) <= set(facts):
                 continue
@@ -174,10 +208,21 @@ class _Check:
             path=name_path(finding.path),
         )
 
+    def add_chain(self, item: Diagnostic) -> Diagnostic:
+        """Say by which references a finding's file came to the document, where it is another."""
+        chain = () if item.span is None else self.chains.get(item.span.file, ())
+        if not chain:
+            return item
+        return replace(item, notes=item.notes + tuple(link.note for link in chain))
+
     def report(self, *, kind: Kind, resolved: Resolved | None = None) -> Report:
-        diagnostics = sort_diagnostics(tuple(dict.fromkeys(self.diagnostics)))
+        found = (self.add_chain(item) for item in dict.fromkeys(self.diagnostics))
+        diagnostics = sort_diagnostics(tuple(found))
         report = Report(
-            diagnostics=diagnostics, document=self.documents.get(kind), sources=self.sources
+            diagnostics=diagnostics,
+            document=self.documents.get(kind),
+            sources=self.sources,
+            files=self.files,
         )
         if resolved is None or not report.is_sound:
             return report
@@ -198,63 +243,17 @@ class _Check:
         return replace(report, resolved=runnable)
 
 
-def _check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
-    found = detect_kind(file_name)
-    if found == kind:
-        return None
-    span = Span.of_file(name)
-    if found is None:
-        return Diagnostic(
-            code="P009",
-            message=f"expected a file name that ends in .{kind}.toml",
-            span=span,
-        )
-    return _report_kind(span, kind, found)
-
-
-def _report_kind(span: Span, wanted: Kind, found: Kind) -> Diagnostic:
-    return Diagnostic(
-        code="P014",
-        message=f"this is a {found}, expected a {wanted}",
-        help=f"a {wanted}'s file name ends in .{wanted}.toml and its keys are "
-        f"{', '.join(_list_own_keys(wanted))}",
-        span=span,
-    )
-
-
-def _list_own_keys(kind: Kind) -> list[str]:
-    return [
-        name
-        for name, item in DOCUMENTS[kind].model_fields.items()
-        if item.is_required() and name != "schema_version"
-    ]
-
-
-def _guess_kind(values: Mapping[str, Any], kind: Kind) -> Kind | None:
-    """Another kind of document that ``values`` fit much better, judged by the required keys."""
-    keys = set(values)
-    scores: dict[Kind, float] = {}
-    for other in DOCUMENTS:
-        own = set(_list_own_keys(other))
-        scores[other] = len(keys & own) / len(own)
-    best = max(scores, key=lambda item: scores[item])
-    unknown = keys - set(DOCUMENTS[kind].model_fields)
-    if best != kind and scores[best] > 0.6 and scores[kind] < 0.4 and unknown:
-        return best
-    return None
-
-
-def check_file(path: Path, *, name: str | None = None) -> Report:
+def check_file(path: Path, *, name: str | None = None, resolver: Resolver | None = None) -> Report:
     """Check the file at ``path``; its suffix says what it is."""
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":
-        return check_plan(path, name=shown)
-    check = _Check()
+        return check_plan(path, name=shown, resolver=resolver)
+    check = _Check(resolver)
     if kind is None:
         check.diagnostics += _report_suffix(path, shown)
         return check.report(kind="plan")
-    check.read(path, shown, kind)
+    check.read(Located(path=path, file_name=path.name, name=shown), kind)
     if kind in check.documents:
         check.run_rules({kind: check.documents[kind]}, set())
     return check.report(kind=kind)
@@ -275,13 +274,20 @@ def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
 
 
 def check_plan(
-    path: Path, *, name: str | None = None, overrides: Mapping[str, object] | None = None
+    path: Path,
+    *,
+    name: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    resolver: Resolver | None = None,
 ) -> Report:
-    """Read, resolve and validate a plan with its device and its model."""
-    check = _Check()
+    """Read, resolve and validate a plan with its device and its model.
+
+    ``resolver`` finds references with a scheme; without it, they are findings.
+    """
+    check = _Check(resolver)
     if overrides:
         check.override(overrides)
-    check.read(path, name or str(path), "plan")
+    check.read(Located(path=path, file_name=path.name, name=name or str(path)), "plan")
     check.follow("device")
     check.follow("model")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -40,6 +40,10 @@ class Table(BaseModel):
         return cls.model_construct()
 
 
+COMPOSITION = ("extends", "inherit", "remove")
+"""Keys of documents that are put together from several; what is composed has them no more."""
+
+
 class Document(Table):
     """The keys that every document starts with."""
 
@@ -49,6 +53,17 @@ class Document(Table):
     """What people call it."""
     description: str = Field(default="", max_length=4000, examples=["The demo model here."])
     """One or two sentences for the reader."""
+    extends: tuple[str, ...] = Field(default=(), exclude=True, examples=[["base.plan.toml"]])
+    """Documents of the same kind that this one begins with, the weakest first: relative paths that
+    end in `.toml`, short names, or locked references. Tables merge, other values are replaced,
+    arrays of tables that have an `id` merge by it."""
+    inherit: dict[str, Any] = Field(
+        default={}, exclude=True, examples=[{"layers": {"overrides": "append"}}]
+    )
+    """Arrays that are added to what is inherited instead of replacing it, by key: `append` or
+    `prepend`, such as `inherit.layers.overrides = "append"`."""
+    remove: tuple[str, ...] = Field(default=(), exclude=True, examples=[["units.npu"]])
+    """Keys that are taken away from what is inherited before anything is added."""
 
 
 Provenance = Literal["measured", "vendor-claimed", "published", "estimated"]

@@ -1,7 +1,9 @@
 """JSON Schemas of the three documents, for editors: draft 7, and of it what all editors know.
 
 No ``prefixItems``, no keyword beside ``$ref``, no null (TOML has none); every key has a title, a
-description (its docstring in the model) and examples.
+description (its docstring in the model) and examples.  A document that extends others may leave out
+anything but its version, also inside of tables, so only entries of arrays have required keys there;
+`pi2 validate` misses what is missing.
 """
 
 from __future__ import annotations
@@ -38,12 +40,18 @@ def make_schema(document: type[Document]) -> dict[str, Any]:
     """The schema of one document."""
     raw = document.model_json_schema(ref_template="#/definitions/{model}")
     tables = {kind.__name__: kind for kind in _collect_tables(document)}
+    entries = {kind.__name__ for table in tables.values() for kind in _list_entries(table)}
     definitions = {
         name: _describe_table(tables[name], _simplify(schema))
         for name, schema in sorted(raw.pop("$defs", {}).items())
     }
+    for name in definitions.keys() - entries:
+        definitions[name].pop("required", None)
     body = _describe_table(document, _simplify(raw))
     body["properties"]["schema_version"]["type"] = "integer"
+    own = [name for name in body["required"] if name != "schema_version"]
+    body["required"] = ["schema_version"]
+    body["anyOf"] = [{"required": ["extends"]}, {"required": own}]
     return {"$schema": _DRAFT, **body, "definitions": definitions}
 
 
@@ -58,6 +66,15 @@ def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
             kind = find_type(table, (name, 0))
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _collect_tables(kind)
+
+
+def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Tables that are entries of the table's arrays."""
+    for name in table.model_fields:
+        if get_origin(find_type(table, (name,))) is tuple:
+            kind = find_type(table, (name, 0))
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield kind
 
 
 def _simplify(schema: Any) -> Any:

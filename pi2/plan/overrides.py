@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.documents import COMPOSITION
 from pi2.plan.fields import find_type, list_known_keys, suggest
 from pi2.plan.paths import KeyPath, format_path
 from pi2.plan.plan import Plan
@@ -97,6 +98,8 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
 
 def _find_unknown(path: KeyPath) -> int | None:
     """Index of the first part that plans do not know."""
+    if path[0] in COMPOSITION:
+        return 0  # documents are put together before values are replaced
     for end in range(1, len(path) + 1):
         if find_type(Plan, path[:end]) is None:
             return end - 1
@@ -110,7 +113,7 @@ def _find_unknown(path: KeyPath) -> int | None:
 
 def _report_unknown(path: KeyPath, index: int, span: Span) -> Diagnostic:
     parent, name = path[:index], path[index]
-    known = list_known_keys(Plan, parent)
+    known = [key for key in list_known_keys(Plan, parent) if parent or key not in COMPOSITION]
     near = suggest(str(name), known)
     place = f"in `{format_path(parent)}`" if parent else "in plans"
     help_text = f"known keys: {', '.join(known)}" if known else None

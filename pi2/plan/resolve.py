@@ -1,7 +1,8 @@
 """From a path to a plan that may run: read, resolve, validate.
 
     read      plan, then the device and model that it names: text, values, schema
-    resolve   the layers one by one, the bundle        (composition will have its place here)
+    compose   each of them with the documents that it extends
+    resolve   the layers one by one, the bundle
     validate  the rules of `pi2.plan.rules`
 
 Every phase reports all that it finds; a phase whose input is unsound does not run.
@@ -14,19 +15,26 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.plan.check import Report, check_plan
+from pi2.plan.references import Resolver
 from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.source import CANNOT_READ
 
 __all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 
 
-def load_plan(path: str | Path, *, overrides: Mapping[str, object] | None = None) -> ResolvedPlan:
+def load_plan(
+    path: str | Path,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    resolver: Resolver | None = None,
+) -> ResolvedPlan:
     """Load, resolve and validate the plan at ``path``.
 
     ``overrides`` replaces values of the plan by dotted key path, such as
-    ``{"decode.predictor": "gate"}``.  Raises ``UserError`` with all findings.
+    ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme.
+    Raises ``UserError`` with all findings.
     """
-    report = check_plan(Path(path), overrides=overrides or {})
+    report = check_plan(Path(path), overrides=overrides or {}, resolver=resolver)
     if report.resolved is None:
         raise make_error(report)
     return report.resolved

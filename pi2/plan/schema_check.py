@@ -24,7 +24,7 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     Where all that is wrong are unknown keys, the document is what remains without them, so that
     the rules find their mistakes in the same run; after any other error it is None.
     """
-    version = _check_version(source, document)
+    version = check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
     findings = [] if version is None else [version]
@@ -73,7 +73,8 @@ def _validate_without_unknown(
         return None
 
 
-def _check_version(source: SourceFile, document: type[Document]) -> Diagnostic | None:
+def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | None:
+    """A finding about the file's ``schema_version``."""
     key = "schema_version"
     write_it = f"write `{key} = {SCHEMA_VERSION}`"
     if key not in source.values:

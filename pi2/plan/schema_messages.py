@@ -66,7 +66,7 @@ def explain_violation(
         code = "P103"
         message = f"`{shown}` is {_WANTED[kind]}, got {describe_value(value)}"
         help_text = _suggest_conversion(kind, value)
-        if kind == "tuple_type" and isinstance(value, dict) and path in source.spans.headers:
+        if kind == "tuple_type" and isinstance(value, dict) and source.spans.has_header(path):
             help_text = f"write `[[{shown}]]`, once per entry"
     elif kind == "literal_error":
         explain = _explain_word_key if is_key else _explain_word

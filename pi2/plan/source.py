@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import tomli
 
@@ -42,6 +42,30 @@ _BOM = b"\xef\xbb\xbf"
 _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 
 
+class Places(Protocol):
+    """Where keys and values stand."""
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether the key is written somewhere."""
+        ...
+
+    def has_header(self, path: KeyPath) -> bool:
+        """Whether the table begins with a [header] or [[header]]."""
+        ...
+
+    def find_key(self, path: KeyPath) -> Span:
+        """Span of the key at ``path``, or of its nearest ancestor."""
+        ...
+
+    def find_value(self, path: KeyPath) -> Span:
+        """Span of the value at ``path``, or of its nearest ancestor."""
+        ...
+
+    def find_table(self, path: KeyPath) -> Span:
+        """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
+        ...
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A TOML file that was read."""
@@ -55,8 +79,12 @@ class SourceFile:
     """Places of keys and values that come from elsewhere, such as ``--set``."""
 
     @cached_property
-    def spans(self) -> SpanIndex:
+    def spans(self) -> Places:
         """Places of keys and values; parsed when first asked for."""
+        return self.index()
+
+    def index(self) -> SpanIndex:
+        """Parse the text for places."""
         from pi2.plan.spans import index_spans
 
         index = index_spans(self.name, self.text)
@@ -261,12 +289,15 @@ def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
 
     The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0.
     """
-    if _TOML_1_1_HINTS.search(source.text) is None or not source.spans.errors:
+    if _TOML_1_1_HINTS.search(source.text) is None:
+        return None
+    errors = source.index().errors
+    if not errors:
         return None
     return Diagnostic(
         code="P013",
         message="this is TOML 1.1, plans are TOML 1.0",
         help="write inline tables on one line without a final comma; no \\e and \\x escapes; "
         "times with seconds",
-        span=source.spans.errors[0],
+        span=errors[0],
     )

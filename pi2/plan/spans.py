@@ -50,6 +50,10 @@ class SpanIndex:
         """Whether the text has the key; the document itself counts as there."""
         return not path or path in self.keys
 
+    def has_header(self, path: KeyPath) -> bool:
+        """Whether the table begins with a [header] or [[header]]."""
+        return path in self.headers
+
     def find_key(self, path: KeyPath) -> Span:
         """Span of the key at ``path``, or of its nearest ancestor."""
         return self.keys[path] if path in self.keys else self.find_table(path[:-1])
