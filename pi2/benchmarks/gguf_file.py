@@ -90,15 +90,15 @@ def write_gguf(model: Model, path: Path, progress: Progress = lambda label, shar
     """Write random weights for ``model``, a tensor at a time; appears when it is complete.
 
     int4 becomes Q4_0, int8 Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises
-    `UserError` P651 for what GGUF's plain LLaMA cannot express, P650 without the `gguf` package.
+    `UserError` P654 for what GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
     """
     if model.moe is not None:
-        raise UserError.of("P651", "mixtures of experts cannot be compared yet")
+        raise UserError.of("P654", "mixtures of experts cannot be compared yet")
     try:
         import gguf
     except ImportError:
         raise UserError.of(
-            "P650", "comparing with llama.cpp needs the package gguf", help=INSTALL_HELP
+            "P653", "comparing with llama.cpp needs the package gguf", help=INSTALL_HELP
         ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")

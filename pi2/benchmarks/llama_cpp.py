@@ -33,7 +33,7 @@ def find_peer_folder() -> Path:
 
 
 def check_installed() -> None:
-    """`UserError` P650 if llama-cpp-python or gguf is missing."""
+    """`UserError` P653 if llama-cpp-python or gguf is missing."""
     missing = [
         package
         for package, module in (("llama-cpp-python", "llama_cpp"), ("gguf", "gguf"))
@@ -41,7 +41,7 @@ def check_installed() -> None:
     ]
     if missing:
         raise UserError.of(
-            "P650",
+            "P653",
             f"comparing with llama.cpp needs {' and '.join(missing)}",
             help=INSTALL_HELP,
         )

@@ -32,7 +32,7 @@ def measure_plan(
 
     ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan; ``text``
     is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
-    cannot be measured, P650-P652 if the other engine is not there or fails.
+    cannot be measured, P652-P654 if the other engine is not there or fails.
     """
     resolved = load_plan(path, overrides=overrides)
     if against is not None:

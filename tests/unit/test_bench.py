@@ -557,7 +557,7 @@ def test_a_missing_engine_is_named_with_how_to_install_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main.run(["bench", str(plan), "--against", "llama.cpp"]) == 2
     error = capsys.readouterr().err
-    assert "error[P650]: comparing with llama.cpp needs llama-cpp-python and gguf" in error
+    assert "error[P653]: comparing with llama.cpp needs llama-cpp-python and gguf" in error
     assert "pip install" in error
 
 
