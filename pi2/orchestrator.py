@@ -29,6 +29,7 @@ from pi2.machine import (
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader
+from pi2.memory.frequency import expect_uses
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.packing import slice_part
@@ -74,7 +75,8 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             check_bundles(resolved, store)
             tokenizer = read_tokenizer(store.tokenizer_path)
         budget = Budget(dict(resolved.plan.memory.segments))
-        cache = allocate_cache(resolved, budget)
+        by_hotness = store is not None and store.manifest.order == "hotness"
+        cache = allocate_cache(resolved, budget, by_hotness=by_hotness)
         request = describe_build(resolved, unit, machine, store, budget, progress)
         obstacles = backend.find_obstacles(request.features, request.architecture)
         if obstacles:
@@ -84,7 +86,8 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
         reader = open_reader(resolved, store, cache, executor)
         cleanup.callback(reader.close)
         staging = allocate_staging(resolved, budget)
-        load_neurons(reader, cache, request, staging, progress)
+        fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
+        load_neurons(reader, cache, request, staging, progress, fill=fill)
         feed_forward = FeedForward(
             executor,
             cache,
@@ -192,7 +195,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def allocate_cache(resolved: ResolvedPlan, budget: Budget) -> NeuronCache:
+def allocate_cache(
+    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False
+) -> NeuronCache:
     """One arena for hot and cold neurons; the cold cache takes all of its segment."""
     stride = resolved.bundle.stride
     hot = [layer.hot_neurons for layer in resolved.layers]
@@ -201,7 +206,10 @@ def allocate_cache(resolved: ResolvedPlan, budget: Budget) -> NeuronCache:
     cold_slots = min(resolved.plan.memory.segments.cold // stride, absent)
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
     arena = budget.allocate_spanning(sizes).reshape(-1, stride)
-    return NeuronCache(arena, hot, neurons)
+    # Only an order by hotness tells beforehand which neurons will be used often.
+    expected = expect_uses(len(hot), neurons) if by_hotness else None
+    policy = resolved.plan.cache.policy
+    return NeuronCache(arena, hot, neurons, policy=policy, expected=expected)
 
 
 def describe_build(
@@ -297,14 +305,20 @@ def load_neurons(
     staging: U8,
     progress: Progress,
 ) -> None:
-    """Fill the hot region in stored order, and the gate rows where decoding needs them."""
+    """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
+    where decoding needs them."""
     layers = len(cache.hot_slots)
     for layer in range(layers):
         hot = cache.hot_bundles(layer)
         if len(hot):
+    *,
+    fill: bool,
             reader.start_run(layer, 0, hot).result()
         if request.gate_rows is not None:
             weights, scales = request.gate_rows[layer]
+    for filling in cache.fill() if fill else ():
+        arena = cache.arena[filling.slots.start : filling.slots.stop]
+        reader.start_run(filling.layer, filling.first, arena).result()
             size = staging.shape[1]
             for first in range(0, cache.neurons, size):
                 piece = staging[0, : min(size, cache.neurons - first)]

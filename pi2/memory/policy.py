@@ -1,65 +1,63 @@
-"""Replacement policies of the cold-neuron cache, vectorised over neurons."""
+"""What a replacement policy of the cold-neuron cache is, and the policies by their names.
+
+Every policy is vectorised: a request of n neurons costs a few array operations, no Python loop
+per neuron.  ``cache`` calls ``touch`` and then, for what is missing, ``replace``; nothing that was
+touched in a request is replaced in the same request.
+"""
 
 from __future__ import annotations
+
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.bool_]
+
+ABSENT = -1
+
+PolicyName = Literal["lfu", "lru"]
 
 
-class LeastRecentlyUsed:
-    """LRU over ``capacity`` slots without a linked list.
+class Policy(Protocol):
+    """Decides which of ``capacity`` slots are given to neurons that come.
 
-    Every use appends (slot, time) to a queue; an entry counts only while its time is the slot's
-    last.  So each slot has exactly one valid entry, a batch of uses is one append, and a batch of
-    evictions takes the first valid entries.  The queue is compacted when it is full; all is O(1)
-    per use, amortised, and free of Python loops.
+    A *key* names a neuron of the model: layer x neurons per layer + stored index.
     """
 
-    def __init__(self, capacity: int) -> None:
-        assert capacity >= 0
-        self._capacity = capacity
-        self._last_use = np.zeros(capacity, np.int64)
-        length = max(4 * capacity, 1024)
-        self._slots = np.zeros(length, np.int32)
-        self._times = np.zeros(length, np.int64)
-        self._slots[:capacity] = np.arange(capacity)
-        self._head, self._tail = 0, capacity
-        self._clock = 0
+    def touch(self, slots: I32, keys: I64) -> None:
+        """Begin a request that finds ``keys`` [n] (distinct) in ``slots`` [n]."""
 
-    def touch(self, slots: I32) -> None:
-        """Make ``slots`` [n] (distinct, n <= capacity) the most recently used."""
-        count = len(slots)
-        if count == 0:
-            return
-        if self._tail + count > len(self._slots):
-            self._compact()
-        self._clock += 1
-        self._last_use[slots] = self._clock
-        self._slots[self._tail : self._tail + count] = slots
-        self._times[self._tail : self._tail + count] = self._clock
-        self._tail += count
+    def replace(self, keys: I64, held: Bits) -> I32:
+        """Return distinct slots [n] for ``keys`` [n], which are absent.
 
-    def evict(self, count: int) -> I32:
-        """Return the ``count`` least recently used slots (<= capacity) and make them the most
-        recently used."""
-        assert count <= self._capacity
-        taken = np.empty(0, np.int32)
-        while len(taken) < count:
-            window = slice(self._head, min(self._head + 2 * count + 64, self._tail))
-            slots, times = self._slots[window], self._times[window]
-            valid = np.flatnonzero(self._last_use[slots] == times)[: count - len(taken)]
-            taken = np.concatenate([taken, slots[valid]])
-            done = int(valid[-1]) + 1 if len(taken) == count else len(slots)
-            self._head += done
-        self.touch(taken)
-        return taken
+        Empty slots go first.  A slot that was touched in this request, or is ``held``
+        [capacity], is not given away; the caller asks for no more than there are others.
+        """
 
-    def _compact(self) -> None:
-        slots = self._slots[self._head : self._tail]
-        times = self._times[self._head : self._tail]
-        valid = self._last_use[slots] == times
-        count = int(np.count_nonzero(valid))
-        self._slots[:count], self._times[:count] = slots[valid], times[valid]
-        self._head, self._tail = 0, count
+    def adopt(self, keys: I64, order: I32) -> None:
+        """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots,
+        that of the neuron that is needed least first."""
+
+    def drop(self, slots: I32) -> None:
+        """``slots`` [n] are empty now."""
+
+    def renumber(self, source: I32) -> None:
+        """Slot i is from now on what slot ``source[i]`` was; ABSENT is a new, empty one."""
+
+
+def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None = None) -> Policy:
+    """Make the policy that a plan names, with ``capacity`` empty slots for ``keys`` neurons.
+
+    ``expected`` [keys]: how often each is expected to be used per token, where that is known.
+    """
+    # Imported here, because the policies share the types above.
+    from pi2.memory.frequency import LeastFrequentlyUsed
+    from pi2.memory.recency import LeastRecentlyUsed
+
+    if name == "lru":
+        return LeastRecentlyUsed(capacity)
+    return LeastFrequentlyUsed(capacity, keys, expected)

@@ -110,6 +110,16 @@ class Io(Table):
     """Threads that issue reads."""
 
 
+class Cache(Table):
+    """The cache of cold neurons: the segment ``cold``."""
+
+    policy: Literal["lfu", "lru"] = "lfu"
+    """Which neuron goes when another one comes: ``lfu``, the one that was used least often, old
+    uses counting less and less; ``lru``, the one that was not used for longest."""
+    fill: bool = True
+    """Whether loading fills it with the neurons that follow the hot ones in stored order."""
+
+
 class Threads(Table):
     """Compute threads."""
 
@@ -208,6 +218,8 @@ class Plan(Document):
     """Neuron bundles."""
     layers: Layers
     """Per-layer split."""
+    cache: Cache = Cache.default()
+    """Cold neurons in memory."""
     io: Io = Io.default()
     """Reads from flash."""
     threads: Threads = Threads.default()

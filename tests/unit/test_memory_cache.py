@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,12 +12,26 @@ from hypothesis import strategies as st
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
+from pi2.memory.policy import ABSENT, PolicyName
 
 LAYERS, NEURONS, COLD = 3, 20, 6
 
 
-def make_cache(hot: tuple[int, ...] = (4, 0, 2)) -> NeuronCache:
-    return NeuronCache(np.zeros((sum(hot) + COLD, 8), np.uint8), hot, NEURONS)
+def make_cache(hot: tuple[int, ...] = (4, 0, 2), policy: PolicyName = "lru") -> NeuronCache:
+    return NeuronCache(np.zeros((sum(hot) + COLD, 8), np.uint8), hot, NEURONS, policy=policy)
+
+
+def check_maps(cache: NeuronCache) -> None:
+    """Neurons and slots name each other, and no slot beyond the cache is in use."""
+    slot_of = cache._slot_of.reshape(-1)
+    for slot, owner in enumerate(cache._owner.tolist()):
+        if owner != ABSENT:
+            assert slot_of[owner] == cache._first_cold + slot
+    hot = sum(len(slots) for slots in cache.hot_slots)
+    used = slot_of[slot_of != ABSENT]
+    assert len(set(used.tolist())) == len(used)
+    assert len(used) == hot + np.count_nonzero(cache._owner != ABSENT)
+    assert len(used) <= len(cache.arena)
 
 
 def ids(*values: int) -> np.ndarray:
@@ -64,11 +80,15 @@ requests = st.lists(
 )
 
 
-@given(requests)
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+@given(requests=requests, filled=st.booleans())
 def test_no_two_neurons_share_a_slot_and_contents_stay_right(
-    requests: list[tuple[int, list[int]]],
+    policy: PolicyName, requests: list[tuple[int, list[int]]], filled: bool
 ) -> None:
-    cache = make_cache()
+    cache = make_cache(policy=policy)
+    for filling in cache.fill() if filled else ():
+        for place, slot in enumerate(filling.slots):
+            cache.arena[slot, :2] = filling.layer, filling.first + place
     for layer, slots in enumerate(cache.hot_slots):
         for index, slot in enumerate(slots):
             cache.arena[slot, :2] = layer, index
@@ -80,6 +100,37 @@ def test_no_two_neurons_share_a_slot_and_contents_stay_right(
         assert len(set(slots)) == len(wanted)
         contents = {(int(cache.arena[s, 0]), int(cache.arena[s, 1])) for s in slots}
         assert contents == {(layer, index) for index in wanted}
+        check_maps(cache)
+
+
+def test_filling_takes_the_same_share_of_every_layer_in_stored_order() -> None:
+    cache = make_cache(hot=(4, 4, 4))
+    fillings = list(cache.fill())
+    assert [(f.layer, f.first, len(f.slots)) for f in fillings] == [(0, 4, 2), (1, 4, 2), (2, 4, 2)]
+    assert len(cache.look_up(1, ids(0, 4, 5, 6)).missing) == 1
+    check_maps(cache)
+
+
+def test_of_what_was_filled_in_the_least_hot_goes_first() -> None:
+    for policy in get_args(PolicyName):
+        cache = make_cache(hot=(4, 4, 4), policy=policy)
+        list(cache.fill())
+        cache.look_up(0, ids(10, 11, 12))
+        assert len(cache.look_up(0, ids(4)).missing) == 0, policy
+        assert len(cache.look_up(1, ids(5)).missing) == 1, policy
+
+
+def test_a_held_neuron_stays_until_it_is_released() -> None:
+    cache = make_cache(hot=(0, 0, 0))
+    first = cache.look_up(0, ids(1, 2))
+    cache.hold(first.missing_slots)
+    assert cache.free_capacity == COLD - 2
+    for turn in range(5):
+        cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
+    assert cache.look_up(0, ids(1, 2)).resident_slots.tolist() == first.missing_slots.tolist()
+    cache.release(first.missing_slots)
+    cache.look_up(1, ids(*range(COLD)))
+    assert cache.look_up(0, ids(1, 2)).missing.tolist() == [1, 2]
 
 
 def test_a_segment_gives_no_more_than_it_has() -> None:

@@ -1,43 +1,154 @@
-"""The cold cache's replacement, against the textbook's LRU."""
+"""The cold cache's replacement policies: each against what a textbook says, all against the law."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import get_args
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.memory.policy import LeastRecentlyUsed
+from pi2.memory.frequency import LeastFrequentlyUsed, expect_uses
+from pi2.memory.policy import ABSENT, Policy, PolicyName, make_policy
+from pi2.memory.recency import LeastRecentlyUsed
 
-steps = st.lists(
-    st.tuples(st.booleans(), st.lists(st.integers(0, 15), unique=True, max_size=12)), max_size=60
+CAPACITY, KEYS = 16, 40
+NOTHING_HELD = np.zeros(CAPACITY, bool)
+
+requests = st.lists(
+    st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY - 4), max_size=60
 )
 
 
-@given(steps)
-def test_evicts_the_same_slots_as_an_ordered_dict(
-    steps: list[tuple[bool, list[int]]],
+class Simulation:
+    """A policy with what a cache keeps beside it."""
+
+    def __init__(self, policy: Policy, capacity: int = CAPACITY) -> None:
+        self.policy = policy
+        self.owners = np.full(capacity, ABSENT, np.int64)
+        self.held = np.zeros(capacity, bool)
+
+    def request(self, keys: list[int]) -> tuple[list[int], list[int]]:
+        """Slots of what was there, and slots given to the rest."""
+        places = {int(key): slot for slot, key in enumerate(self.owners) if key != ABSENT}
+        there = [key for key in keys if key in places]
+        missing = [key for key in keys if key not in places]
+        hits = [places[key] for key in there]
+        self.policy.touch(np.array(hits, np.int32), np.array(there, np.int64))
+        given = self.policy.replace(np.array(missing, np.int64), self.held).tolist()
+        self.owners[given] = missing
+        return hits, given
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+@given(requests=requests, held=st.sets(st.integers(0, CAPACITY - 1), max_size=4))
+def test_nothing_in_use_or_held_is_given_away(
+    name: PolicyName, requests: list[list[int]], held: set[int]
 ) -> None:
-    policy = LeastRecentlyUsed(16)
-    model = OrderedDict.fromkeys(range(16))
-    for evict, slots in steps:
-        if evict:
-            expected = [model.popitem(last=False)[0] for _ in slots]
-            assert policy.evict(len(slots)).tolist() == expected
-            model.update(dict.fromkeys(expected))
-        else:
-            policy.touch(np.array(slots, np.int32))
-            for slot in slots:
-                model.move_to_end(slot)
+    simulation = Simulation(make_policy(name, CAPACITY, KEYS))
+    simulation.held[list(held)] = True
+    for keys in requests:
+        hits, given = simulation.request(keys)
+        assert len(set(hits) | set(given)) == len(keys)
+        assert not held & set(given)
 
 
-def test_survives_many_more_uses_than_its_queue_is_long() -> None:
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_empty_slots_go_first(name: PolicyName) -> None:
+    simulation = Simulation(make_policy(name, CAPACITY, KEYS))
+    simulation.request(list(range(10)))
+    simulation.request(list(range(10, CAPACITY)))
+    assert sorted(simulation.owners.tolist()) == list(range(CAPACITY))
+    simulation.policy.drop(np.array([3], np.int32))
+    assert simulation.request([30])[1] == [3]
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+@given(requests=requests, order=st.permutations(range(CAPACITY)), removed=st.integers(0, 8))
+def test_slots_may_be_renumbered(
+    name: PolicyName, requests: list[list[int]], order: list[int], removed: int
+) -> None:
+    simulation = Simulation(make_policy(name, CAPACITY, KEYS))
+    for keys in requests:
+        simulation.request(keys)
+    source = np.array([ABSENT, *order[removed:], ABSENT], np.int32)
+    simulation.policy.renumber(source)
+    known = source != ABSENT
+    simulation.owners = np.where(known, simulation.owners[source], ABSENT)
+    simulation.held = np.zeros(len(source), bool)
+    empty = np.flatnonzero(simulation.owners == ABSENT).tolist()
+    new = [key for key in range(KEYS) if key not in simulation.owners]
+    _, given = simulation.request(new[: len(empty)])
+    assert sorted(given) == empty
+    simulation.request(list(range(len(source))))
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_no_slots_is_a_valid_capacity(name: PolicyName) -> None:
+    policy = make_policy(name, 0, KEYS)
+    assert len(policy.replace(np.empty(0, np.int64), np.zeros(0, bool))) == 0
+
+
+@given(requests)
+def test_lru_evicts_the_same_slots_as_an_ordered_dict(requests: list[list[int]]) -> None:
+    simulation = Simulation(LeastRecentlyUsed(CAPACITY))
+    model = OrderedDict.fromkeys(range(CAPACITY))
+    for keys in requests:
+        hits, given = simulation.request(keys)
+        for slot in hits:
+            model.move_to_end(slot)
+        expected = [model.popitem(last=False)[0] for _ in given]
+        assert given == expected
+        model.update(dict.fromkeys(expected))
+
+
+def test_lru_survives_many_more_uses_than_its_queue_is_long() -> None:
     policy = LeastRecentlyUsed(8)
     for turn in range(10_000):
-        policy.touch(np.array([turn % 7], np.int32))
-    assert policy.evict(2).tolist() == [7, (10_000 - 7) % 7]
+        policy.touch(np.array([turn % 7], np.int32), np.array([turn % 7], np.int64))
+    taken = policy.replace(np.arange(2, dtype=np.int64), np.zeros(8, bool))
+    assert taken.tolist() == [7, (10_000 - 7) % 7]
 
 
-def test_no_slots_is_a_valid_capacity() -> None:
-    assert len(LeastRecentlyUsed(0).evict(0)) == 0
+def test_lfu_keeps_what_is_used_often_over_what_was_used_last() -> None:
+    simulation = Simulation(LeastFrequentlyUsed(4, KEYS), 4)
+    for _ in range(5):
+        simulation.request([0, 1, 2])
+    for newcomer in range(10, 20):
+        simulation.request([newcomer])
+    assert set(simulation.owners.tolist()) == {0, 1, 2, 19}
+
+
+def test_lfu_knows_a_neuron_that_comes_back() -> None:
+    simulation = Simulation(LeastFrequentlyUsed(2, KEYS), 2)
+    for keys in [[0], [1], [0], [1], [2], [0], [1]]:
+        simulation.request(keys)
+    assert set(simulation.owners.tolist()) == {0, 1}
+
+
+def test_lfu_lets_old_uses_count_less_and_less() -> None:
+    simulation = Simulation(LeastFrequentlyUsed(2, KEYS), 2)
+    for _ in range(20):
+        simulation.request([0, 1])
+    for _ in range(200):
+        simulation.request([2, 3])
+    simulation.request([4])
+    assert 0 not in simulation.owners and 1 not in simulation.owners
+
+
+def test_lfu_begins_with_what_it_is_told_to_expect() -> None:
+    expected = np.arange(KEYS, dtype=np.float32) / KEYS
+    simulation = Simulation(LeastFrequentlyUsed(3, KEYS, expected), 3)
+    for key in [39, 38, 0, 1]:
+        simulation.request([key])
+    assert set(simulation.owners.tolist()) == {39, 38, 1}
+
+
+def test_expected_uses_fall_with_the_place_and_add_up_to_the_share() -> None:
+    uses = expect_uses(2, 1000, share=0.1)
+    assert uses.shape == (2, 1000)
+    assert (np.diff(uses[0]) <= 0).all()
+    assert uses[0].mean() == pytest.approx(0.1, rel=0.05)
+    assert uses[0].max() <= 1
