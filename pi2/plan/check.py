@@ -32,6 +32,7 @@ from pi2.plan.source import (
     Kind,
     SourceFile,
     detect_kind,
+    parse_source,
     read_source,
 )
 
@@ -85,14 +86,14 @@ class _Check:
         self.diagnostics += findings
         self.sources[SET] = self.overrides.text
 
-    def read(self, located: Located, kind: Kind) -> None:
-        """Read the file of a document and validate it against its schema."""
+    def read(self, located: Located, kind: Kind, text: str | None = None) -> None:
+        """Read the file of a document, or take its ``text``, and validate it against its schema."""
         path, name = located.path, located.name
         wrong = check_suffix(located.file_name, name, kind)
         if wrong is not None and os.path.exists(path):
             self.diagnostics.append(wrong)
             return
-        source = read_source(path, name)
+        source = read_source(path, name) if text is None else parse_source(path, name, text)
         if isinstance(source, list):
             self.diagnostics += source
             return
@@ -243,17 +244,28 @@ class _Check:
         return replace(report, resolved=runnable)
 
 
-def check_file(path: Path, *, name: str | None = None, resolver: Resolver | None = None) -> Report:
-    """Check the file at ``path``; its suffix says what it is."""
+def check_file(
+    path: Path,
+    *,
+    name: str | None = None,
+    resolver: Resolver | None = None,
+    reference: str | None = None,
+    text: str | None = None,
+) -> Report:
+    """Check the file at ``path``; its suffix says what it is.
+
+    ``reference`` is the one that the file came by, where that has a scheme; ``text`` is what an
+    editor has instead of the file's.
+    """
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":
-        return check_plan(path, name=shown, resolver=resolver)
+        return check_plan(path, name=shown, resolver=resolver, reference=reference, text=text)
     check = _Check(resolver)
     if kind is None:
         check.diagnostics += _report_suffix(path, shown)
         return check.report(kind="plan")
-    check.read(Located(path=path, file_name=path.name, name=shown), kind)
+    check.read(Located(path=path, file_name=path.name, name=shown, reference=reference), kind, text)
     if kind in check.documents:
         check.run_rules({kind: check.documents[kind]}, set())
     return check.report(kind=kind)
@@ -279,15 +291,20 @@ def check_plan(
     name: str | None = None,
     overrides: Mapping[str, object] | None = None,
     resolver: Resolver | None = None,
+    reference: str | None = None,
+    text: str | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
-    ``resolver`` finds references with a scheme; without it, they are findings.
+    ``resolver`` finds references with a scheme; without it, they are findings.  ``reference`` and
+    ``text`` are as in `check_file`.
     """
     check = _Check(resolver)
     if overrides:
         check.override(overrides)
-    check.read(Located(path=path, file_name=path.name, name=name or str(path)), "plan")
+    shown = name or str(path)
+    located = Located(path=path, file_name=path.name, name=shown, reference=reference)
+    check.read(located, "plan", text)
     check.follow("device")
     check.follow("model")
 
