@@ -1,41 +1,116 @@
-"""Explain a finding's code: what it means, why it matters, how to fix it."""
+"""Explain a finding's code, or a value of a plan: what it means, comes from and costs."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.main import wants_colour
+from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.diagnostics.page import Page
+    from pi2.plan.explanation import Explanation
 
 COLUMNS = 88
 """Width of pages that are not written to a terminal."""
 
 
 @click.command("explain")
-@click.argument("code", required=False)
-def command(code: str | None) -> None:
-    """Explain the finding CODE, such as P210; without it, list all codes."""
+@click.argument("what", required=False, metavar="[CODE|KEY]")
+@click.argument("file", required=False, metavar="[FILE]")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+def command(what: str | None, file: str | None, settings: tuple[str, ...]) -> None:
+    """Explain a CODE such as P210, or a KEY such as kv.context.
+
+    With FILE, a plan, device or model, it says what the key's value there is, where it comes from
+    and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer, and
+    device.memory.capacity and model.shape.ffn go on in its device and model.  Without anything, it
+    lists all codes.
+    """
     from pi2.plan.pages import load_pages
 
+    if what is not None and file is not None:
+        click.echo(_explain_value(what, file, settings), nl=False)
+        return
     pages = load_pages()
-    if code is None:
+    if what is None:
         click.echo("".join(f"{page.code}  {page.what}\n" for page in pages.values()), nl=False)
         return
-    page = pages.get(code.upper())
+    page = pages.get(what.upper())
     if page is None:
-        raise _report_unknown(code, pages)
-    if wants_colour(sys.stdout):
+        from pi2.plan.explanation import describe_path, is_known_path
+
+        if not is_known_path(what):
+            raise _report_unknown(what, pages)
+        found = describe_path(what)
+        click.echo("\n".join(write_explanation(item) for item in found), nl=False)
+    elif wants_colour(sys.stdout):
         _print_in_colour(page)
     else:
         click.echo(write_page(page), nl=False)
+
+
+def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
+    from pi2.plan.check import check_file, check_plan
+    from pi2.plan.explanation import explain_value
+    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.resolve import make_error
+    from pi2.plan.source import detect_kind, display_path
+
+    path = Path(file)
+    kind = detect_kind(path.name)
+    name = display_path(path)
+    if kind == "plan":
+        report = check_plan(path, name=name, overrides=parse_assignments(settings))
+    else:
+        report = check_file(path, name=name)
+    if kind is None or kind not in report.files:
+        raise make_error(report)
+    print_diagnostics(report.diagnostics, report.sources)
+    return write_explanation(explain_value(report, kind, key))
+
+
+def write_explanation(item: Explanation) -> str:
+    """What is known of a value, as plain text."""
+    from pi2.plan.explanation import write_chain
+    from pi2.plan.paths import format_path
+    from pi2.plan.toml_text import write_value
+
+    shown = format_path(item.path)
+    lines = [f"{shown} (of a {item.kind})"]
+    if item.value is not None:
+        lines = [f"{shown} = {write_value(item.value)}"]
+    if item.doc is not None:
+        lines += [_indent(item.doc.text), _indent(f"may be: {item.doc.values}")]
+        if item.doc.default is not None:
+            lines.append(_indent(f"default: {item.doc.default}"))
+        elif item.doc.is_required:
+            lines.append(_indent("required"))
+        if item.doc.examples and item.value is None:
+            lines.append(_indent(f"example: {', '.join(item.doc.examples)}"))
+    if item.steps:
+        lines += [f"  from: {line}" for line in write_chain(item.steps)]
+    elif item.value is not None:
+        lines.append("  from: the default")
+    lines += [_indent(f"costs: {cost.text}") for cost in item.costs]
+    return "\n".join(lines) + "\n"
+
+
+def _indent(text: str) -> str:
+    return textwrap.fill(
+        text,
+        COLUMNS,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def write_page(page: Page) -> str:

@@ -7,20 +7,60 @@ from pathlib import Path
 
 import click
 
+from pi2.cli.main import print_diagnostics
+
 
 @click.command("show")
-@click.argument("plan")
+@click.argument("plan", metavar="FILE")
+@click.option(
+    "--resolved",
+    is_flag=True,
+    help="Everything put together, with all defaults.  This is what happens anyway.",
+)
+@click.option("--origins", is_flag=True, help="Say behind every value where it comes from.")
+@click.option(
+    "--document",
+    type=click.Choice(["plan", "device", "model"]),
+    default="plan",
+    help="Print the plan's device or model instead.",
+)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-def command(plan: str, settings: tuple[str, ...]) -> None:
-    """Print PLAN with everything resolved, and its digest.
+def command(
+    plan: str, resolved: bool, origins: bool, document: str, settings: tuple[str, ...]
+) -> None:
+    """Print FILE with everything resolved, and a plan's digest.
 
-    The output is a plan again: written beside the original, it resolves to the same digest.
+    FILE is a plan, a device or a model.  The output is such a document again: written beside the
+    original, it resolves to the same digest.
     """
-    from pi2.cli.main import print_diagnostics
+    from pi2.diagnostics import UserError
+    from pi2.plan.check import check_file, check_plan
     from pi2.plan.overrides import parse_assignments
-    from pi2.plan.resolve import load_plan
-    from pi2.plan.writing import write_plan
+    from pi2.plan.resolve import make_error
+    from pi2.plan.source import detect_kind, display_path
+    from pi2.plan.writing import write_document, write_plan
 
-    resolved = load_plan(Path(plan), overrides=parse_assignments(settings))
-    print_diagnostics(resolved.warnings)
-    sys.stdout.write(write_plan(resolved))
+    del resolved
+    path = Path(plan)
+    kind = detect_kind(path.name) or "plan"
+    if kind != "plan":
+        if settings or document not in ("plan", kind):
+            raise UserError.of("P016", f"`--set` and `--document` are for plans, this is a {kind}")
+        report = check_file(path, name=display_path(path))
+        if report.document is None or not report.is_sound:
+            raise make_error(report)
+        print_diagnostics(report.diagnostics, report.sources)
+        sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
+        return
+    report = check_plan(path, name=display_path(path), overrides=parse_assignments(settings))
+    found = report.resolved
+    if found is None:
+        raise make_error(report)
+    print_diagnostics(found.warnings, report.sources)
+    if document == "device":
+        text = write_document(found.device, report.files["device"] if origins else None)
+    elif document == "model":
+        text = write_document(found.model, report.files["model"] if origins else None)
+    else:
+        text = write_plan(found, report.files["plan"] if origins else None)
+    sys.stdout.write(text)

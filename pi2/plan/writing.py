@@ -1,36 +1,60 @@
-"""A resolved plan as TOML: every default filled in, quantities with units, always the same text."""
+"""Resolved documents as TOML: defaults filled in, quantities with units, always the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel
 
+from pi2.plan.documents import Document
 from pi2.plan.fields import find_type
 from pi2.plan.paths import KeyPath
-from pi2.plan.plan import Plan
 from pi2.plan.quantities import approximate_bytes
 from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.sizes import count_ffn_bytes
+from pi2.plan.source import SourceFile
 from pi2.plan.toml_text import write_key, write_value
 
-Comments = Mapping[KeyPath, str]
-"""Remarks behind values, by key path."""
+Comment = Callable[[KeyPath], str | None]
+"""The remark behind a value."""
 
 
-def write_plan(resolved: ResolvedPlan) -> str:
-    """Write a plan that resolves to the same digest when it lies beside the original."""
+def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
+    """Write a plan that resolves to the same digest when it lies beside the original.
+
+    With ``source``, every value is followed by the place that it comes from.
+    """
     lines = [f"# digest sha256:{resolved.digest}"]
     lines += (f"# {line}" for line in _describe(resolved))
-    comments: Comments = {
+    needs: dict[KeyPath, str] = {
         ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
         for name, need in resolved.needs.items()
     }
-    values = resolved.plan.model_dump(mode="json", exclude_none=True)
-    lines += _write_table((), values, comments)
-    return "\n".join(lines) + "\n"
+
+    def comment(path: KeyPath) -> str | None:
+        parts = [needs.get(path), None if source is None else find_origin(source, path)]
+        return "; ".join(part for part in reversed(parts) if part is not None) or None
+
+    return "\n".join([*lines, write_body(resolved.plan, comment)])
+
+
+def write_document(document: Document, source: SourceFile | None = None) -> str:
+    """Write a device or model, or a plan without remarks; ``source`` as in `write_plan`."""
+    return write_body(document, lambda path: None if source is None else find_origin(source, path))
+
+
+def find_origin(source: SourceFile, path: KeyPath) -> str:
+    """The place where a value stands, or ``default``."""
+    spans = source.spans
+    return spans.find_value(path).place if spans.has(path) else "default"
+
+
+def write_body(document: Document, comment: Comment) -> str:
+    """Write all values of a document with the remarks that ``comment`` gives."""
+    values = document.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_write_table(type(document), (), values, comment)) + "\n"
 
 
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:
@@ -54,28 +78,37 @@ def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
     return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
 
 
-def _write_table(path: KeyPath, values: Mapping[str, Any], comments: Comments) -> Iterator[str]:
+def _write_table(
+    root: type[Document], path: KeyPath, values: Mapping[str, Any], comment: Comment
+) -> Iterator[str]:
     """Write the plain keys, then the tables below; free-key tables stay on one line."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for key, value in values.items():
-        if _is_model(find_type(Plan, (*path, key))):
+        if _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
             tables[key] = [value]
-        elif isinstance(value, list) and _is_model(find_type(Plan, (*path, key, 0))):
+        elif isinstance(value, list) and value and _is_model(find_type(root, (*path, key, 0))):
             tables[key] = value
         else:
             line = f"{write_key(key)} = {write_value(value)}"
-            comment = comments.get((*path, key))
-            yield line if comment is None else f"{line} # {comment}"
+            remark = comment((*path, key))
+            yield line if remark is None else f"{line} # {remark}"
     for key, items in tables.items():
-        name = ".".join(write_key(str(part)) for part in (*path, key) if isinstance(part, str))
+        name = ".".join(write_key(part) for part in (*path, key) if isinstance(part, str))
         for number, item in enumerate(items):
             is_array = isinstance(values[key], list)
             inner = (*path, key, number) if is_array else (*path, key)
-            body = list(_write_table(inner, item, comments))
-            if body:
+            body = list(_write_table(root, inner, item, comment))
+            if body and (is_array or body[0]):
                 yield ""
                 yield f"[[{name}]]" if is_array else f"[{name}]"
-                yield from body
+            yield from body
+
+
+def _holds_models(root: type[Document], path: KeyPath, value: object) -> bool:
+    """Whether a table with names of the user's has tables in it, such as a device's units."""
+    return isinstance(value, dict) and any(
+        _is_model(find_type(root, (*path, key))) for key in value
+    )
 
 
 def _is_model(kind: Any) -> bool:

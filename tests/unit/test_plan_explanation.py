@@ -1,0 +1,221 @@
+"""`pi2 show` and `pi2 explain KEY`: what a value is, where it comes from, what it costs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tomli
+
+from pi2.cli.main import run
+from pi2.plan.check import check_file, check_plan
+from pi2.plan.explanation import explain_value, parse_path
+from pi2.plan.field_docs import describe_field
+from pi2.plan.history import trace_value
+from pi2.plan.kinds import DOCUMENTS
+from pi2.plan.paths import KeyPath
+
+ROOT = Path(__file__).parents[2]
+PARTS = ROOT / "tests/plans/broken/parts"
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("phone.device.toml", "small.model.toml", "base.plan.toml"):
+        shutil.copy(PARTS / name, tmp_path)
+    path = tmp_path / "my.plan.toml"
+    path.write_text(
+        'schema_version = 1\nextends = ["base.plan.toml"]\n'
+        'inherit.layers.overrides = "append"\n'
+        'memory.segments.hot = "17 MiB"\n'
+        '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    return Path("my.plan.toml")
+
+
+def explain(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_value_has_a_history(plan: Path) -> None:
+    report = check_plan(plan, overrides={"io.threads": 2})
+    source = report.files["plan"]
+    steps = trace_value(source, ("memory", "segments", "hot"))
+    assert [(step.place, step.verb, step.value) for step in steps] == [
+        ("base.plan.toml:15:7", "sets", "16 MiB"),
+        ("my.plan.toml:4:23", "replaces", "17 MiB"),
+    ]
+    assert [step.verb for step in trace_value(source, ("layers", "overrides"))] == [
+        "sets",
+        "appends",
+    ]
+    assert [step.place for step in trace_value(source, ("layers", "overrides", 2, "hot"))] == [
+        "my.plan.toml:7:7"
+    ]
+    steps = trace_value(source, ("io", "threads"))
+    assert [(step.file, step.value) for step in steps] == [("base.plan.toml", 4), ("--set", 2)]
+    assert trace_value(source, ("sampling", "seed")) == ()
+
+
+def test_set_has_a_history_in_a_plain_plan(plan: Path) -> None:
+    report = check_plan(Path("base.plan.toml"), overrides={"kv.context": 900})
+    steps = trace_value(report.files["plan"], ("kv", "context"))
+    assert [(step.file, step.verb) for step in steps] == [
+        ("base.plan.toml", "sets"),
+        ("--set", "replaces"),
+    ]
+
+
+def test_a_layer_leads_to_what_sets_it(plan: Path) -> None:
+    report = check_plan(plan)
+    assert explain_value(report, "plan", "layers.3.hot").path == ("layers", "overrides", 2, "hot")
+    split = explain_value(report, "plan", "layers.3.split.npu")
+    assert (split.path, split.value) == (("layers", "split", "npu"), 0.75)
+    assert [cost.needed_bytes for cost in split.costs] == [round(0.1 * 2048) * 4096]
+
+
+def test_what_a_value_costs(plan: Path) -> None:
+    report = check_plan(plan)
+    assert report.resolved is not None
+    needs = dict(report.resolved.needs.items())
+    for key, segment in [("kv.context", "kv"), ("decode.predictor", "predictor")]:
+        costs = explain_value(report, "plan", key).costs
+        assert costs[0].needed_bytes == needs[segment].bytes
+    assert explain_value(report, "plan", "sampling.top_k").costs == ()
+
+
+def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = explain("memory.segments.hot", str(plan), capsys=capsys)
+    assert text.splitlines()[0] == 'memory.segments.hot = "17 MiB"'
+    assert "  Neurons that are loaded at start and stay.\n" in text
+    replaced, first = (line for line in text.splitlines() if line.startswith("  from: "))
+    assert replaced == '  from: my.plan.toml:4:23: replaces "17 MiB"'
+    assert first == '  from: base.plan.toml:15:7: sets "16 MiB"'
+    assert "  costs: hot: needs " in text
+    assert "  from: the default\n" in explain("sampling.top_k", str(plan), capsys=capsys)
+
+
+def test_devices_and_models_are_reached_through_the_plan(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = explain("device.memory.capacity", str(plan), capsys=capsys)
+    assert 'memory.capacity = "4 GiB"' in text
+    assert "phone.device.toml:15:12" in text
+    assert "ffn = 2048" in explain("model.shape.ffn", str(plan), capsys=capsys)
+    assert "ffn = 2048" in explain("shape.ffn", "small.model.toml", capsys=capsys)
+
+
+def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explain("kv.context", capsys=capsys)
+    assert text.startswith("kv.context (of a plan)\n  Most tokens of prompt and answer together.")
+    assert "  required\n" in text
+    both = explain("memory", capsys=capsys)
+    assert "memory (of a plan)" in both
+    assert "memory (of a device)" in both
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("kv.contxt", "did you mean `kv.context`?"),
+        ("kv.context.more", ""),
+        ("layers.99.hot", "no layer 99: the model has the layers 0 to 7"),
+        ("kv..context", "write names with dots"),
+    ],
+)
+def test_an_unknown_key_is_a_finding(
+    key: str, hint: str, plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", key, str(plan)]) == 2
+    error = capsys.readouterr().err
+    assert "error[P019]" in error
+    assert hint in error
+
+
+def test_a_plan_with_errors_is_explained_too(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(plan.read_text() + "[kv]\ncontext = 0\n")
+    assert run(["explain", "kv.context", str(plan)]) == 0
+    captured = capsys.readouterr()
+    assert "kv.context = 0" in captured.out
+    assert "error[P104]" in captured.err
+
+
+def list_fields(root: type, base: KeyPath = ()) -> list[KeyPath]:
+    from pi2.plan.fields import find_type, list_known_keys
+
+    found: list[KeyPath] = []
+    for key in list_known_keys(root, base):
+        path = (*base, key)
+        found.append(path)
+        for below in (path, (*path, 0), (*path, "x")):
+            kind = find_type(root, below)
+            if isinstance(kind, type) and hasattr(kind, "model_fields"):
+                found += list_fields(root, below)
+    return found
+
+
+def test_every_key_is_described() -> None:
+    for root in DOCUMENTS.values():
+        for path in list_fields(root):
+            doc = describe_field(root, path)
+            assert doc is not None, path
+            assert doc.text
+            assert doc.values != "a value", path
+
+
+def test_paths_are_written_in_several_ways() -> None:
+    assert parse_path("layers.overrides[0].hot") == ("layers", "overrides", 0, "hot")
+    assert parse_path("layers.overrides.0.hot") == ("layers", "overrides", 0, "hot")
+    assert parse_path('units."npu.v2".kind') == ("units", "npu.v2", "kind")
+
+
+# show
+
+
+def test_show_says_where_values_come_from(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", "--resolved", "--origins", str(plan)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith('hot = "17 MiB" # my.plan.toml:4:23; needs ') for line in lines)
+    assert "threads = 4 # base.plan.toml:35:11" in lines
+    assert "top_k = 0 # default" in lines
+
+
+@pytest.mark.parametrize("origins", [[], ["--origins"]])
+def test_what_show_prints_is_the_same_plan(
+    plan: Path, origins: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", *origins, str(plan)]) == 0
+    Path("again.plan.toml").write_text(capsys.readouterr().out)
+    first, again = check_file(plan).resolved, check_file(Path("again.plan.toml")).resolved
+    assert first is not None
+    assert again is not None
+    assert first.digest == again.digest
+
+
+@pytest.mark.parametrize("name", ["phone.device.toml", "small.model.toml"])
+def test_show_prints_devices_and_models(
+    name: str, plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = name.split(".")[1]
+    assert run(["show", name]) == 0
+    text = capsys.readouterr().out
+    Path(name).write_text(text)
+    assert check_file(Path(name)).diagnostics == ()
+    assert run(["show", "--document", kind, str(plan)]) == 0
+    assert capsys.readouterr().out == text
+    assert tomli.loads(text)["schema_version"] == 1
+
+
+def test_show_prints_shipped_devices_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((ROOT / "plans/devices").glob("*.toml")):
+        document = check_file(path).document
+        assert document is not None
+        assert run(["show", str(path)]) == 0
+        shown = json.dumps(tomli.loads(capsys.readouterr().out))
+        assert type(document).model_validate_json(shown) == document
