@@ -72,6 +72,9 @@ class BuildRequest:
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, resident; needed by ``predict_gate`` only."""
+    gate_biases: Sequence[F32] | None = None
+    """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
+    no gate, their up rows stand for gates."""
     threads: int
     """Compute threads."""
     features: frozenset[str]

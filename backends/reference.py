@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
-from pi2.plan.model import Model
-from pi2.plan.packing import dequantize, unpack_bundles
+from pi2.plan.model import Model, Norm
+from pi2.plan.packing import dequantize, slice_bias, unpack_part
 from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
 
 NAME = "reference"
 
@@ -34,25 +34,47 @@ def build(request: BuildRequest) -> ReferenceExecutor:
     return ReferenceExecutor(request)
 
 
-def activate(model: Model, gate: _F32, up: _F32) -> _F32:
-    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape."""
+def activate(model: Model, gate: _F32, up: _F32 | None) -> _F32:
+    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
+
+    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.
+    """
     match model.ffn.activation:
-        case "relu":
-            return np.maximum(gate, 0) * up
-        case "drelu":
-            return np.maximum(gate, 0) * np.maximum(up, 0)
+        case "relu" | "drelu":
+            active = np.maximum(gate, 0)
         case "fatrelu":
-            return np.where(gate > model.ffn.threshold, gate, 0) * up
+            active = np.where(gate > model.ffn.threshold, gate, 0)
         case "relu2":
-            return np.square(np.maximum(gate, 0)) * up
+            active = np.square(np.maximum(gate, 0))
         case "silu":
-            return np.asarray(gate / (1 + np.exp(-gate)) * up)
+            active = gate / (1 + np.exp(-gate))
+        case "gelu":
+            active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
+        case "gelu_tanh":
+            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + 0.044715 * gate**3)
+            active = 0.5 * gate * (1 + np.tanh(inner))
+    if up is None:
+        return np.asarray(active)
+    return np.asarray(active * (np.maximum(up, 0) if model.ffn.activation == "drelu" else up))
 
 
-def normalize(x: _F32, weight: _F32, epsilon: float) -> _F32:
-    """RMSNorm over the last axis: x / sqrt(mean(x^2) + epsilon) * weight."""
+def _erf(x: _F32) -> _F32:
+    """The error function; numpy has none."""
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
+
+
+def normalize(norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None) -> _F32:
+    """RMSNorm or LayerNorm over the last axis."""
+    if norm.kind == "layernorm":
+        x = x - np.mean(x, axis=-1, keepdims=True)
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    return np.asarray(x / np.sqrt(mean_square + np.float32(epsilon)) * weight)
+    result = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * weight
+    return np.asarray(result if bias is None else result + bias)
+
+
+def cap(x: _F32, limit: float | None) -> _F32:
+    """Soft cap: limit * tanh(x / limit), or x as it is."""
+    return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))
 
 
 def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
@@ -115,6 +137,7 @@ class ReferenceExecutor:
             self._model.rope, shape.head_dim, request.context
         )
         self._x = np.zeros((0, shape.hidden), np.float32)
+        self._input = self._x
         self._u = self._x
         self._y = self._x
         self._active = 0
@@ -129,26 +152,41 @@ class ReferenceExecutor:
     def _layer(self, layer: int, kind: str) -> _F32:
         return self._matrix(name_layer_tensor(layer, kind))
 
+    def _bias(self, layer: int, kind: str, there: bool) -> _F32 | float:
+        """A vector to add, or 0 where the model has none."""
+        return self._layer(layer, kind)[0] if there else 0.0
+
+    def _normalize(self, x: _F32, name: str) -> _F32:
+        bias = self._matrix(f"{name}_bias") if self._model.norm.bias else None
+        return normalize(self._model.norm, x, self._matrix(name), bias)
+
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
         tensor = self._request.tensors[EMBEDDING]
         assert tensor.precision is not None
         weights = np.asarray(tensor.weights).view(np.uint8)[tokens]
         scales = None if tensor.scales is None else tensor.scales[tokens]
         self._x = dequantize(weights, scales, tensor.length, tensor.precision)
+        self._x = self._x * np.float32(self._model.multipliers.embedding)
 
     def attend(self, layer: int, position: int) -> None:
-        shape = self._model.shape
+        shape, attention = self._model.shape, self._model.attention
         count = len(self._x)
-        norm = self._layer(layer, "attention_norm")
-        qkv = normalize(self._x, norm, self._model.norm.epsilon) @ self._layer(layer, "qkv").T
-        if self._model.attention.qkv_bias:
-            qkv = qkv + self._layer(layer, "qkv_bias")
+        end = position + count
+        if layer == 0 and self._model.positions is not None:
+            self._x = self._x + self._matrix(POSITIONS)[position:end]
+        self._input = self._x
+        u = self._normalize(self._x, name_layer_tensor(layer, "attention_norm"))
+        qkv = u @ self._layer(layer, "qkv").T + self._bias(layer, "qkv_bias", attention.qkv_bias)
         query_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         query, key, value = np.split(qkv, [query_width, query_width + kv_width], axis=-1)
-        end = position + count
+        query = query.reshape(count, shape.heads, shape.head_dim)
+        key = key.reshape(count, shape.kv_heads, shape.head_dim)
+        if attention.head_norm:
+            norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
+            query = normalize(norm, query, self._layer(layer, "query_norm"))
+            key = normalize(norm, key, self._layer(layer, "key_norm"))
         cos, sin = self._cosines[position:end], self._sines[position:end]
-        query = rotate(query.reshape(count, shape.heads, shape.head_dim), cos, sin)
-        key = rotate(key.reshape(count, shape.kv_heads, shape.head_dim), cos, sin)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         self._kv.keep(0, layer, position, key)
         self._kv.keep(1, layer, position, value.reshape(count, shape.kv_heads, shape.head_dim))
         keys, values = self._kv.read(0, layer, end), self._kv.read(1, layer, end)
@@ -156,21 +194,28 @@ class ReferenceExecutor:
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]
         visible = seen <= now
-        if self._model.attention.sliding_window is not None:
-            visible &= seen > now - self._model.attention.sliding_window
+        window = self._model.find_window(layer)
+        if window is not None:
+            visible &= seen > now - window
+        scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
         for head in range(shape.heads):
             kv_head = head * shape.kv_heads // shape.heads
             scores = query[:, head] @ keys[:, kv_head].T
-            scores = np.where(visible, scores / np.sqrt(np.float32(shape.head_dim)), -np.inf)
+            scores = cap(scores * scale, attention.softcap)
+            scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             mixed[:, head] = weights @ values[:, kv_head]
-        self._x = self._x + mixed.reshape(count, query_width) @ self._layer(layer, "output").T
+        output = mixed.reshape(count, query_width) @ self._layer(layer, "output").T
+        output = output + self._bias(layer, "output_bias", attention.output_bias)
+        self._x = self._x + output * np.float32(self._model.multipliers.residual)
 
     def begin_ffn(self, layer: int) -> None:
-        self._u = normalize(self._x, self._layer(layer, "ffn_norm"), self._model.norm.epsilon)
+        x = self._input if self._model.residual == "parallel" else self._x
+        self._u = self._normalize(x, name_layer_tensor(layer, "ffn_norm"))
         self._y = np.zeros_like(self._x)
+        self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
     def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
         inner = np.maximum(self._layer(layer, "predictor_in") @ self._u[0], 0)
@@ -183,29 +228,42 @@ class ReferenceExecutor:
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
         gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[0]
+        if self._request.gate_biases is not None:
+            gate = gate + self._request.gate_biases[layer]
         threshold = self._model.ffn.threshold if self._model.ffn.activation == "fatrelu" else 0.0
         return np.flatnonzero(gate > threshold).astype(np.int32)
+
+    def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
+        """Activations [T, n] of the neurons of ``bundles`` [n, stride]."""
+        layout = self._request.bundle
+        values = []
+        for index in range(2 if layout.is_gated else 1):
+            value = self._u @ unpack_part(bundles, layout, index).T
+            values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
+        return activate(self._model, values[0], values[1] if layout.is_gated else None)
 
     def add_neurons(
         self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
     ) -> None:
-        gate, up, down = unpack_bundles(arena[slots], self._request.bundle)
-        active = activate(self._model, self._u @ gate.T, self._u @ up.T)
+        active = self._activate(arena[slots])
         self._active += int(np.count_nonzero(active))
-        self._y = self._y + active @ down
+        self._add(active, arena[slots])
 
     def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
-        gate, up, down = unpack_bundles(bundles, self._request.bundle)
-        self._y = self._y + activate(self._model, self._u @ gate.T, self._u @ up.T) @ down
+        self._add(self._activate(bundles), bundles)
+
+    def _add(self, active: _F32, bundles: npt.NDArray[np.uint8]) -> None:
+        layout = self._request.bundle
+        self._y = self._y + active @ unpack_part(bundles, layout, len(layout.parts) - 1)
 
     def end_ffn(self, layer: int) -> None:
-        self._x = self._x + self._y
+        self._x = self._x + self._y * np.float32(self._model.multipliers.residual)
 
     def logits(self, first: int) -> _F32:
-        norm = self._matrix(FINAL_NORM)
         head = EMBEDDING if self._model.tied_head else HEAD
-        x = self._x[first : first + LOGIT_ROWS]
-        return normalize(x, norm, self._model.norm.epsilon) @ self._matrix(head).T
+        x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
+        logits = (x @ self._matrix(head).T) * np.float32(self._model.multipliers.logits)
+        return cap(logits, self._model.logit_softcap)
 
     def count_active(self) -> int:
         active, self._active = self._active, 0
@@ -228,4 +286,4 @@ class ReferenceExecutor:
                 results[i] = -1
 
     def close(self) -> None:
-        self._x = self._u = self._y = np.zeros((0, 0), np.float32)
+        self._x = self._input = self._u = self._y = np.zeros((0, 0), np.float32)

@@ -32,7 +32,7 @@ from pi2.memory.flash import BundleFile, FlashReader, NullReader
 from pi2.memory.frequency import expect_uses
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.packing import slice_part
+from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
@@ -229,9 +229,14 @@ def describe_build(
             budget.charge("attention", size)
         elif mode == "low-rank":
             budget.charge("predictor", size)
-    gate_rows = None
+    gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
+        if resolved.bundle.biases:
+            size = 4 * resolved.model.layer_neurons
+            gate_biases = [
+                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
+            ]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
     cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
@@ -244,6 +249,7 @@ def describe_build(
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
         gate_rows=gate_rows,
+        gate_biases=gate_biases,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,
@@ -327,6 +333,8 @@ def load_neurons(
                 weights[rows], piece_scales = slice_part(piece, request.bundle, 0)
                 if scales is not None:
                     scales[rows] = piece_scales
+                if request.gate_biases is not None:
+                    request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
         progress("loading neurons", (layer + 1) / layers)
 
 

@@ -37,7 +37,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise UserError.of(
             "P530", f"there is no checkpoint folder at {folder}", help="correct the path"
         )
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
@@ -79,7 +79,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
     file = folder / INDEX
-    weight_map = _read_json(file).get("weight_map")
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError.of("P532", f"{file} has no weight_map", file=str(file))
     for tensor, name in weight_map.items():
@@ -106,7 +106,8 @@ def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
             )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; `UserError` P530 if there is no such file, P532 if it is not one."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:

@@ -22,12 +22,12 @@ from pi2.diagnostics import UserError
 from pi2.importing.activations import order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.predictors import LayerPredictor, find_predictors
-from pi2.importing.requirements import check_checkpoint, fill_layer
+from pi2.importing.requirements import check_checkpoint
+from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.plan.packing import pack_bundles, quantize
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -132,9 +132,8 @@ class _Conversion:
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
         """Rows of a dense tensor of the store, quantised."""
-        whole = {EMBEDDING: "embedding", FINAL_NORM: "final_norm", HEAD: "head"}
-        if tensor.name in whole:
-            return self._quantize_rows(tensor, [self._find(whole[tensor.name])], pool)
+        if "." not in tensor.name:
+            return self._quantize_rows(tensor, [self._find(tensor.name)], pool)
         layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
         if kind.startswith("predictor_"):
             return [self._quantize_predictor(tensor, layer, kind)]
@@ -146,48 +145,61 @@ class _Conversion:
         self, layer: int, order: I32, bundle: BundleLayout, pool: ThreadPoolExecutor
     ) -> Iterator[U8]:
         """Bundles uint8 [n, stride] of a layer in stored order."""
-        sources = [self._find(key, layer) for key in ("gate", "up", "down")]
+        sources = [self._find(part.name, layer) for part in bundle.parts]
         for source in sources:
             self._advance(source)
-        gate, up, down = (source.read_raw() for source in sources)
+        raw = [source.read_raw() for source in sources]
         # Columns become rows once, in the narrow type: gathering columns would be far slower.
-        columns = _transpose(down)
-        del down
-        matrices = list(zip(sources, (gate, up, columns), strict=True))
+        raw[-1] = _transpose(raw[-1])
+        biases = self._read_biases(layer, bundle)
         step = max(1, _PIECE_WEIGHTS // bundle.hidden)
 
         def pack(start: int) -> U8:
             neurons = order[start : start + step]
-            rows = [source.widen(raw[neurons]) for source, raw in matrices]
+            pairs = zip(sources, raw, strict=True)
+            rows = [source.tensor.widen(matrix[neurons]) for source, matrix in pairs]
+            gate = rows[0] if bundle.is_gated else None
+            added = None if biases is None else biases[neurons]
             try:
-                return pack_bundles(rows[0], rows[1], rows[2], bundle)
+                return pack_bundles(gate, rows[-2], rows[-1], bundle, added)
             except ValueError:
-                # Say which of the three it is.
+                # Say which of them it is.
                 for source, part in zip(sources, rows, strict=True):
-                    _quantize(part, bundle.precision, source)
+                    _quantize(part, bundle.precision, source.tensor)
                 raise
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
 
+    def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
+        """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""
+        if not bundle.biases:
+            return None
+        sources = [self._find(f"{bias.name}_bias", layer) for bias in bundle.biases]
+        columns = [_quantize(source.read(), "fp32", source.tensor)[0] for source in sources]
+        return np.stack(columns, axis=1).astype(np.float32)
+
     def _quantize_rows(
-        self, tensor: DenseTensor, sources: list[SourceTensor], pool: ThreadPoolExecutor
+        self, tensor: DenseTensor, sources: list[Rows], pool: ThreadPoolExecutor
     ) -> TensorPieces:
         for source in sources:
             self._advance(source)
-        if len(sources[0].shape) == 1:
-            parts = [_quantize(source.read()[None], "fp32", source)[0] for source in sources]
+        if len(sources[0].tensor.shape) == 1:
+            offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
+            vectors = [source.read()[None] + np.float32(offset) for source in sources]
+            pairs = zip(vectors, sources, strict=True)
+            parts = [_quantize(vector, "fp32", source.tensor)[0] for vector, source in pairs]
             yield np.concatenate(parts, axis=1), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
         pieces = [
-            (source, start, min(start + step, source.shape[0]))
+            (source, start, min(start + step, source.count))
             for source in sources
-            for start in range(0, source.shape[0], step)
+            for start in range(0, source.count, step)
         ]
 
-        def pack(piece: tuple[SourceTensor, int, int]) -> Packed:
+        def pack(piece: tuple[Rows, int, int]) -> Packed:
             source, start, stop = piece
-            return _quantize(source.read(start, stop), tensor.precision, source)
+            return _quantize(source.read(start, stop), tensor.precision, source.tensor)
 
         yield from _map_in_order(pool, pack, pieces)
 
@@ -201,10 +213,10 @@ class _Conversion:
         bias = predictor.read_bias()[order][None]
         return _quantize(bias, tensor.precision, predictor.bias or predictor.outer)
 
-    def _find(self, key: str, layer: int = 0) -> SourceTensor:
-        return self._source.tensors[fill_layer(getattr(self._model.tensors, key), layer)]
+    def _find(self, key: str, layer: int = 0) -> Rows:
+        return find_rows(self._source.tensors, self._model, key, layer)
 
-    def _advance(self, source: SourceTensor) -> None:
+    def _advance(self, source: Rows) -> None:
         self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
         self._read_bytes += source.size_bytes
 

@@ -14,9 +14,9 @@ from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.requirements import (
     Requirement,
     describe_shape_problem,
-    fill_layer,
     raise_findings,
 )
+from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.plan.layout import GROUP, round_up
 from pi2.plan.model import Model
@@ -78,10 +78,10 @@ def find_predictors(
     layers = model.shape.layers
     tensors = checkpoint.tensors if file is None else list_safetensors(file)
     place = checkpoint.folder if file is None else file
-    if not any(fill_layer(model.tensors.predictor_in, n) in tensors for n in range(layers)):
+    if not any(fill_name(model.tensors.predictor_in, n) in tensors for n in range(layers)):
         raise UserError.of(
             "P533",
-            f"{place} has no predictors, such as {fill_layer(model.tensors.predictor_in, 0)!r}",
+            f"{place} has no predictors, such as {fill_name(model.tensors.predictor_in, 0)!r}",
             help=_HELP,
         )
     findings: list[Diagnostic] = []
@@ -111,20 +111,20 @@ def _find_layer(
 ) -> LayerPredictor | None:
     names, shape = model.tensors, model.shape
     patterns = {key: getattr(names, key) for key in ("predictor_in", "predictor_out")}
-    missing = [key for key in patterns if fill_layer(patterns[key], layer) not in tensors]
+    missing = [key for key in patterns if fill_name(patterns[key], layer) not in tensors]
     for key in missing:
         findings.append(
             Diagnostic(
                 code="P533",
-                message=f"{place} has no tensor {fill_layer(patterns[key], layer)!r}",
+                message=f"{place} has no tensor {fill_name(patterns[key], layer)!r}",
                 help=_HELP,
             )
         )
     if missing:
         return None
-    inner = tensors[fill_layer(names.predictor_in, layer)]
-    outer = tensors[fill_layer(names.predictor_out, layer)]
-    bias = tensors.get(fill_layer(names.predictor_bias, layer))
+    inner = tensors[fill_name(names.predictor_in, layer)]
+    outer = tensors[fill_name(names.predictor_out, layer)]
+    bias = tensors.get(fill_name(names.predictor_bias, layer))
     rank = inner.shape[0] if inner.shape else 0
     shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
         ("predictor_in", inner, (max(rank, 1), shape.hidden)),

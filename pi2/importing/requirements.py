@@ -8,6 +8,7 @@ from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import GROUP
 from pi2.plan.model import Model
@@ -25,44 +26,89 @@ class Requirement:
     shape: tuple[int, ...]
 
 
-def fill_layer(pattern: str, layer: int) -> str:
-    """Put the layer's number into a name pattern of ``model.tensors``."""
-    return pattern.replace("{layer}", str(layer))
-
-
 def list_requirements(model: Model) -> Iterator[Requirement]:
     """Every tensor but the predictors, with its shape in the checkpoint."""
-    shape, names = model.shape, model.tensors
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    hidden, ffn = shape.hidden, shape.ffn
-    layered: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "query": (queries, hidden),
-        "key": (keys, hidden),
-        "value": (keys, hidden),
-        "output": (hidden, queries),
-        "ffn_norm": (hidden,),
-        "gate": (ffn, hidden),
-        "up": (ffn, hidden),
-        "down": (hidden, ffn),
-    }
-    if model.attention.qkv_bias:
-        layered |= {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
-    yield Requirement(key="embedding", name=names.embedding, shape=(shape.vocab, hidden))
-    for layer in range(shape.layers):
-        for key, size in layered.items():
-            yield Requirement(key=key, name=fill_layer(getattr(names, key), layer), shape=size)
-    yield Requirement(key="final_norm", name=names.final_norm, shape=(hidden,))
+    hidden = model.shape.hidden
+    norms: dict[str, tuple[int, ...]] = {"final_norm": (hidden,)}
+    if model.norm.bias:
+        norms["final_norm_bias"] = (hidden,)
+    yield _require(model, "embedding", (model.shape.vocab, hidden))
+    if model.positions is not None:
+        yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
+    layered = [*_list_attention(model).items(), *_list_ffn(model).items()]
+    for layer in range(model.shape.layers):
+        # Parallel residuals may share a norm: it is asked for once.
+        asked = set()
+        for key, size in layered:
+            need = _require(model, key, size, layer)
+            if need.name not in asked:
+                asked.add(need.name)
+                yield need
+    for key, size in norms.items():
+        yield _require(model, key, size)
     if not model.tied_head:
-        yield Requirement(key="head", name=names.head, shape=(shape.vocab, hidden))
+        yield _require(model, "head", (model.shape.vocab, hidden))
 
 
-def check_checkpoint(checkpoint: Checkpoint, model: Model) -> None:
+def _require(model: Model, key: str, shape: tuple[int, ...], layer: int = 0) -> Requirement:
+    return Requirement(key=key, name=fill_name(getattr(model.tensors, key), layer), shape=shape)
+
+
+def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's attention by key of ``model.tensors``."""
+    shape, attention = model.shape, model.attention
+    hidden = shape.hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    fused = model.tensors.fused_qkv is not None
+    fused_bias = model.tensors.fused_qkv_bias is not None
+    needs: dict[str, tuple[int, ...]] = {"attention_norm": (hidden,)}
+    if model.norm.bias:
+        needs["attention_norm_bias"] = (hidden,)
+    if fused:
+        needs["fused_qkv"] = (queries + 2 * keys, hidden)
+    else:
+        needs |= {"query": (queries, hidden), "key": (keys, hidden), "value": (keys, hidden)}
+    if attention.qkv_bias and fused_bias:
+        needs["fused_qkv_bias"] = (queries + 2 * keys,)
+    elif attention.qkv_bias:
+        needs |= {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
+    if attention.head_norm:
+        needs |= {"query_norm": (shape.head_dim,), "key_norm": (shape.head_dim,)}
+    needs["output"] = (hidden, queries)
+    if attention.output_bias:
+        needs["output_bias"] = (hidden,)
+    return needs
+
+
+def _list_ffn(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's FFN by key of ``model.tensors``."""
+    hidden, ffn = model.shape.hidden, model.shape.ffn
+    needs: dict[str, tuple[int, ...]] = {"ffn_norm": (hidden,)}
+    if model.norm.bias:
+        needs["ffn_norm_bias"] = (hidden,)
+    if model.ffn.gated and model.tensors.fused_gate_up is not None:
+        needs["fused_gate_up"] = (2 * ffn, hidden)
+    elif model.ffn.gated:
+        needs |= {"gate": (ffn, hidden), "up": (ffn, hidden)}
+    else:
+        needs["up"] = (ffn, hidden)
+    needs["down"] = (hidden, ffn)
+    if model.ffn.bias:
+        needs |= {"gate_bias": (ffn,)} if model.ffn.gated else {}
+        needs |= {"up_bias": (ffn,), "down_bias": (hidden,)}
+    return needs
+
+
+_DOCUMENT = "the model document says"
+
+
+def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT) -> None:
     """`UserError` with all findings: P533 missing, P534 wrong shape, P537 contradiction to
-    ``config.json``, P541 sizes that cannot be converted."""
+    ``config.json``, P541 sizes that cannot be converted.  ``says`` names where shapes come from.
+    """
     findings = [*_check_sizes(model), *_compare_config(checkpoint, model)]
     for need in list_requirements(model):
-        finding = find_tensor_problem(checkpoint, need)
+        finding = find_tensor_problem(checkpoint, need, says)
         if finding is not None:
             findings.append(finding)
     raise_findings(findings)
@@ -81,7 +127,9 @@ def raise_findings(findings: list[Diagnostic]) -> None:
         raise UserError(findings, exit_code=2)
 
 
-def find_tensor_problem(checkpoint: Checkpoint, need: Requirement) -> Diagnostic | None:
+def find_tensor_problem(
+    checkpoint: Checkpoint, need: Requirement, says: str = _DOCUMENT
+) -> Diagnostic | None:
     """Say that a tensor is missing or of the wrong shape."""
     tensor = checkpoint.tensors.get(need.name)
     if tensor is None:
@@ -91,19 +139,21 @@ def find_tensor_problem(checkpoint: Checkpoint, need: Requirement) -> Diagnostic
             help=f"check tensors.{need.key} and the shape in the model document",
         )
     if tensor.shape != need.shape:
-        return describe_shape_problem(tensor, need)
+        return describe_shape_problem(tensor, need, says)
     return None
 
 
-def describe_shape_problem(tensor: SourceTensor, need: Requirement) -> Diagnostic:
+def describe_shape_problem(
+    tensor: SourceTensor, need: Requirement, says: str = _DOCUMENT
+) -> Diagnostic:
     """A P534 that names file, tensor and both shapes."""
     return Diagnostic(
         code="P534",
         message=(
             f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, "
-            f"the model document says {list(need.shape)}"
+            f"{says} {list(need.shape)}"
         ),
-        help="correct the shape in the model document, or give another checkpoint",
+        help="correct the shape there, or give another checkpoint",
     )
 
 

@@ -1,0 +1,181 @@
+"""Reads the values of a checkpoint's ``config.json`` that all families share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pi2.diagnostics import UserError
+
+Value = TypeVar("Value", int, float, bool, str)
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "relu_squared": "relu2",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "fatrelu": "fatrelu",
+    "shiftrelu": "fatrelu",
+    "drelu": "drelu",
+}
+"""Activations of the model document by their names in configurations."""
+
+
+class Config:
+    """A configuration whose values are checked as they are read."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self._values = values
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is stated and not null."""
+        return self._values.get(key) is not None
+
+    def read(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
+        """Value of ``key``; `UserError` P544 if it is missing without default, or of another type.
+
+        A whole number counts as a float.
+        """
+        value: Any = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self.refuse(f"it does not state {key}")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
+            raise self.refuse(f"{key} is {value!r}, expected {_DESCRIBED[kind]}")
+        found: Value = value
+        return found
+
+    def read_first(self, keys: tuple[str, ...], kind: type[Value]) -> Value:
+        """Value of the first of ``keys`` that is stated."""
+        key = next((key for key in keys if self.has(key)), keys[0])
+        return self.read(key, kind)
+
+    def read_table(self, key: str) -> Config:
+        """A table of it; an empty one where it is not stated."""
+        value = self._values.get(key)
+        if not isinstance(value, Mapping):
+            if value is not None:
+                raise self.refuse(f"{key} is {value!r}, expected a table")
+            value = {}
+        return Config(self.file, value)
+
+    def read_list(self, key: str) -> list[Any]:
+        """A list of it; an empty one where it is not stated."""
+        value = self._values.get(key, [])
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    def demand(self, key: str, wanted: bool | str | int, default: bool | str | int) -> None:
+        """`UserError` P544 unless ``key`` has the only value that can be computed."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value != wanted:
+            raise self.refuse(f"{key} is {value!r}, pi2 computes {wanted!r} only")
+
+    def refuse(self, problem: str) -> UserError:
+        """What to raise where the model cannot be described."""
+        return UserError.of(
+            "P544",
+            f"no model document can be made from {self.file}: {problem}",
+            help="write the document by hand, see docs/new-model.md",
+            file=str(self.file),
+        )
+
+
+_DESCRIBED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def read_activation(config: Config, *keys: str) -> str:
+    """The activation, by its name in the model document."""
+    name = config.read_first(keys, str)
+    if name not in ACTIVATIONS:
+        raise config.refuse(f"the activation {name!r} is unknown")
+    return ACTIVATIONS[name]
+
+
+def read_rope(config: Config, context: int, share: float = 1.0) -> dict[str, Any]:
+    """The ``[rope]`` table: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` before.
+
+    ``share`` is the rotated part of a head where the configuration states none.
+    """
+    scaling = config.read_table("rope_parameters")
+    if not scaling.has("rope_type") and not scaling.has("rope_theta"):
+        scaling = config.read_table("rope_scaling")
+    theta = scaling.read("rope_theta", float, config.read("rope_theta", float, 10000.0))
+    for key in ("rope_pct", "rotary_pct", "partial_rotary_factor"):
+        share = scaling.read(key, float, config.read(key, float, share))
+    rope: dict[str, Any] = {"theta": theta}
+    if share != 1.0:
+        rope["share"] = share
+    kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
+    if kind == "default":
+        return rope
+    original = scaling.read(
+        "original_max_position_embeddings",
+        int,
+        config.read("original_max_position_embeddings", int, context),
+    )
+    if kind == "dynamic":
+        # Nothing is stretched up to the original context, which then is the model's.
+        return rope
+    if kind == "linear":
+        return rope | {"kind": "linear", "factor": scaling.read("factor", float)}
+    if kind == "llama3":
+        return rope | {
+            "kind": "llama3",
+            "factor": scaling.read("factor", float),
+            "low_frequency_factor": scaling.read("low_freq_factor", float),
+            "high_frequency_factor": scaling.read("high_freq_factor", float),
+            "original_context": original,
+        }
+    if kind == "yarn":
+        return rope | _read_yarn(scaling, original, context)
+    raise config.refuse(f"the position scaling {kind!r} is unknown")
+
+
+def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
+    factor = scaling.read("factor", float, context / original)
+    yarn: dict[str, Any] = {"kind": "yarn", "factor": factor, "original_context": original}
+    for key, name in (("beta_fast", "fast_rotations"), ("beta_slow", "slow_rotations")):
+        if scaling.has(key):
+            yarn[name] = scaling.read(key, float)
+    if not scaling.read("truncate", bool, True):
+        yarn["whole_pairs"] = False
+    if scaling.has("attention_factor"):
+        yarn["attention_factor"] = scaling.read("attention_factor", float)
+    elif scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+        over = scaling.read("mscale", float) * growth + 1.0
+        yarn["attention_factor"] = over / (scaling.read("mscale_all_dim", float) * growth + 1.0)
+    return yarn
+
+
+def read_window(config: Config, layers: int) -> dict[str, Any]:
+    """Sliding window and its layers, for the ``[attention]`` table."""
+    if not config.has("sliding_window") or not config.read("use_sliding_window", bool, True):
+        return {}
+    window: dict[str, Any] = {"sliding_window": config.read("sliding_window", int)}
+    kinds = config.read_list("layer_types")
+    if kinds:
+        if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+            raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
+        chosen = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    elif config.has("max_window_layers"):
+        chosen = list(range(min(layers, config.read("max_window_layers", int)), layers))
+    else:
+        chosen = list(range(layers))
+    if not chosen:
+        return {}
+    return window if len(chosen) == layers else window | {"window_layers": chosen}

@@ -1,0 +1,178 @@
+"""Writes a checkpoint's model document from ``config.json``, checked against its tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pi2.importing.checkpoint import Checkpoint, open_checkpoint, read_json
+from pi2.importing.config import Config
+from pi2.importing.families import describe_family
+from pi2.importing.requirements import check_checkpoint
+from pi2.importing.rows import fill_name
+from pi2.plan.findings import Facts
+from pi2.plan.layout import GROUP, round_up
+from pi2.plan.model import Model, Tensors
+from pi2.plan.rules import load_rules
+from pi2.plan.toml_text import write_key, write_value
+
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+"""What some checkpoints leave out at the beginning of names."""
+_CHECKED_LATER = frozenset({"P242"})
+"""Widths that cannot be packed: `check_checkpoint` says so in words that fit (P541)."""
+_FIRST = ("schema_version", "name", "description", "id", "licence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewModel:
+    """A model document that was made."""
+
+    model: Model
+    text: str
+    """TOML, without what has its default value."""
+
+
+def describe_checkpoint(folder: Path, name: str | None = None) -> NewModel:
+    """Describe the checkpoint in ``folder``; ``name`` is the document's id, else the folder's.
+
+    Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
+    document can state, P533, P534 or P541 where configuration and tensors contradict each other.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = Config(folder / "config.json", checkpoint.config)
+    tables = describe_family(config)
+    _match_names(checkpoint, tables)
+    _find_predictors(checkpoint, tables)
+    tables["tokenizer"] = _describe_tokenizer(folder, config)
+    tables = {
+        "schema_version": 1,
+        "name": _find_name(config, folder)[:120],
+        "id": name or make_id(_find_name(config, folder)),
+        **tables,
+    }
+    model = _validate(config, tables)
+    check_checkpoint(checkpoint, model, says="config.json says")
+    return NewModel(model=model, text=write_model(model, f"{folder.name}/config.json"))
+
+
+def make_id(name: str) -> str:
+    """A short name for documents: ``Llama-2-7b hf`` becomes ``llama-2-7b-hf``."""
+    words = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")
+    return words[:64] or "model"
+
+
+def write_model(model: Model, origin: str) -> str:
+    """A model document as TOML; what has its default value is left out."""
+    values = model.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    # Written out although they are defaults: a reader wants to see them.
+    values["norm"] = {"kind": model.norm.kind, "epsilon": model.norm.epsilon, **values["norm"]}
+    values["rope"] = {"kind": model.rope.kind, **values.get("rope", {})}
+    values["quantization"] = model.quantization.model_dump(mode="json")
+    lines = [f"# Written by `pi2 model new` from {origin}"]
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    first = [key for key in _FIRST if key in plain]
+    for key in [*first, *(key for key in plain if key not in first)]:
+        lines.append(f"{write_key(key)} = {write_value(plain[key])}")
+    for key, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{write_key(key)}]", *_write_table(table)]
+    return "\n".join(lines) + "\n"
+
+
+def _write_table(table: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in table.items():
+        yield f"{write_key(key)} = {write_value(value)}"
+
+
+def _validate(config: Config, tables: Mapping[str, Any]) -> Model:
+    """The document, checked by the rules for model files; `UserError` P544."""
+    try:
+        model = Model.model_validate_json(json.dumps(tables))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise config.refuse(f"{place} would be {first['input']!r}: {first['msg']}") from None
+    facts = Facts(known={"model": model}, files={"model": Path(f"{model.id}.model.toml")})
+    for rule in load_rules():
+        if rule.needs == ("model",) and rule.code not in _CHECKED_LATER:
+            for finding in rule.check(facts):
+                raise config.refuse(f"{'.'.join(map(str, finding.path))}: {finding.message}")
+    return model
+
+
+def _find_name(config: Config, folder: Path) -> str:
+    """What people call the model: the last part of its name on the hub, or its folder's."""
+    stated = config.read("_name_or_path", str, "").rstrip("/")
+    return stated.rpartition("/")[2] or folder.resolve().name
+
+
+def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
+    """Take a prefix away from all names, or put it before, if the checkpoint has them so."""
+    names = Model.model_fields["tensors"].annotation
+    assert names is not None
+    patterns: dict[str, str] = {
+        key: field.default
+        for key, field in names.model_fields.items()
+        if isinstance(field.default, str) and key not in ("fused_order", "head")
+    }
+    stated = {key: value for key, value in tables["tensors"].items() if key != "fused_order"}
+    patterns |= stated
+    embedding = patterns["embedding"]
+    if embedding in checkpoint.tensors:
+        return
+    for prefix in _PREFIXES:
+        short = embedding.removeprefix(prefix)
+        if short != embedding and short in checkpoint.tensors:
+            head = stated.get("head")
+            tables["tensors"] |= {
+                key: pattern.removeprefix(prefix) for key, pattern in patterns.items()
+            }
+            if head is not None:
+                tables["tensors"]["head"] = head
+            return
+
+
+def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
+    """State the predictors that lie in the checkpoint itself, as TurboSparse's do."""
+    pattern = Tensors().predictor_in
+    layers = tables["shape"]["layers"]
+    found = [checkpoint.tensors.get(fill_name(pattern, layer)) for layer in range(layers)]
+    ranks = [tensor.shape[0] for tensor in found if tensor is not None and tensor.shape]
+    if ranks:
+        tables["predictor"] = {"rank": round_up(max(1, *ranks), GROUP)}
+
+
+def _describe_tokenizer(folder: Path, config: Config) -> dict[str, Any]:
+    """Begin and end tokens: generation_config.json before config.json, as transformers does."""
+    generation = config
+    file = folder / "generation_config.json"
+    if file.is_file():
+        generation = Config(file, read_json(file))
+    chosen = generation if generation.has("eos_token_id") else config
+    ends = [token for token in chosen.read_list("eos_token_id") if type(token) is int]
+    tokenizer: dict[str, Any] = {"eos": ends}
+    if config.has("bos_token_id") and config.read("bos_token_id", int) >= 0:
+        bos = config.read("bos_token_id", int)
+        tokenizer |= {"bos": bos, "add_bos": _begins_with(folder / "tokenizer.json", bos)}
+    vocab = config.read("vocab_size", int)
+    if tokenizer.get("bos", 0) >= vocab:
+        del tokenizer["bos"], tokenizer["add_bos"]
+    tokenizer["eos"] = [token for token in ends if 0 <= token < vocab]
+    return tokenizer
+
+
+def _begins_with(file: Path, bos: int) -> bool:
+    """Whether the tokenizer puts ``bos`` before a text; False if it cannot be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_file(str(file)).encode("a").ids
+    except Exception:  # the library raises plain Exception; the conversion will say what is wrong
+        return False
+    return bool(ids) and ids[0] == bos

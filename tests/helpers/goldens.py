@@ -1,0 +1,121 @@
+"""The golden models of tests/golden/models, and folders of models that transformers made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pi2
+from pi2.importing.convert import convert_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.model import Model, Quantization
+
+F32 = npt.NDArray[np.float32]
+FOLDER = Path(__file__).resolve().parents[1] / "golden/models"
+EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
+"""Quantisation that keeps fp16 weights as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """What the reference implementation computed."""
+
+    prompt: list[int]
+    logits: F32
+    greedy: list[int]
+
+
+def list_goldens() -> list[str]:
+    """Names of the golden models."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
+
+
+def read_golden(name: str) -> Golden:
+    """Read what is expected of a golden model."""
+    with np.load(FOLDER / name / "golden.npz") as arrays:
+        return Golden(
+            prompt=arrays["prompt"].tolist(),
+            logits=arrays["logits"],
+            greedy=arrays["greedy"].tolist(),
+        )
+
+
+def make_small_tokenizer(vocab: int) -> bytes:
+    """A ``tokenizer.json`` of ``vocab`` words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{index}": index for index in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return str(tokenizer.to_str()).encode()
+
+
+def copy_checkpoint(name: str, folder: Path) -> Path:
+    """Copy a golden model's checkpoint to ``folder`` and add a tokenizer."""
+    folder.mkdir(parents=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(FOLDER / name / file, folder)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (folder / "tokenizer.json").write_bytes(make_small_tokenizer(vocab))
+    return folder
+
+
+def convert_golden(checkpoint: Path, folder: Path, quantization: Mapping[str, str]) -> Model:
+    """Convert a checkpoint into ``folder / "store"``, with a model file and a plan beside it."""
+    made = describe_checkpoint(checkpoint, "golden").model
+    model = made.model_copy(
+        update={"quantization": Quantization.model_validate(dict(quantization))}
+    )
+    convert_checkpoint(checkpoint, model, folder / "store")
+    return model
+
+
+def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
+    """Write a plan for ``folder / "store"`` with everything in memory, dense decoding."""
+    import tomlkit
+
+    values = model.model_dump(mode="json", exclude_none=True)
+    (folder / "golden.model.toml").write_text(tomlkit.dumps(values))
+    segments = dict.fromkeys(
+        ("attention", "kv", "predictor", "hot", "cold", "workspace"), "64 MiB"
+    )
+    document: dict[str, Any] = {
+        "schema_version": 1,
+        "device": "host",
+        "model": "./golden.model.toml",
+        "store": "store",
+        "backends": {"cpu": "reference"},
+        "memory": {"budget": "2 GiB", "segments": {"runtime": "300 MiB", **segments}},
+        "bundle": {"stride": f"{model.lay_out_bundle().stride} B"},
+        "layers": {"split": {"cpu": 1.0}, "hot": 0.5},
+        "prefill": {"chunk": 7},
+        "decode": {"predictor": "none"},
+        "kv": {"context": 64},
+    }
+    path = folder / "golden.plan.toml"
+    path.write_text(tomlkit.dumps(document | dict(changes)))
+    return path
+
+
+def run_golden(plan: Path, golden: Golden, tokens: int = 32) -> tuple[F32, list[int]]:
+    """Logits of the prompt, and the greedy tokens after it."""
+    with pi2.load(plan) as model:
+        logits = model.logits(golden.prompt)
+        generation = model.generate(
+            golden.prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
+        )
+        for _ in generation:
+            pass
+        return logits, list(generation.result.token_ids)
+
+
+def measure_error(found: F32, expected: F32) -> float:
+    """Largest difference, of the largest expected magnitude."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())

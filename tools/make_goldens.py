@@ -1,0 +1,249 @@
+"""Makes the golden models of tests/golden/models: tiny random models of every family, and what the
+reference implementation (Hugging Face transformers, float32) computes with them.
+
+Needs torch and transformers, which pi2 itself does not.  ``python tools/make_goldens.py`` writes
+all, ``python tools/make_goldens.py NAME...`` some.  Each folder holds a checkpoint (config.json,
+model.safetensors in fp16) and golden.npz: ``prompt`` int64 [n], ``logits`` float32 [n, vocab] after
+each of its tokens, ``greedy`` int64 [32], the tokens that follow it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests/golden/models"
+PROMPT = 24
+GREEDY = 32
+VOCAB = 96
+SMALLEST_GAP = 1e-3
+"""Between the best and the next logit, of the largest: else another seed is taken, because a
+rounding error could change the text."""
+
+Options = dict[str, Any]
+
+COMMON: Options = {
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ROPE: Options = {"rope_theta": 10000.0}
+
+MODELS: dict[str, tuple[str, Options]] = {
+    "llama": ("Llama", {"rope_parameters": ROPE | {"rope_type": "default"}}),
+    "llama-relu-odd-heads": (
+        "Llama",
+        {
+            "hidden_act": "relu",
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "hidden_size": 96,
+        },
+    ),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}, "head_dim": 32},
+    ),
+    "llama-llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama-yarn-options": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "attention_factor": 1.25,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 12}),
+    "glm": ("Glm", {"head_dim": 32, "attention_bias": True}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "stablelm": (
+        "StableLm",
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "opt": (
+        "OPT",
+        {"ffn_dim": 96, "word_embed_proj_dim": 32, "activation_function": "relu"},
+    ),
+    "falcon-7b-relu": (
+        "Falcon",
+        {
+            "multi_query": True,
+            "parallel_attn": True,
+            "activation": "relu",
+            "alibi": False,
+            "ffn_hidden_size": 96,
+        },
+    ),
+    "falcon-40b": (
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "alibi": False,
+            "ffn_hidden_size": 96,
+        },
+    ),
+    "falcon-sequential": (
+        "Falcon",
+        {
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "alibi": False,
+            "ffn_hidden_size": 96,
+        },
+    ),
+    "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
+    "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+}
+"""Class and options of every golden model, by its folder."""
+
+
+def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
+    """A model whose random weights fit into fp16 exactly."""
+    config = getattr(transformers, f"{family}Config")(**COMMON | options)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    tied = config.tie_word_embeddings
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            drawn = torch.randn_like(values)
+            if values.dim() > 1 and "embed" not in name and "wte" not in name:
+                drawn *= 1.5 / math.sqrt(values.shape[-1])
+            elif values.dim() > 1 and tied:
+                # Otherwise the best next token would always be the same one again.
+                drawn *= 0.1
+            elif values.dim() == 1:
+                drawn *= 0.2
+                if "norm" in name and name.endswith("weight") and family != "Gemma":
+                    drawn += 1.0
+                if "ln_" in name and name.endswith("weight"):
+                    drawn += 1.0
+            values.copy_(drawn.half().float())
+    return model
+
+
+def compute(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, list[int], float]:
+    """Logits of the prompt, the greedy tokens, and the smallest gap between the best two."""
+    tokens = prompt[None]
+    gaps, greedy, first = [], [], None
+    with torch.no_grad():
+        for _ in range(GREEDY):
+            logits = model(tokens, use_cache=False).logits[0]
+            if first is None:
+                first = logits.numpy().astype(np.float32)
+            best = logits[-1].topk(2)
+            gaps.append(float((best.values[0] - best.values[1]) / logits[-1].abs().max()))
+            greedy.append(int(best.indices[0]))
+            tokens = torch.cat([tokens, best.indices[:1][None]], dim=1)
+    assert first is not None
+    return first, greedy, min(gaps)
+
+
+def write_golden(name: str) -> None:
+    """Write the folder of one golden model."""
+    family, options = MODELS[name]
+    for seed in range(100):
+        model = make_model(family, options, seed)
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(3, VOCAB, (PROMPT,), generator=generator)
+        logits, greedy, gap = compute(model, prompt)
+        if gap >= SMALLEST_GAP and len(set(greedy)) > 4:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed gives a clear text")
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.half().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    np.savez_compressed(
+        folder / "golden.npz", prompt=prompt.numpy(), logits=logits, greedy=np.array(greedy)
+    )
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{name}: seed {seed}, gap {gap:.1e}, {size / 1024:.0f} KiB")
+
+
+def main() -> None:
+    """Write the golden models that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *MODELS], metavar="NAME")
+    for name in parser.parse_args().names or MODELS:
+        write_golden(name)
+
+
+if __name__ == "__main__":
+    main()
