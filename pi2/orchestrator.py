@@ -96,6 +96,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             layers=len(resolved.layers),
             predictor=resolved.plan.decode.predictor,
             threshold=resolved.plan.decode.threshold,
+            look_ahead=resolved.plan.decode.look_ahead == "attention",
         )
         unbound = list_allowed_cores() if request.cores else []
         if request.cores:
@@ -300,6 +301,7 @@ def open_reader(
         cache.arena,
         direct=resolved.plan.io.mode == "direct",
         threads=resolved.plan.io.threads,
+        cluster=resolved.plan.pipeline.cluster,
         read_bundles=executor.read_bundles,
     )
 
@@ -310,21 +312,21 @@ def load_neurons(
     request: BuildRequest,
     staging: U8,
     progress: Progress,
+    *,
+    fill: bool,
 ) -> None:
     """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
     where decoding needs them."""
     layers = len(cache.hot_slots)
-    for layer in range(layers):
-        hot = cache.hot_bundles(layer)
-        if len(hot):
-    *,
-    fill: bool,
-            reader.start_run(layer, 0, hot).result()
-        if request.gate_rows is not None:
-            weights, scales = request.gate_rows[layer]
     for filling in cache.fill() if fill else ():
         arena = cache.arena[filling.slots.start : filling.slots.stop]
         reader.start_run(filling.layer, filling.first, arena).result()
+    for layer in range(layers):
+        hot = cache.hot_bundles(layer)
+        if len(hot):
+            reader.start_run(layer, 0, hot).result()
+        if request.gate_rows is not None:
+            weights, scales = request.gate_rows[layer]
             size = staging.shape[1]
             for first in range(0, cache.neurons, size):
                 piece = staging[0, : min(size, cache.neurons - first)]

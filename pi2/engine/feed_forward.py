@@ -3,7 +3,8 @@
 Dense (prefill, and decode with ``predictor = "none"``): the hot neurons are computed where they
 lie, the others stream through two staging buffers, one being read while the other is computed.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
-while the missing ones are being read.
+while the missing ones are being read, and these, cluster by cluster, as they arrive.  Where the
+plan looks ahead, the prediction is made before the layer's attention, which then hides the reads.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import Executor
-from pi2.diagnostics import UserError
-from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.cache import Lookup, NeuronCache
+from pi2.memory.flash import FlashReader, NullReader, PendingRead
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -36,6 +36,17 @@ class NeuronCounters:
     possible: int = 0
 
 
+@dataclass(slots=True)
+class _Wave:
+    """Neurons of a layer that are in memory together: found, and on their way."""
+
+    layer: int
+    found: Lookup
+    pending: PendingRead | None
+    rest: I32
+    """Stored indices that the cold cache has no room for until this wave is computed."""
+
+
 class FeedForward:
     """Computes FFN layers through an executor."""
 
@@ -49,8 +60,10 @@ class FeedForward:
         layers: int,
         predictor: PredictorMode,
         threshold: float,
+        look_ahead: bool,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers."""
+        """``staging`` [2, n, stride]: two page-aligned buffers; ``look_ahead``: predict before
+        attention."""
         self._executor = executor
         self._cache = cache
         self._reader = reader
@@ -58,7 +71,9 @@ class FeedForward:
         self._layers = layers
         self._predictor = predictor
         self._threshold = threshold
+        self._look_ahead = look_ahead
         self._ahead: tuple[int, Future[None]] | None = None
+        self._wave: _Wave | None = None
         self._next_buffer = 0
         self.counters = NeuronCounters()
 
@@ -78,45 +93,71 @@ class FeedForward:
             executor.add_dense(layer, bundles)
         executor.end_ffn(layer)
 
+    def prepare_sparse(self, layer: int) -> None:
+        """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
+        does nothing unless the plan looks ahead."""
+        if self._look_ahead:
+            self._executor.begin_ffn(layer)
+            self._wave = self._begin_wave(layer, self._predict(layer))
+
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of ``layer`` that the predictor names, for one token."""
-        executor, cache = self._executor, self._cache
+        executor = self._executor
         executor.begin_ffn(layer)
-        if self._predictor == "gate":
-            indices = executor.predict_gate(layer)
-        else:
-            indices = executor.predict_low_rank(layer, self._threshold)
-        self.counters.predicted += len(indices)
-        self.counters.possible += cache.neurons
-        hot_count = len(cache.hot_slots[layer])
-        first_cold = int(np.searchsorted(indices, hot_count))
-        # More cold neurons than the cache has slots go through it in waves.
-        end = min(first_cold + cache.cold_capacity, len(indices))
-        self._run_wave(layer, indices[:end])
-        while end < len(indices):
-            start, end = end, min(end + cache.cold_capacity, len(indices))
-            self._run_wave(layer, indices[start:end])
+        wave, self._wave = self._wave, None
+        if wave is None:
+            wave = self._begin_wave(layer, self._predict(layer))
+        self._compute_wave(wave)
+        while len(wave.rest):
+            wave = self._begin_wave(layer, wave.rest)
+            self._compute_wave(wave)
         executor.end_ffn(layer)
         self.counters.active += executor.count_active()
 
-    def _run_wave(self, layer: int, indices: I32) -> None:
-        found = self._cache.look_up(layer, indices)
-        arena = self._cache.arena
-        if len(found.missing) == 0:
-            if len(found.resident_slots):
-                self._executor.add_neurons(layer, arena, found.resident_slots)
-            return
-        pending = self._reader.start(layer, found.missing, found.missing_slots)
+    def _predict(self, layer: int) -> I32:
+        if self._predictor == "gate":
+            indices = self._executor.predict_gate(layer)
+        else:
+            indices = self._executor.predict_low_rank(layer, self._threshold)
+        self.counters.predicted += len(indices)
+        self.counters.possible += self._cache.neurons
+        return indices
+
+    def _begin_wave(self, layer: int, indices: I32) -> _Wave:
+        """Find neurons, and begin to read those that are missing.
+
+        More cold ones than the cache has slots go through it in waves.
+        """
+        cache = self._cache
+        hot_count = len(cache.hot_slots[layer])
+        end = len(indices)
+        if end > cache.cold_capacity:
+            first_cold = int(np.searchsorted(indices, hot_count))
+            end = min(first_cold + cache.cold_capacity, end)
+        found = cache.look_up(layer, indices[:end])
+        pending = None
+        if len(found.missing):
+            pending = self._reader.start(layer, found.missing, found.missing_slots)
+        return _Wave(layer, found, pending, indices[end:])
+
+    def _compute_wave(self, wave: _Wave) -> None:
+        executor, arena = self._executor, self._cache.arena
+        pending = wave.pending
         try:
-            if len(found.resident_slots):
-                self._executor.add_neurons(layer, arena, found.resident_slots)
-        finally:
-            try:
-                self._reader.finish(pending)
-            except UserError:
-                self._cache.forget(layer, found.missing)
-                raise
-        self._executor.add_neurons(layer, arena, found.missing_slots)
+            if len(wave.found.resident_slots):
+                executor.add_neurons(wave.layer, arena, wave.found.resident_slots)
+            if pending is not None:
+                for number in range(len(pending.clusters)):
+                    slots = self._reader.finish(pending, number)
+                    executor.add_neurons(wave.layer, arena, slots)
+        except BaseException:
+            self._abandon_wave(wave)
+            raise
+
+    def _abandon_wave(self, wave: _Wave) -> None:
+        if wave.pending is not None:
+            self._reader.abandon(wave.pending)
+            self._cache.forget(wave.layer, wave.found.missing)
 
     def _pieces(self, layer: int) -> list[tuple[int, int]]:
         """First neuron and number of neurons of each run of cold neurons."""
@@ -157,10 +198,13 @@ class FeedForward:
             yield buffer
 
     def abandon(self) -> None:
-        """Forget a run that is on its way, after an error or an interrupt.
+        """Forget reads that are on their way, after an error or an interrupt.
 
         Its buffer is free again only when the read is over: a late write would spoil the next run.
         """
+        if self._wave is not None:
+            wave, self._wave = self._wave, None
+            self._abandon_wave(wave)
         if self._ahead is not None:
             future, self._ahead = self._ahead[1], None
             if not future.cancel():

@@ -88,10 +88,12 @@ class Forward:
         try:
             executor.embed(tokens)
             for layer in range(self._layers):
-                executor.attend(layer, self.position)
                 if dense:
+                    executor.attend(layer, self.position)
                     feed_forward.run_dense(layer)
                 else:
+                    feed_forward.prepare_sparse(layer)
+                    executor.attend(layer, self.position)
                     feed_forward.run_sparse(layer)
         except BaseException:
             feed_forward.abandon()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,6 @@ U8 = npt.NDArray[np.uint8]
 BundleRead = Callable[[int, U8, I32, I64, I64, int, int], None]
 """``Executor.read_bundles`` of `pi2.backends.protocol`."""
 
-READS_PER_THREAD = 8
-"""Fewer reads than this are not worth waking another thread."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFile:
@@ -43,13 +41,23 @@ class BundleFile:
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """Reads that are on their way."""
+    """Reads that are on their way, in clusters: what is read together is computed together."""
 
     layer: int
     indices: I32
     slots: I32
     results: I64
+    clusters: tuple[slice, ...]
+    """Stretches of ``indices``, in their order."""
     parts: tuple[Future[None], ...]
+    """One for each cluster."""
+
+
+def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
+    """Divide ``count`` neurons evenly into clusters of at least ``size``, ``most`` at most."""
+    number = max(1, min(count // size, most))
+    bounds = [count * step // number for step in range(number + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(bounds))
 
 
 class FlashReader:
@@ -62,12 +70,15 @@ class FlashReader:
         *,
         direct: bool,
         threads: int,
+        cluster: int,
         read_bundles: BundleRead,
     ) -> None:
+        """``cluster``: neurons that one thread reads before they are computed."""
         self._files = files
         self._arena = arena
         self._read_bundles = read_bundles
         self._threads = threads
+        self._cluster = cluster
         self.fallback: str | None = None
         """Why direct reads were given up, if they were."""
         self.read_bytes = 0
@@ -119,33 +130,41 @@ class FlashReader:
         file = self._files[layer]
         offsets = indices.astype(np.int64) * file.stride + file.bundles_offset
         results = np.zeros(len(indices), np.int64)
-        step = max(1, min(self._threads, len(indices) // READS_PER_THREAD))
+        clusters = divide_clusters(len(indices), self._cluster, 2 * self._threads)
         parts = tuple(
             self._pool.submit(
                 self._read_bundles,
                 self._fds[layer],
                 self._arena,
-                slots,
-                offsets,
-                results,
-                start,
-                step,
+                slots[cluster],
+                offsets[cluster],
+                results[cluster],
+                0,
+                1,
             )
-            for start in range(step)
+            for cluster in clusters
         )
-        return PendingRead(layer, indices, slots, results, parts)
+        return PendingRead(layer, indices, slots, results, clusters, parts)
 
-    def finish(self, pending: PendingRead) -> None:
-        """Wait for the reads; a short or failed one is tried again, then UserError P620."""
-        for part in pending.parts:
-            part.result()
-        file = self._files[pending.layer]
-        bad = np.flatnonzero(pending.results != file.stride)
+    def finish(self, pending: PendingRead, number: int) -> I32:
+        """Wait for a cluster and return its slots.
+
+        A short or failed read is tried again, then UserError P620.
+        """
+        pending.parts[number].result()
+        file, cluster = self._files[pending.layer], pending.clusters[number]
+        bad = np.flatnonzero(pending.results[cluster] != file.stride) + cluster.start
         for i in bad:
             slot = self._arena[pending.slots[i]]
             offset = file.bundles_offset + int(pending.indices[i]) * file.stride
             self._read_fully(pending.layer, slot, offset)
-        self.read_bytes += len(pending.indices) * file.stride
+        slots = pending.slots[cluster]
+        self.read_bytes += len(slots) * file.stride
+        return slots
+
+    def abandon(self, pending: PendingRead) -> None:
+        """Wait until nothing of it is under way: a late read would spoil a slot's next owner."""
+        wait([part for part in pending.parts if not part.cancel()])
 
     def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
         """Begin to read bundles ``first``, ``first + 1``, ... of ``layer`` into ``buffer``
@@ -207,11 +226,16 @@ class NullReader:
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Count the reads."""
-        return PendingRead(layer, indices, slots, np.full(len(indices), self._stride), ())
+        results = np.full(len(indices), self._stride)
+        return PendingRead(layer, indices, slots, results, (slice(0, len(indices)),), ())
 
-    def finish(self, pending: PendingRead) -> None:
+    def finish(self, pending: PendingRead, number: int) -> I32:
         """Add their bytes."""
         self.read_bytes += len(pending.indices) * self._stride
+        return pending.slots
+
+    def abandon(self, pending: PendingRead) -> None:
+        """Nothing is under way."""
 
     def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
         """Count a long read; done at once."""

@@ -145,6 +145,9 @@ class Decode(Table):
     ReLU family; ``low-rank`` uses trained predictors."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
+    look_ahead: Literal["none", "attention"] = "none"
+    """``attention`` predicts from a layer's input, before its attention, so that attention hides
+    the reads; predictors then do not see what attention adds, and find a little less."""
 
 
 class Sampling(Table):
@@ -170,8 +173,8 @@ class Sampling(Table):
 class Pipeline(Table):
     """How reading and computing go together while a token is generated.
 
-    Read by `pi2 simulate` only: the engine has one way, whatever stands here.  It lets a plan
-    describe other engines, so that they can be compared on the same device.
+    The engine heeds ``cluster``; the rest is read by `pi2 simulate` only.  It lets a plan describe
+    other engines, so that they can be compared on the same device.
     """
 
     policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
@@ -182,7 +185,7 @@ class Pipeline(Table):
     """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
     open, up and down (2)."""
     cluster: Count = 64
-    """Neurons that are read and computed together."""
+    """Neurons that are read and computed together, at least."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
     """``chunks-first`` takes a chunk of the prompt through all layers, then the next, and reads
     what is not in memory again for every chunk; ``layers-first`` reads every layer once and whole,
@@ -231,6 +234,6 @@ class Plan(Document):
     sampling: Sampling = Sampling.default()
     """How tokens are drawn."""
     pipeline: Pipeline = Pipeline.default()
-    """Order of reading and computing; read by `pi2 simulate` only."""
+    """Order of reading and computing."""
     kv: Kv
     """Context."""

@@ -84,6 +84,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "layer-named-twice.plan.toml": ("P213", 27, 10),
     "layer-out-of-range.plan.toml": ("P212", 31, 10),
     "long-line.plan.toml": ("P211", 28, 102),
+    "look-ahead-of-gates.plan.toml": ("P254", 45, 14),
     "misnamed.device.toml": ("P244", 2, 6),
     "misnamed.model.toml": ("P243", 2, 6),
     "missing-device-file.plan.toml": ("P015", 2, 10),

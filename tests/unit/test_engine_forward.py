@@ -140,6 +140,50 @@ def test_a_predictor_that_names_no_neuron_leaves_out_the_ffn(tmp_path: Path) -> 
         assert model.stats.predicted_neurons == 0
 
 
+def test_looking_ahead_costs_nothing_where_every_neuron_is_named(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    decode = {"predictor": "low-rank", "threshold": -1e9, "look_ahead": "attention"}
+    plan = write_plan(tmp_path, tiny, {"decode": decode, "pipeline": {"cluster": 16}})
+    with pi2.load(plan) as model:
+        got = model.logits(TOKENS, mode="decode")
+        assert compute_error(got, run_plain(tiny, TOKENS)) < KV_ROUNDING
+
+
+def test_looking_ahead_predicts_from_the_input_of_attention(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    results = {}
+    for look_ahead in ("none", "attention"):
+        with pi2.load(plan, set={"decode.look_ahead": look_ahead}) as model:
+            results[look_ahead] = model.logits(TOKENS, mode="decode")
+            assert model.stats.predicted_neurons > 0
+    difference = compute_error(results["attention"], results["none"])
+    assert 1e-3 < difference < 1, "other neurons are predicted, most of them the same"
+
+
+def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    settings = {"decode.look_ahead": "attention", "layers.hot": 0.0}
+    with pi2.load(plan, set=settings) as model:
+        expected = model.logits(TOKENS, mode="decode")
+    with pi2.load(plan, set=settings) as model:
+        executor = model._parts.executor
+        attend, calls = executor.attend, []
+
+        def fail_once(layer: int, position: int) -> None:
+            calls.append(layer)
+            if len(calls) == 9:
+                raise KeyboardInterrupt
+            attend(layer, position)
+
+        executor.attend = fail_once  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(TOKENS, mode="decode")
+        again = model.logits(TOKENS, mode="decode")
+    assert compute_error(again, expected) < KV_ROUNDING
+
+
 def test_chunks_of_any_size_give_the_same_logits(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, FP16)
     plan = write_plan(tmp_path, tiny)
