@@ -30,6 +30,7 @@ from pi2.machine.software import (
 from pi2.plan.plan import BackendName
 from pi2.plan.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
+from pi2.sharing.resolver import LockedReferences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ def judge_plan(
 ) -> PlanVerdict:
     """Validate a plan and hold it against ``machine`` and the obstacles of its backends."""
     try:
-        resolved = load_plan(path)
+        resolved = load_plan(path, resolver=LockedReferences(path.parent))
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = list_backends(resolved)

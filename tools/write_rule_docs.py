@@ -24,6 +24,7 @@ RANGES = {
     "P4": "Origins of figures",
     "P5": "Neuron stores and checkpoints",
     "P6": "Running and measuring",
+    "P7": "Sharing, and editors",
     "P9": "Mistakes of pi2",
 }
 NOTICE = "<!-- Written by tools/write_rule_docs.py: change the rule's docstring instead. -->\n\n"

@@ -14,6 +14,7 @@ from pi2.benchmarks.session import Outcome, run_session
 from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import Workload
 from pi2.plan.resolve import load_plan
+from pi2.sharing.resolver import LockedReferences
 
 
 def measure_plan(
@@ -34,7 +35,7 @@ def measure_plan(
     is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
     cannot be measured, P652-P654 if the other engine is not there or fails.
     """
-    resolved = load_plan(path, overrides=overrides)
+    resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     if against is not None:
         check_installed()
     with ExitStack() as stack:

@@ -74,15 +74,16 @@ def read_model(reference: str) -> Model:
     """Read a model document by path or short name; UserError with all findings."""
     from pi2.plan.check import check_file
     from pi2.plan.model import Model
-    from pi2.plan.references import UnknownName, find_document
+    from pi2.plan.references import UnknownName, locate_document
     from pi2.plan.resolve import make_error
-    from pi2.plan.source import display_path
+    from pi2.sharing.resolver import LockedReferences
 
+    resolver = LockedReferences(Path.cwd())
     try:
-        path = find_document(reference, "model", Path.cwd())
+        found = locate_document(reference, "model", Path.cwd(), resolver=resolver)
     except UnknownName as error:
         raise UserError.of("P015", str(error), help=error.hint) from None
-    report = check_file(path, name=display_path(path))
+    report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
     if not report.is_sound:
         raise make_error(report)
     if not isinstance(report.document, Model):

@@ -57,9 +57,12 @@ def command(
     """
     from pi2.cli.progress import ProgressBar
     from pi2.plan.resolve import load_plan
+    from pi2.sharing.resolver import LockedReferences
     from pi2.simulate import read_inputs, simulate
 
-    inputs = read_inputs(load_plan(plan, overrides=parse_assignments(settings)))
+    resolver = LockedReferences(plan.parent)
+    resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
+    inputs = read_inputs(resolved)
     with ProgressBar() as bar:
         result = simulate(
             inputs,

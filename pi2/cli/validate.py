@@ -26,29 +26,53 @@ if TYPE_CHECKING:
     show_default=True,
     help="How findings are written.",
 )
-def command(files: tuple[str, ...], output_format: str) -> int:
+@click.option(
+    "-o",
+    "--output-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that findings are written to, instead of standard output.",
+)
+@click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
+@click.option("--offline", is_flag=True, help="Use no network; checking never does.")
+def command(
+    files: tuple[str, ...],
+    output_format: str,
+    output_file: Path | None,
+    locked: bool,
+    offline: bool,
+) -> int:
     """Check plans, devices and models.
 
     FILE is a *.plan.toml, *.device.toml or *.model.toml; a plan is checked together with the
     device and the model that it names.  Findings go to standard output, a summary to standard
     error.  The formats github, gitlab, sarif and junit are for continuous integration.
+    References to other places are those of pi2.lock: nothing is fetched.
     Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
     """
     from pi2.plan.check import check_file
     from pi2.plan.source import CANNOT_READ, display_path
+    from pi2.sharing.resolver import LockedReferences
 
+    del offline  # a promise that is kept without it
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
     for file in files:
         path = Path(file)
-        report = check_file(path, name=display_path(path))
+        resolver = LockedReferences(path.parent, locked=locked)
+        report = check_file(path, name=display_path(path), resolver=resolver)
         found.update(dict.fromkeys(report.diagnostics))
         sources.update(report.sources)
     diagnostics = tuple(found)
     render = find_renderer(output_format)
-    colour = wants_colour(sys.stdout)
-    sys.stdout.write(render(diagnostics, colour=colour, sources=sources, find_page=_find_page))
-    sys.stdout.flush()
+    colour = output_file is None and wants_colour(sys.stdout)
+    text = render(diagnostics, colour=colour, sources=sources, find_page=_find_page)
+    if output_file is not None:
+        from pi2.sharing.files import write_report
+
+        write_report(output_file, text)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
     if diagnostics and output_format == "full":
         click.echo(err=True)
     click.echo(summarise(len(files), diagnostics), err=True)

@@ -1,0 +1,241 @@
+"""Share devices: fetch, lock, verify and publish their descriptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from pi2.sharing.lock import Source
+    from pi2.sharing.project import Outcome, Project
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group("profile")
+def command() -> None:
+    """Share devices: fetch, lock, verify and publish their descriptions.
+
+    References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
+    https:…, file:…, or tap:acme-12 for a name of the repository that PI2_TAP names.  pi2.lock says
+    which bytes each of them means; only these commands fetch, and plans use what is locked.
+    """
+
+
+def _offline(function: F) -> F:
+    return click.option("--offline", is_flag=True, help="Use no network.")(function)
+
+
+def _locked(function: F) -> F:
+    text = "Fail where pi2.lock would have to change."
+    return click.option("--locked", is_flag=True, help=text)(function)
+
+
+def _as_json(function: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+@command.command("add")
+@click.argument("references", nargs=-1, metavar="[REFERENCE]...")
+@_offline
+@_locked
+def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
+    """Fetch each REFERENCE, check it, and write it into pi2.lock.
+
+    A name alone is one of the default tap.  Without a REFERENCE, fetch what pi2.lock says and is
+    not here, and change nothing.
+    """
+    project = _open_project(offline=offline, locked=locked)
+    outcomes = project.add([_complete(text) for text in references])
+    _print_outcomes(outcomes, project)
+    if references:
+        first = outcomes[0].source
+        key = "model" if first.file_name.endswith(".model.toml") else "device"
+        if first.file_name.endswith(".plan.toml"):
+            click.echo(f'use it: extends = ["{first.reference}"]')
+        else:
+            click.echo(f'use it: {key} = "{first.reference}"')
+
+
+@command.command("update")
+@click.argument("references", nargs=-1, metavar="[REFERENCE]...")
+@click.option("--accept-moved-tags", is_flag=True, help="Take tags that now mean another commit.")
+@_offline
+@_locked
+def update(
+    references: tuple[str, ...], accept_moved_tags: bool, offline: bool, locked: bool
+) -> None:
+    """Write into pi2.lock what each REFERENCE, by default all, means now.
+
+    Branches and files move on; a tag that means another commit than before is refused.
+    """
+    project = _open_project(offline=offline, locked=locked)
+    texts = [_complete(text) for text in references]
+    _print_outcomes(project.update(texts, accept_moved=accept_moved_tags), project)
+
+
+@command.command("list")
+@_as_json
+def list_sources(as_json: bool) -> None:
+    """List what pi2.lock has, and where its files are."""
+    from pi2.diagnostics import UserError
+    from pi2.sharing.agreement import find_copy
+
+    project = _open_project()
+    lock = project.read_lock()
+    rows = []
+    for source in lock.sources:
+        try:
+            path = find_copy(source, lock, project.cache)
+            state = "missing" if path is None else "vendored" if source.vendored else "cached"
+        except UserError:
+            state = "damaged"
+        rows.append({**source.model_dump(mode="json"), "state": state})
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        revision = row["revision"][:12] or "-"
+        click.echo(f"{row['state']:8}  {revision:12}  {row['sha256'][:12]}  {row['reference']}")
+    if not rows:
+        click.echo("nothing is locked here", err=True)
+
+
+@command.command("verify")
+@_offline
+@_as_json
+def verify(offline: bool, as_json: bool) -> int:
+    """Check every file that pi2.lock has, here and at its source.
+
+    Here: the bytes, the document, the agreement of lock and reference.  At its source: a tag must
+    still mean the same commit, a file of the web still have the same bytes; not with --offline.
+    Exit code 1 if something is wrong.
+    """
+    from pi2.cli.main import print_diagnostics
+
+    project = _open_project(offline=offline)
+    found = project.verify()
+    for _, error in found:
+        if error is not None and not as_json:
+            print_diagnostics(error.diagnostics, error.sources)
+    bad = sum(error is not None for _, error in found)
+    if as_json:
+        rows = [
+            {
+                "reference": source.reference,
+                "sha256": source.sha256,
+                "findings": [] if error is None else [x.message for x in error.diagnostics],
+                "codes": [] if error is None else [x.code for x in error.diagnostics],
+            }
+            for source, error in found
+        ]
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        click.echo(f"{len(found)} locked, {bad} with findings" if bad else f"{len(found)} verified")
+    return 1 if bad else 0
+
+
+@command.command("show")
+@click.argument("profile")
+@_as_json
+def show(profile: str, as_json: bool) -> None:
+    """Print a locked or shipped PROFILE: where it comes from, and every figure with its source."""
+    from pi2.sharing.description import describe_profile, write_description
+
+    found = describe_profile(_open_project(), profile)
+    click.echo(json.dumps(found, indent=2) if as_json else write_description(found), nl=as_json)
+
+
+@command.command("search")
+@click.argument("words", nargs=-1, metavar="[WORD]...")
+@_offline
+@_as_json
+def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
+    """List devices that pi2 ships and that the default tap has, those with every WORD."""
+    from pi2.sharing.catalogue import search_profiles
+
+    rows = search_profiles(_open_project(offline=offline), words)
+    if as_json:
+        click.echo(json.dumps([row.__dict__ for row in rows], indent=2))
+        return
+    width = max((len(row.reference) for row in rows), default=0)
+    for row in rows:
+        click.echo(f"{row.reference:{width}}  {row.name}")
+    if not rows:
+        click.echo("nothing found", err=True)
+
+
+@command.command("vendor")
+@click.option("--into", default="profiles", show_default=True, help="Folder, beside pi2.lock.")
+@_offline
+def vendor(into: str, offline: bool) -> None:
+    """Copy every locked file into the repository, so that no cache is needed."""
+    from pi2.plan.source import display_path
+
+    for path in _open_project(offline=offline).vendor(into):
+        click.echo(display_path(path))
+
+
+@command.command("publish")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--into",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Your clone of the repository to publish in.",
+)
+@click.option("--commit", is_flag=True, help="Commit the file on a branch of its own.")
+@click.option("--replace", is_flag=True, help="Replace a profile of the same name.")
+def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
+    """Prepare the device FILE for a pull request.
+
+    Checks it, takes out serial numbers, account names and home folders, and writes it to
+    devices/ID.device.toml of a clone.  Prints its SHA-256 and what to do next.
+    """
+    from pi2.plan.source import display_path
+    from pi2.sharing.publishing import prepare_profile, write_profile
+
+    prepared = prepare_profile(file)
+    for line in prepared.stripped:
+        click.echo(f"taken out: {line}", err=True)
+    written = write_profile(prepared, into, replace=replace, commit=commit)
+    click.echo(f"{display_path(written.path)}")
+    click.echo(f"sha256 {prepared.sha256}, {len(prepared.data)} bytes")
+    for line in written.next_steps:
+        click.echo(f"next: {line}")
+
+
+def _open_project(*, offline: bool = False, locked: bool = False) -> Project:
+    from pi2.sharing.project import Project
+    from pi2.sharing.settings import read_settings
+
+    return Project(folder=Path.cwd(), settings=read_settings(), offline=offline, locked=locked)
+
+
+def _complete(text: str) -> str:
+    """A name alone is one of the default tap."""
+    from pi2.plan.references import has_scheme
+
+    plain = "/" not in text and not text.endswith(".toml")
+    return f"tap:{text}" if plain and not has_scheme(text) else text
+
+
+def _print_outcomes(outcomes: list[Outcome], project: Project) -> None:
+    from pi2.plan.source import display_path
+
+    for item in outcomes:
+        before = "" if item.before is None else f"{_describe(item.before)} -> "
+        click.echo(f"{item.state:9}  {item.source.reference}  {before}{_describe(item.source)}")
+    if any(item.state in ("added", "updated") for item in outcomes):
+        click.echo(f"{display_path(project.lock_path)}: written; commit it", err=True)
+    if not outcomes:
+        click.echo("nothing is locked here", err=True)
+
+
+def _describe(source: Source) -> str:
+    revision = f"{source.revision[:12]} " if source.revision else ""
+    return f"{revision}sha256 {source.sha256[:12]}"

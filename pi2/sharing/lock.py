@@ -1,0 +1,203 @@
+"""``pi2.lock``: which bytes each reference means, written by `pi2 profile`, committed by people.
+
+::
+
+    lock_version = 1
+
+    [[sources]]
+    reference = "gh:acme/profiles//devices/acme-12.device.toml@v1"
+    url = "https://github.com/acme/profiles"
+    path = "devices/acme-12.device.toml"
+    revision = "4f0568861877fba9991312b38040614874b5cf15"
+    revision_kind = "tag"
+    size_bytes = 1234
+    sha256 = "…"
+
+Sources are sorted by reference, so that two branches that add different ones merge.  The lock is
+the nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.documents import Table
+from pi2.plan.paths import format_path
+from pi2.plan.source import SourceFile, display_path, read_source
+from pi2.plan.toml_text import write_value
+from pi2.sharing.files import write_atomically
+
+FILE_NAME = "pi2.lock"
+LOCK_VERSION = 1
+
+_HEADER = """\
+# Written by `pi2 profile`; commit it, and let pi2 change it.
+"""
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Source(Table):
+    """What one reference means."""
+
+    reference: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    """The reference as documents write it; paths of files are relative to the lock's folder."""
+    url: Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+    """Repository or file that it was fetched from."""
+    path: Annotated[str, StringConstraints(max_length=500)] = ""
+    """File inside the repository."""
+    revision: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})?$")] = ""
+    """Commit; empty for files that are of no repository."""
+    revision_kind: Literal["tag", "branch", "commit"] | None = None
+    """What the reference's revision was."""
+    size_bytes: Annotated[int, Field(ge=0)]
+    """Length of the file."""
+    sha256: Sha256
+    """Digest of the file."""
+    vendored: Annotated[str, StringConstraints(max_length=500)] = ""
+    """A copy inside this repository, relative to the lock's folder."""
+
+    @property
+    def file_name(self) -> str:
+        """Name of the document's file."""
+        return (self.path or self.url).rpartition("/")[2]
+
+
+class _LockFile(Table):
+    lock_version: int
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lock:
+    """A lock file's contents and its place."""
+
+    path: Path
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Folder that its relative paths begin at."""
+        return self.path.parent
+
+    def find(self, reference: str) -> Source | None:
+        """The source of ``reference``, if it is locked."""
+        return next((item for item in self.sources if item.reference == reference), None)
+
+    def replace(self, *sources: Source) -> Lock:
+        """The lock with ``sources`` in place of those of the same reference."""
+        known = {item.reference: item for item in (*self.sources, *sources)}
+        ordered = tuple(known[reference] for reference in sorted(known))
+        return Lock(path=self.path, sources=ordered)
+
+
+def find_lock(folder: Path) -> Path | None:
+    """The nearest lock at or above ``folder``; the search ends at the repository's root."""
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        if (place / FILE_NAME).is_file():
+            return place / FILE_NAME
+        if (place / ".git").exists():
+            return None
+    return None
+
+
+def choose_lock(folder: Path) -> Path:
+    """Where the lock for documents of ``folder`` is, or is to be: else at the repository's root."""
+    found = find_lock(folder)
+    if found is not None:
+        return found
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        if (place / ".git").exists():
+            return place / FILE_NAME
+    return folder / FILE_NAME
+
+
+def read_lock(path: Path) -> Lock:
+    """Read a lock; one that is not there is empty.  `UserError` P711 or P712 if it is damaged."""
+    if not os.path.lexists(path):
+        return Lock(path=path)
+    name = display_path(path)
+    source = read_source(path, name)
+    if isinstance(source, list):
+        raise UserError(source, exit_code=2)
+    version = source.values.get("lock_version")
+    if type(version) is int and version > LOCK_VERSION:
+        message = f"the lock has version {min(version, 10**9)}, this pi2 knows {LOCK_VERSION}"
+        raise _make_error(source, "P712", message, ("lock_version",), "upgrade pi2")
+    try:
+        read = _LockFile.model_validate_json(_to_json(source.values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = format_path(first["loc"])
+        message = f"the lock is damaged: `{where}`: {first['msg'].lower()}"
+        help_text = "take it back from your version control, or delete it and add again"
+        raise _make_error(source, "P711", message, first["loc"], help_text) from None
+    for number, item in enumerate(read.sources):
+        if any(other.reference == item.reference for other in read.sources[:number]):
+            message = f"the lock has `{item.reference}` twice"
+            path_there = ("sources", number, "reference")
+            raise _make_error(source, "P711", message, path_there, "keep one of them")
+    return Lock(path=path, sources=read.sources)
+
+
+def _to_json(values: object) -> str:
+    import json
+
+    return json.dumps(values, default=str)
+
+
+def _make_error(
+    source: SourceFile, code: str, message: str, path: tuple[str | int, ...], help_text: str
+) -> UserError:
+    span = source.spans.find_value(path)
+    found = Diagnostic(
+        code=code, message=message, help=help_text, span=span, path=format_path(path)
+    )
+    return UserError([found], exit_code=2, sources={source.name: source.text})
+
+
+def format_lock(lock: Lock) -> str:
+    """The lock's text: the same sources give the same bytes."""
+    parts = [f"{_HEADER}lock_version = {LOCK_VERSION}\n"]
+    for item in sorted(lock.sources, key=lambda source: source.reference):
+        values = item.model_dump(mode="json", exclude_defaults=True)
+        lines = [f"{key} = {write_value(value)}\n" for key, value in values.items()]
+        parts.append("".join(["[[sources]]\n", *lines]))
+    return "\n".join(parts)
+
+
+@contextmanager
+def edit_lock(path: Path) -> Iterator[_Edit]:
+    """Read the lock, keep others from writing it, and write what ``edit.lock`` is at the end.
+
+    A lock that did not change is not written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        edit = _Edit(read_lock(path))
+        before = edit.lock
+        yield edit
+        if edit.lock != before:
+            write_atomically(path, format_lock(edit.lock).encode("utf-8"))
+    finally:
+        os.close(descriptor)
+
+
+class _Edit:
+    """A lock that is being changed."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock

@@ -1,0 +1,345 @@
+"""A repository's references: add, update, verify and vendor them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tomli
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.check import check_file
+from pi2.plan.references import has_scheme, list_shipped
+from pi2.plan.source import Kind, detect_kind, display_path
+from pi2.sharing.agreement import (
+    check_agreement,
+    check_drift,
+    find_copy,
+    is_below,
+    name_in_lock,
+)
+from pi2.sharing.cache import Cache
+from pi2.sharing.fetching import Fetched, Place, ask_revision, fetch, find_place
+from pi2.sharing.files import hash_bytes, write_atomically
+from pi2.sharing.lock import Lock, Source, choose_lock, edit_lock, find_lock, read_lock
+from pi2.sharing.references import parse_reference
+from pi2.sharing.resolver import LockedReferences, join_reference
+from pi2.sharing.settings import Settings
+
+MAX_SOURCES = 64
+"""Most documents that one reference may bring along."""
+
+State = Literal["added", "fetched", "unchanged", "updated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a reference."""
+
+    source: Source
+    state: State
+    before: Source | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """The documents that share a lock."""
+
+    folder: Path
+    """Folder that references in paths are relative to."""
+    settings: Settings
+    offline: bool = False
+    locked: bool = False
+
+    @property
+    def cache(self) -> Cache:
+        """The user's cache."""
+        return Cache(self.settings.cache)
+
+    @property
+    def lock_path(self) -> Path:
+        """Where the lock is, or is to be."""
+        return choose_lock(self.folder)
+
+    def read_lock(self) -> Lock:
+        """The lock as it is."""
+        return read_lock(find_lock(self.folder) or self.lock_path)
+
+    def add(self, references: Sequence[str]) -> list[Outcome]:
+        """Lock ``references`` and what they bring along; without any, fetch what is locked.
+
+        The lock changes once, after everything was fetched and checked, or not at all.
+        """
+        if not references:
+            return [self._restore(item) for item in self.read_lock().sources]
+        with edit_lock(self.lock_path) as edit:
+            outcomes: dict[str, Outcome] = {}
+            folder = edit.lock.folder
+            waiting = [name_in_lock(parse_reference(t), self.folder, folder) for t in references]
+            while waiting:
+                name = waiting.pop(0)
+                if name in outcomes:
+                    continue
+                known = edit.lock.find(name)
+                outcome = self._restore(known) if known else self._lock_anew(name, edit.lock)
+                outcomes[name] = outcome
+                if len(outcomes) > MAX_SOURCES:
+                    raise UserError.of("P732", f"more than {MAX_SOURCES} documents come along")
+                waiting += self._list_further(outcome.source)
+            added = [item.source for item in outcomes.values() if item.state == "added"]
+            self._check_all(added, edit.lock.replace(*added))
+            if added and self.locked:
+                raise UserError.of(
+                    "P714",
+                    f"{display_path(edit.lock.path)} would change: `{added[0].reference}` is new",
+                    help="run it without --locked, and commit the lock",
+                )
+            edit.lock = edit.lock.replace(*added)
+        return list(outcomes.values())
+
+    def _restore(self, source: Source) -> Outcome:
+        """Have the locked bytes here, fetching the locked commit if they are not."""
+        lock = self.read_lock()
+        reference = parse_reference(source.reference)
+        check_agreement(reference, source, lock)
+        if find_copy(source, lock, self.cache) is not None:
+            return Outcome(source=source, state="unchanged")
+        place = Place(url=source.url, path=source.path, revision=source.revision)
+        if reference.is_local:
+            now = find_place(reference, base=lock.folder, settings=self.settings)
+            place = Place(url=now.url, path=source.path, revision=source.revision)
+        fetched = fetch(place, settings=self.settings, offline=self.offline)
+        if hash_bytes(fetched.data) != source.sha256:
+            raise _report_other_bytes(source)
+        self.cache.add(fetched.data, source.file_name)
+        return Outcome(source=source, state="fetched")
+
+    def _lock_anew(self, name: str, lock: Lock) -> Outcome:
+        place = find_place(parse_reference(name), base=lock.folder, settings=self.settings)
+        fetched = fetch(place, settings=self.settings, offline=self.offline)
+        return Outcome(source=self._keep(name, fetched), state="added")
+
+    def _keep(self, name: str, fetched: Fetched) -> Source:
+        """Put a fetched file into the cache; say what the lock is to say of it."""
+        place = fetched.place
+        self.cache.add(fetched.data, place.file_name)
+        local = parse_reference(name).is_local
+        return Source(
+            reference=name,
+            url=name_in_url(place.url, name) if local else place.url,
+            path=place.path,
+            revision=fetched.commit,
+            revision_kind=fetched.kind,
+            size_bytes=len(fetched.data),
+            sha256=hash_bytes(fetched.data),
+        )
+
+    def _check_all(self, sources: Sequence[Source], lock: Lock) -> None:
+        """Refuse documents with errors, now that all that they need is here."""
+        for source in sources:
+            path = find_copy(source, lock, self.cache)
+            assert path is not None, source.reference
+            self._check_document(path, source.reference, lock)
+
+    def _check_document(self, path: Path, reference: str, lock: Lock) -> None:
+        """Refuse a document with errors, P731, and show them."""
+        if detect_kind(path.name) == "plan":
+            return  # it may be a part of one, and its store is not here
+        resolver = LockedReferences(lock.folder, settings=self.settings, lock=lock)
+        report = check_file(path, name=reference, resolver=resolver, reference=reference)
+        errors = [item for item in report.diagnostics if item.severity == "error"]
+        if errors:
+            message = f"`{reference}` is not sound and was not taken"
+            head = Diagnostic(code="P731", message=message, help="its author has to mend it")
+            raise UserError([head, *errors], exit_code=1, sources=report.sources)
+
+    def _list_further(self, source: Source) -> list[str]:
+        """References that the locked document itself has."""
+        path = find_copy(source, self.read_lock(), self.cache)
+        assert path is not None, source.reference
+        return list(list_references(path, source.reference))
+
+    def update(
+        self, references: Sequence[str] = (), *, accept_moved: bool = False
+    ) -> list[Outcome]:
+        """Lock what the sources are now: branches and files move, tags must not (P727)."""
+        with edit_lock(self.lock_path) as edit:
+            lock = edit.lock
+            chosen = _choose(lock, references, self.folder)
+            outcomes = [self._update_one(item, lock, accept_moved) for item in chosen]
+            changed = [item.source for item in outcomes if item.state == "updated"]
+            self._check_all(changed, lock.replace(*changed))
+            if changed and self.locked:
+                raise UserError.of(
+                    "P714",
+                    f"`{changed[0].reference}` is not what {display_path(lock.path)} says",
+                    help="run it without --locked, and commit the lock",
+                )
+            copies = [item.before for item in outcomes if item.before and item.before.vendored]
+            edit.lock = lock.replace(*changed)
+        for source in copies:
+            self.vendor(str(Path(source.vendored).parent), [source.reference])
+        further = [name for item in outcomes for name in self._list_further(item.source)]
+        if further:
+            outcomes += [item for item in self.add(further) if item.state != "unchanged"]
+        return outcomes
+
+    def _update_one(self, source: Source, lock: Lock, accept_moved: bool) -> Outcome:
+        reference = parse_reference(source.reference)
+        place = find_place(reference, base=lock.folder, settings=self.settings)
+        if place.is_git:
+            now = ask_revision(place, settings=self.settings, offline=self.offline)
+            if now.commit == source.revision and find_copy(source, lock, self.cache):
+                return Outcome(source=source, state="unchanged")
+            if source.revision_kind == "tag" and now.commit != source.revision:
+                if not accept_moved:
+                    raise _report_moved(source, now.commit)
+        fetched = fetch(place, settings=self.settings, offline=self.offline)
+        found = self._keep(source.reference, fetched)
+        if found == source.model_copy(update={"vendored": ""}):
+            return Outcome(source=source, state="unchanged")
+        return Outcome(source=found, state="updated", before=source)
+
+    def verify(self) -> list[tuple[Source, UserError | None]]:
+        """Check every locked source: its bytes here and, unless offline, its place there."""
+        lock = self.read_lock()
+        return [(source, self._verify_one(source, lock)) for source in lock.sources]
+
+    def _verify_one(self, source: Source, lock: Lock) -> UserError | None:
+        try:
+            reference = parse_reference(source.reference)
+            check_agreement(reference, source, lock)
+            path = find_copy(source, lock, self.cache)
+            if path is None:
+                raise UserError.of(
+                    "P715",
+                    f"`{source.reference}` is locked, but its file is not here",
+                    help="`pi2 profile add` fetches what is locked",
+                )
+            self._check_document(path, source.reference, lock)
+            check_drift(reference, source, lock, self.settings)
+            if not self.offline:
+                self._verify_origin(source, lock)
+        except UserError as error:
+            return error
+        return None
+
+    def _verify_origin(self, source: Source, lock: Lock) -> None:
+        """A tag still means its commit; a file of the web still has its bytes."""
+        place = find_place(
+            parse_reference(source.reference), base=lock.folder, settings=self.settings
+        )
+        if source.revision_kind == "tag":
+            now = ask_revision(place, settings=self.settings, offline=self.offline)
+            if now.commit != source.revision:
+                raise _report_moved(source, now.commit)
+        elif not place.is_git and not place.is_local:
+            fetched = fetch(place, settings=self.settings, offline=self.offline)
+            if hash_bytes(fetched.data) != source.sha256:
+                raise _report_other_bytes(source)
+
+    def vendor(self, folder: str, references: Sequence[str] = ()) -> list[Path]:
+        """Copy locked files, by default all, into ``folder``, relative to the lock's; return the
+        paths of the copies."""
+        self.add([])
+        written = []
+        with edit_lock(self.lock_path) as edit:
+            lock = edit.lock
+            changed = []
+            for source in lock.sources:
+                if references and source.reference not in references:
+                    continue
+                path = find_copy(source, lock, self.cache)
+                assert path is not None, source.reference
+                place = self._choose_copy(source, lock, folder)
+                data = path.read_bytes()
+                write_atomically(lock.folder / place, data)
+                changed.append(source.model_copy(update={"vendored": place}))
+                written.append(lock.folder / place)
+            edit.lock = lock.replace(*changed)
+        return written
+
+    def _choose_copy(self, source: Source, lock: Lock, folder: str) -> str:
+        """A name for the copy: its own, below its digest where others have the same."""
+        if os.path.isabs(folder) or not is_below(lock.folder / folder, lock.folder):
+            raise UserError.of("P705", f"`{folder}` lies outside of {lock.folder}")
+        others = {s.file_name for s in lock.sources if s.sha256 != source.sha256}
+        parts = [Path(folder).as_posix()]
+        if source.file_name in others:
+            parts.append(source.sha256[:12])
+        return "/".join([*parts, source.file_name])
+
+
+def name_in_url(url: str, reference: str) -> str:
+    """What a lock says of a local source's place: nothing about this machine if it is relative."""
+    parsed = parse_reference(reference)
+    return url if os.path.isabs(parsed.url) else f"file:{parsed.url}"
+
+
+def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:
+    if not references:
+        return list(lock.sources)
+    chosen = []
+    for text in references:
+        source = lock.find(name_in_lock(parse_reference(text), base, lock.folder))
+        if source is None:
+            raise UserError.of(
+                "P710",
+                f"`{text}` is not in {display_path(lock.path)}",
+                help="`pi2 profile list` shows what is",
+            )
+        chosen.append(source)
+    return chosen
+
+
+def list_references(path: Path, reference: str) -> Iterator[str]:
+    """Whole references of the documents that a document needs, but for those that pi2 ships."""
+    try:
+        values = tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError.of("P731", f"`{reference}` cannot be read: {error}") from None
+    extends = values.get("extends")
+    found: list[tuple[Kind, object]] = [("device", values.get("device"))]
+    found.append(("model", values.get("model")))
+    kind = detect_kind(path.name) or "device"
+    found += [(kind, item) for item in (extends if isinstance(extends, list) else [extends])]
+    for wanted, item in found:
+        if not isinstance(item, str) or item in list_shipped(wanted):
+            continue
+        if has_scheme(item):
+            if item.startswith(("file:", "git+file:")) and not reference.startswith(
+                ("file:", "git+file:")
+            ):
+                raise _report_not_alone(reference, item)
+            yield parse_reference(item).text
+        elif item.endswith(".toml"):
+            yield join_reference(reference, item)
+        else:
+            raise _report_not_alone(reference, item)
+
+
+def _report_not_alone(reference: str, item: str) -> UserError:
+    return UserError.of(
+        "P732",
+        f"`{reference}` needs `{item}`, which others do not have",
+        help="its author can name it by a reference that others can follow",
+    )
+
+
+def _report_moved(source: Source, commit: str) -> UserError:
+    return UserError.of(
+        "P727",
+        f"the tag of `{source.reference}` was moved from {source.revision[:12]} to {commit[:12]}",
+        help="ask the author why; `pi2 profile update --accept-moved-tags` takes it",
+    )
+
+
+def _report_other_bytes(source: Source) -> UserError:
+    return UserError.of(
+        "P729",
+        f"`{source.reference}` is no longer what was locked: its bytes are others",
+        help="if that is meant, `pi2 profile update` locks them",
+    )

@@ -1,0 +1,333 @@
+"""References to documents elsewhere: what they look like, and what they mean.
+
+::
+
+    gh:owner/repo//devices/acme-12.device.toml@v1         a file of a GitHub repository
+    git+https://host/repo.git//devices/x.device.toml@v1   a file of any repository
+    git+file:///srv/profiles//devices/x.device.toml@v1    the same, on this machine
+    https://host/x.device.toml                            a file of a web server
+    file:../profiles/x.device.toml                        a file of this machine
+    tap:acme-12                                           a name of the default tap
+
+A revision is a tag, a branch or a whole commit.  Every fault is reported at the character where it
+stands.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+from urllib.parse import urlsplit
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.source import KINDS, detect_kind
+
+Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap"]
+
+SCHEMES = ("gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap")
+KNOWN_ELSEWHERE = {
+    "oci": "pi2 reads no OCI registries",
+    "hf": "pi2 reads no model hubs",
+    "git+ssh": "use git+https, or clone the repository and use git+file",
+    "ssh": "use git+https, or clone the repository and use git+file",
+    "git": "use git+https",
+    "http+git": "use git+https",
+    "github": "write gh:owner/repo//path@revision",
+    "ftp": "use https",
+}
+
+MAX_LENGTH = 500
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:)")
+_OWNER = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38})/[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A reference, taken apart."""
+
+    text: str
+    scheme: Scheme
+    url: str = ""
+    """Repository or file, without path and revision; for ``gh:`` owner and name, for files the
+    path as it was written."""
+    path: str = ""
+    """File inside the repository."""
+    revision: str = ""
+    """Tag, branch or commit; empty where there is none."""
+
+    @property
+    def is_git(self) -> bool:
+        """Whether it is a file of a repository."""
+        return self.scheme in ("gh", "git+https", "git+http", "git+file")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is read from this machine, without a network."""
+        return self.scheme in ("git+file", "file")
+
+    @property
+    def names_commit(self) -> bool:
+        """Whether the revision can never mean anything else."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def file_name(self) -> str:
+        """Name of the document's file."""
+        path = self.path or urlsplit(self.url).path if self.scheme != "file" else self.url
+        return path.rpartition("/")[2]
+
+
+def parse_reference(text: str) -> Reference:
+    """Take ``text`` apart; `UserError` P701 to P706 points at what is wrong with it."""
+    if len(text) > MAX_LENGTH:
+        _refuse(text, "P701", f"a reference has at most {MAX_LENGTH} characters", MAX_LENGTH)
+    for number, char in enumerate(text):
+        if not char.isprintable() or char in '\\ "<>`^{|}':
+            shown = "a blank" if char == " " else repr(char)
+            _refuse(text, "P701", f"{shown} in a reference", number, number + 1)
+    found = _SCHEME.match(text)
+    if found is None:
+        schemes = ", ".join(f"{item}:" for item in SCHEMES if "http:" not in f"{item}:")
+        _refuse(text, "P701", "a reference begins with its scheme", 0, help=f"one of {schemes}")
+    scheme = found[0]
+    if scheme not in SCHEMES:
+        _refuse_scheme(text, scheme)
+    start = len(scheme) + 1
+    if scheme == "tap":
+        return _parse_tap(text, start)
+    if scheme in ("https", "http"):
+        _check_url(text, scheme, 0, len(text))
+        reference = Reference(text=text, scheme=_as_scheme(scheme), url=text)
+        _check_path(text, urlsplit(text).path.lstrip("/"), text.find("/", start + 2) + 1)
+        return reference
+    if scheme == "file":
+        return _parse_file(text, start)
+    return _parse_git(text, scheme, start)
+
+
+def _as_scheme(text: str) -> Scheme:
+    for item in ("gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap"):
+        if item == text:
+            return item
+    raise AssertionError(text)
+
+
+def _refuse_scheme(text: str, scheme: str) -> NoReturn:
+    lower = scheme.lower()
+    if lower in SCHEMES:
+        hint = f"write {lower}: in small letters"
+        _refuse(text, "P701", "schemes are in small letters", 0, len(scheme), help=hint)
+    help_text = KNOWN_ELSEWHERE.get(lower, f"known are {', '.join(SCHEMES)}")
+    _refuse(text, "P702", f"no such scheme as `{scheme}:`", 0, len(scheme), help=help_text)
+
+
+def _parse_tap(text: str, start: int) -> Reference:
+    name, at, revision = text[start:].partition("@")
+    if _NAME.fullmatch(name) is None:
+        _refuse(
+            text,
+            "P701",
+            f"`{name}` is no profile's name" if name else "the name is missing",
+            start,
+            start + len(name),
+            help="names are of small letters, digits, `.`, `_` and `-`: tap:acme-12",
+        )
+    if at:
+        _check_revision(text, revision, start + len(name) + 1)
+    return Reference(text=text, scheme="tap", path=name, revision=revision)
+
+
+def _parse_file(text: str, start: int) -> Reference:
+    path = text[start:]
+    if path.startswith("//"):
+        if not path.startswith("///"):
+            _refuse(
+                text,
+                "P701",
+                "a file of another machine",
+                start,
+                help="write file:PATH, or file:///PATH from the root",
+            )
+        path = path[2:]
+    _check_suffix(text, path, start)
+    return Reference(text=text, scheme="file", url=path)
+
+
+def _parse_git(text: str, scheme: str, start: int) -> Reference:
+    form = "gh:owner/repo//path@revision" if scheme == "gh" else f"{scheme}:…//path@revision"
+    begin = start
+    if text.startswith("//", start):
+        begin += 2
+        while scheme == "git+file" and text.startswith("//", begin):
+            begin += 1
+    elif scheme in ("git+https", "git+http"):
+        _refuse(text, "P701", "`//` and a host are missing", start, help=f"{scheme}://host/…")
+    split = text.find("//", begin)
+    if split < 0:
+        _refuse(
+            text,
+            "P701",
+            "`//` between repository and file is missing",
+            begin,
+            help=f"write {form}",
+        )
+    repository = text[start:split]
+    rest = text[split + 2 :]
+    path, at, revision = rest.rpartition("@")
+    if not at:
+        _refuse(
+            text,
+            "P704",
+            "the revision is missing",
+            len(text),
+            help="end it with @ and a tag, a branch or a commit",
+        )
+    if scheme == "gh":
+        if _OWNER.fullmatch(repository) is None or repository.endswith(".git"):
+            hint = "write gh:owner/repo//path@revision"
+            _refuse(text, "P701", "expected owner/repo", start, split, help=hint)
+        url = repository
+    elif scheme == "git+file":
+        url = repository.removeprefix("//")
+        if not url:
+            _refuse(text, "P701", "the repository is missing", start, split)
+    else:
+        url = f"{scheme.removeprefix('git+')}:{repository}"
+        _check_url(text, url.partition(":")[0], len("git+"), split)
+    _check_path(text, path, split + 2)
+    _check_revision(text, revision, len(text) - len(revision))
+    return Reference(text=text, scheme=_as_scheme(scheme), url=url, path=path, revision=revision)
+
+
+def _check_url(text: str, scheme: str, start: int, end: int) -> None:
+    """Refuse URLs with accounts, odd ports, and http: that leaves this machine."""
+    url = text[start:end]
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        _refuse(text, "P701", f"no URL: {error}", start, end)
+    if not host:
+        _refuse(text, "P701", "the host is missing", start, end)
+    if port == 0:
+        _refuse(text, "P701", "port 0", start, end)
+    if parts.username is not None or parts.password is not None:
+        at = text.index("@", start)
+        _refuse(
+            text,
+            "P703",
+            "an account's name or password in a reference",
+            text.index("//", start) + 2,
+            at,
+            help="it would be written into plans and locks; git's credential helpers keep them",
+        )
+    if scheme == "http" and host not in _LOOPBACK:
+        where = text.index(host, start) if host in text else start
+        _refuse(
+            text,
+            "P702",
+            "http: without encryption",
+            where,
+            where + len(host),
+            help=f"write https://{parts.netloc}{parts.path}; http: is for this machine alone",
+        )
+    if parts.query or parts.fragment:
+        at = min(at for at in (text.find("?"), text.find("#")) if at >= 0)
+        _refuse(text, "P701", "a reference has no `?` and no `#`", at, at + 1)
+
+
+def _check_path(text: str, path: str, start: int) -> None:
+    """Refuse paths that could lead out of their place."""
+    if not path:
+        _refuse(text, "P701", "the path of the file is missing", start)
+    if path.startswith("/"):
+        _refuse(text, "P705", "the path begins with `/`", start, start + 1)
+    offset = start
+    for part in path.split("/"):
+        end = offset + len(part)
+        if part in ("", ".", ".."):
+            what = f"`{part}`" if part else "an empty part"
+            _refuse(
+                text,
+                "P705",
+                f"{what} in a path",
+                offset,
+                max(end, offset + 1),
+                help="write the path from the repository's root, folder by folder",
+            )
+        if part.lower() == ".git" or part.startswith("-") or "%" in part or ":" in part:
+            message = f"`{part}` is not taken as a part of a path"
+            _refuse(text, "P705", message, offset, end)
+        offset = end + 1
+    _check_suffix(text, path, start)
+
+
+def _check_suffix(text: str, path: str, start: int) -> None:
+    if detect_kind(path) is None:
+        name = path.rpartition("/")[2]
+        suffixes = ", ".join(f".{kind}.toml" for kind in KINDS)
+        _refuse(
+            text,
+            "P706",
+            f"`{name}` is no document" if name else "the file's name is missing",
+            start + len(path) - len(name),
+            start + len(path),
+            help=f"names of documents end in {suffixes}",
+        )
+
+
+def _check_revision(text: str, revision: str, start: int) -> None:
+    end = start + len(revision)
+    sound = _REVISION.fullmatch(revision) is not None and ".." not in revision
+    if not revision:
+        message = "the revision is missing"
+        _refuse(text, "P704", message, start, help="a tag, a branch or a commit")
+    if not sound or revision.endswith(("/", ".", ".lock")) or "//" in revision:
+        _refuse(text, "P704", f"`{revision}` is no revision", start, end)
+    if _SHORT_COMMIT.fullmatch(revision) and any(char.isdigit() for char in revision):
+        message = "a shortened commit may become ambiguous"
+        _refuse(text, "P704", message, start, end, help="write all 40 digits, or a tag")
+
+
+NAME = "reference"
+"""Name of the source that diagnostics about references point into."""
+
+
+def _refuse(
+    text: str, code: str, message: str, start: int, end: int | None = None, help: str | None = None
+) -> NoReturn:
+    last = len(text) if end is None else end
+    span = Span(NAME, 1, start + 1, 1, max(last, start + 1) + 1)
+    found = Diagnostic(code=code, message=message, help=help, span=span)
+    raise UserError([found], exit_code=2, sources={NAME: text})
+
+
+def parse_tap(address: str) -> Reference:
+    """The default tap's address, such as ``gh:acme/profiles@main``, as a reference without a file.
+
+    Without a revision it is the repository's default branch.
+    """
+    place, at, revision = address.rpartition("@")
+    if not at or "/" in revision:
+        place, revision = address, ""
+    probe = parse_reference(f"{place}//devices/x.device.toml@{revision or 'HEAD'}")
+    if not probe.is_git:
+        _refuse(address, "P707", "a tap is a git repository", 0, help="such as gh:owner/repo")
+    return Reference(text=address, scheme=probe.scheme, url=probe.url, revision=probe.revision)
+
+
+def locate_repository(reference: Reference, github: str, base: Path) -> str:
+    """URL that git fetches ``reference`` from; paths are relative to ``base``."""
+    if reference.scheme == "gh":
+        return f"{github}/{reference.url}"
+    if reference.scheme == "git+file":
+        return (base / reference.url).resolve().as_uri()
+    return reference.url

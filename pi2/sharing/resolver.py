@@ -1,0 +1,138 @@
+"""References while plans are read: ``pi2.lock`` and the cache, never a network.
+
+Nothing is imported or read before a reference asks for it: most plans have none.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi2.diagnostics import UserError
+from pi2.plan.references import Located, has_scheme
+from pi2.plan.source import Kind, detect_kind, display_path
+
+if TYPE_CHECKING:
+    from pi2.sharing.lock import Lock
+    from pi2.sharing.settings import Settings
+
+
+class LockedReferences:
+    """The `Resolver` of documents that lie in one folder.
+
+    ``locked`` also refuses references whose source on this machine is not what was locked;
+    ``lock`` stands for the file that would be found.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        settings: Settings | None = None,
+        locked: bool = False,
+        lock: Lock | None = None,
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._locked = locked
+        self._lock = lock
+
+    def find(self, reference: str, kind: Kind) -> Located | None:
+        """The locked file that ``reference`` means; None for a name that is not in the lock.
+
+        A name without a scheme is one of the default tap.  Raises `UserError`: P701 to P706 (no
+        reference), P710 to P715 (not locked, not here, or not the locked bytes).
+        """
+        from pi2.sharing.lock import FILE_NAME, find_lock, read_lock
+
+        if self._lock is None:
+            found = find_lock(self._folder)
+            self._lock = None if found is None else read_lock(found)
+        if not has_scheme(reference):
+            name = f"tap:{reference}"
+            known = self._lock is not None and self._lock.find(name) is not None
+            return self._locate(name, kind) if known else None
+        if self._lock is None:
+            raise UserError.of(
+                "P710",
+                f"`{reference}` is not locked: there is no {FILE_NAME}",
+                help=f"`pi2 profile add {reference}` makes one; commit it",
+            )
+        return self._locate(reference, kind)
+
+    def _locate(self, reference: str, kind: Kind) -> Located:
+        from pi2.sharing.agreement import check_agreement, check_drift, find_copy
+        from pi2.sharing.cache import Cache
+        from pi2.sharing.references import parse_reference
+        from pi2.sharing.settings import read_settings
+
+        settings = self._settings or read_settings()
+        parsed = parse_reference(reference)
+        lock = self._lock
+        assert lock is not None
+        source = lock.find(reference)
+        if source is None:
+            raise UserError.of(
+                "P710",
+                f"`{reference}` is not in {display_path(lock.path)}",
+                help=f"`pi2 profile add {reference}` locks it",
+            )
+        if detect_kind(source.file_name) != kind:
+            message = f"`{reference}` is a {detect_kind(source.file_name)}, expected a {kind}"
+            raise UserError.of("P014", message)
+        check_agreement(parsed, source, lock)
+        if self._locked:
+            check_drift(parsed, source, lock, settings)
+        path = find_copy(source, lock, Cache(settings.cache))
+        if path is None:
+            raise UserError.of(
+                "P715",
+                f"`{reference}` is locked, but its file is not here",
+                help="`pi2 profile add` fetches what is locked",
+            )
+        name = display_path(path) if source.vendored else reference
+        return Located(path=path, file_name=source.file_name, name=name, reference=reference)
+
+    def join(self, reference: str, relative: str) -> str:
+        """The reference that the path ``relative`` means in the document ``reference``.
+
+        Raises `UserError` P705 where it leads out of the repository or to another host.
+        """
+        return join_reference(reference, relative)
+
+
+def join_reference(reference: str, relative: str) -> str:
+    """The reference of the file at ``relative``, seen from the file of ``reference``."""
+    from pi2.sharing.references import parse_reference
+
+    parsed = parse_reference(reference)
+    if parsed.is_git:
+        path = _join_path(parsed.path, relative, reference)
+        begin = reference.rindex(f"//{parsed.path}@") + 2
+        return f"{reference[:begin]}{path}{reference[begin + len(parsed.path) :]}"
+    if parsed.scheme == "tap":
+        name = relative.removeprefix("./").removesuffix(".device.toml")
+        if "/" in name or name == relative:
+            raise _report_outside(reference, relative)
+        return f"tap:{name}" + (f"@{parsed.revision}" if parsed.revision else "")
+    if parsed.scheme == "file":
+        folder = posixpath.dirname(parsed.url)
+        return f"file:{posixpath.normpath(posixpath.join(folder, relative))}"
+    host, slash, path = reference.partition("://")[2].partition("/")
+    return f"{parsed.scheme}://{host}{slash}{_join_path(path, relative, reference)}"
+
+
+def _join_path(path: str, relative: str, reference: str) -> str:
+    joined = posixpath.normpath(posixpath.join(posixpath.dirname(path), relative))
+    if relative.startswith("/") or joined.startswith(("../", "/")) or joined in (".", ".."):
+        raise _report_outside(reference, relative)
+    return joined
+
+
+def _report_outside(reference: str, relative: str) -> UserError:
+    return UserError.of(
+        "P705",
+        f"`{relative}` leads out of the place of `{reference}`",
+        help="its author can name it by a whole reference",
+    )

@@ -1,0 +1,40 @@
+"""Where profiles come from and where they are kept: settings of the user, from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+TAP = "PI2_TAP"
+GITHUB = "PI2_GITHUB"
+CACHE = "PI2_CACHE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one run."""
+
+    cache: Path
+    """Folder of everything that was fetched."""
+    github: str = "https://github.com"
+    """What ``gh:`` stands for; companies have their own."""
+    tap: str | None = None
+    """Repository that short names mean, as a reference without path: ``gh:acme/profiles``."""
+    timeout_s: float = 60.0
+    """Longest time that one file may take to arrive."""
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings of the environment's variables ``PI2_TAP``, ``PI2_GITHUB`` and ``PI2_CACHE``.
+
+    Empty variables count as not set.
+    """
+    values = os.environ if environment is None else environment
+    common = values.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = values.get(CACHE) or os.path.join(common, "pi2", "profiles")
+    github = values.get(GITHUB) or Settings.github
+    return Settings(
+        cache=Path(cache).absolute(), github=github.rstrip("/"), tap=values.get(TAP) or None
+    )

@@ -1,0 +1,164 @@
+"""Repositories, servers and users for tests of sharing: all local, all real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+DEVICE = """\
+schema_version = 1
+name = "Acme 12"
+id = "acme-12"
+
+[units.cpu]
+kind = "cpu"
+architecture = "aarch64"
+clusters = [{ id = "big", cores = 4 }]
+
+[memory]
+capacity = "8 GiB"
+
+[memory.read_bandwidth]
+value = "40 GB/s"
+status = "measured"
+source = "four threads reading"
+samples = 30
+spread = 0.02
+"""
+
+_PERSON = {
+    "GIT_AUTHOR_NAME": "Author",
+    "GIT_AUTHOR_EMAIL": "author@example.com",
+    "GIT_COMMITTER_NAME": "Author",
+    "GIT_COMMITTER_EMAIL": "author@example.com",
+}
+
+
+def run_git(folder: Path, *arguments: str) -> str:
+    """Run git in ``folder`` as somebody without a configuration."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", "-c", "init.defaultBranch=main", *arguments],
+        cwd=folder,
+        env={**environment, **_PERSON, "GIT_CONFIG_GLOBAL": os.devnull},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@dataclass
+class Repository:
+    """A git repository with a work tree."""
+
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        return self.folder.as_uri()
+
+    def write(self, path: str, text: str | bytes) -> None:
+        """Write a file without committing it."""
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    def commit(self, message: str = "change") -> str:
+        """Commit everything; return the commit."""
+        run_git(self.folder, "add", "-A")
+        run_git(self.folder, "commit", "--quiet", "--allow-empty", "-m", message)
+        return run_git(self.folder, "rev-parse", "HEAD")
+
+    def tag(self, name: str, *, move: bool = False) -> None:
+        """Tag the last commit."""
+        force = ["--force"] if move else []
+        run_git(self.folder, "tag", "-m", name, *force, name)
+
+
+def make_repository(folder: Path, files: dict[str, str] | None = None) -> Repository:
+    """A repository with one commit, tagged ``v1``."""
+    folder.mkdir(parents=True)
+    run_git(folder, "init", "--quiet")
+    repository = Repository(folder)
+    chosen = {"devices/acme-12.device.toml": DEVICE} if files is None else files
+    for path, text in chosen.items():
+        repository.write(path, text)
+    repository.commit("first")
+    repository.tag("v1")
+    return repository
+
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@dataclass
+class Server:
+    """A web server of this machine; ``answers`` by path, and the paths that were asked for."""
+
+    port: int
+    answers: dict[str, Answer] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def locate(self, path: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.port}{path}"
+
+    def serve(self, path: str, data: bytes | str, status: int = 200, **headers: str) -> None:
+        """Answer ``path`` with ``data``."""
+        body = data.encode() if isinstance(data, str) else data
+
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(status)
+            handler.send_header("Content-Length", str(len(body)))
+            for name, value in headers.items():
+                handler.send_header(name.replace("_", "-"), value)
+            handler.end_headers()
+            handler.wfile.write(body)
+
+        self.answers[path] = answer
+
+    def redirect(self, path: str, target: str) -> None:
+        """Send whoever asks for ``path`` to ``target``."""
+        self.serve(path, b"", 302, Location=target)
+
+
+@contextmanager
+def start_server() -> Iterator[Server]:
+    """A server on a free port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            server.asked.append(self.path)
+            answer = server.answers.get(self.path)
+            self.close_connection = True
+            if answer is None:
+                self.send_error(404)
+                return
+            with contextlib.suppress(OSError):  # the client had enough
+                answer(self)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Say nothing."""
+
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listener.daemon_threads = True
+    server = Server(port=listener.server_address[1])
+    thread = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stopping.set()
+        listener.shutdown()
+        listener.server_close()
+        thread.join()
