@@ -91,7 +91,19 @@ def _write_decimal(value: Fraction) -> str:
 
 
 def format_bytes(value: int) -> str:
-    """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``)."""
+    """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``).
+
+    What is a whole number of decimal units only is written in those (``"19 GB"``).
+    """
+    binary = _format_binary(value)
+    if "." in binary or binary.endswith(" B"):
+        for unit, size in sorted(_DECIMAL.items(), key=lambda item: -item[1]):
+            if value and value % size == 0 and len(f"{value // size} {unit}") < len(binary):
+                return f"{value // size} {unit}"
+    return binary
+
+
+def _format_binary(value: int) -> str:
     for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
         scaled = Fraction(value, size)
         if scaled >= 1 and (scaled * 1000).denominator == 1:

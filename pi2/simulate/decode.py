@@ -58,7 +58,7 @@ def simulate_decode(
     done = 0
     for choice in inputs.choices.layers:
         works = draw_work(inputs, choice, shifts, random)
-        _add_layers(total, simulation, works)
+        add_layers(total, simulation, works)
         done += choice.count
         if progress is not None:
             progress(done / inputs.workload.layers)
@@ -195,7 +195,7 @@ def draw_work(
     )
 
 
-def _add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork) -> None:
+def add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork) -> None:
     """Add the layers' times to their tokens.
 
     A layer's times depend on two counts only.  They are simulated at the points of a grid around
@@ -203,14 +203,14 @@ def _add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: Tok
     """
     table = _LayerTable(simulation, work.dense, work.cold)
     times = table.look_up(work.resident, work.missing)
-    for number, name in enumerate(_COLUMNS):
+    for number, name in enumerate(COLUMNS):
         total[name] += times[..., number].sum(axis=1)
-    total["read_bytes"] += (times[..., len(_COLUMNS)] * work.missing).sum(axis=1)
+    total["read_bytes"] += (times[..., len(COLUMNS)] * work.missing).sum(axis=1)
     total["active_neurons"] += work.active.sum(axis=1)
     total["missing_neurons"] += work.missing.sum(axis=1)
 
 
-_COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
+COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
 
 
 class _LayerTable:
@@ -223,7 +223,7 @@ class _LayerTable:
         """Return [..., columns and bytes per missing neuron] for counts of the same shape."""
         across, right = _find_cells(resident)
         down, below = _find_cells(missing)
-        total = np.zeros((*resident.shape, len(_COLUMNS) + 1))
+        total = np.zeros((*resident.shape, len(COLUMNS) + 1))
         for step_x, step_y in ((0, 0), (0, 1), (1, 0), (1, 1)):
             weight = (right if step_x else 1.0 - right) * (below if step_y else 1.0 - below)
             used = weight > 0.0

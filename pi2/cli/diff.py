@@ -1,0 +1,251 @@
+"""Compare two plans, devices or models, and say what the difference does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.plan.check import Report
+    from pi2.plan.difference import Change, LayerChange, SegmentChange
+    from pi2.plan.resolved import ResolvedPlan
+    from pi2.plan.source import Kind
+
+TOKENS = 256
+"""Tokens that are simulated."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Simulated rates of one plan, or why there are none."""
+
+    decode_tokens_s: float | None = None
+    prefill_tokens_s: float | None = None
+    layers_s: tuple[float, ...] = ()
+    reason: str | None = None
+
+
+@click.command("diff")
+@click.argument("before", metavar="A")
+@click.argument("after", metavar="B")
+@click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs.")
+def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
+    """Compare A and B, two plans, devices or models, with everything resolved.
+
+    Of plans, also what they need in every segment of memory, layer by layer what stays in memory
+    and, where the device has the figures, the speed: simulated, not measured.
+    """
+    from pi2.plan.difference import (
+        compare_documents,
+        compare_layers,
+        compare_plans,
+        compare_segments,
+    )
+
+    kinds = [_read_kind(path) for path in (before, after)]
+    if kinds[0] != kinds[1]:
+        message = f"{before} is a {kinds[0]} and {after} is a {kinds[1]}"
+        raise UserError.of("P014", message, help="compare documents of the same kind")
+    reports = [_check(path) for path in (before, after)]
+    documents = [report.document for report in reports]
+    assert documents[0] is not None
+    assert documents[1] is not None
+    plans = [report.resolved for report in reports]
+    if plans[0] is None or plans[1] is None:
+        changes = compare_documents(kinds[0], documents[0], documents[1])
+        layers: list[LayerChange] = []
+        segments: list[SegmentChange] = []
+        speeds: list[Speed] = []
+    else:
+        changes = compare_plans(plans[0], plans[1])
+        layers = compare_layers(plans[0], plans[1])
+        segments = compare_segments(plans[0], plans[1])
+        same = not changes and not layers
+        speeds = [_simulate(plan) for plan in plans if plan] if simulate and not same else []
+    if as_json:
+        click.echo(json.dumps(_describe(reports, changes, layers, segments, speeds), indent=2))
+    else:
+        lines = _write(before, after, changes, layers, segments, speeds)
+        click.echo("".join(f"{line}\n" for line in lines), nl=False)
+    return 1 if exit_code and (changes or layers) else 0
+
+
+def _read_kind(path: str) -> Kind:
+    from pi2.plan.source import detect_kind
+
+    kind = detect_kind(Path(path).name)
+    if kind is None:
+        message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
+        raise UserError.of("P009", message, file=path)
+    return kind
+
+
+def _check(path: str) -> Report:
+    from pi2.cli.main import print_diagnostics
+    from pi2.plan.check import check_file
+    from pi2.plan.resolve import make_error
+    from pi2.plan.source import display_path
+
+    report = check_file(Path(path), name=display_path(Path(path)))
+    if not report.is_sound or report.document is None:
+        raise make_error(report)
+    print_diagnostics(report.diagnostics, report.sources)
+    return report
+
+
+def _simulate(plan: ResolvedPlan) -> Speed:
+    from pi2.simulate import read_inputs, simulate
+    from pi2.simulate.by_layer import simulate_layers
+
+    try:
+        inputs = read_inputs(plan)
+    except UserError as error:
+        return Speed(reason=error.diagnostics[0].message)
+    result = simulate(inputs, tokens=TOKENS)
+    return Speed(
+        decode_tokens_s=result.tokens_s,
+        prefill_tokens_s=None if result.prefill is None else result.prefill.tokens_s,
+        layers_s=simulate_layers(plan, inputs),
+    )
+
+
+def _describe(
+    reports: list[Report],
+    changes: list[Change],
+    layers: list[LayerChange],
+    segments: list[SegmentChange],
+    speeds: list[Speed],
+) -> dict[str, Any]:
+    return {
+        "digests": [item.resolved.digest if item.resolved else None for item in reports],
+        "changes": [
+            {"key": item.name, "before": item.before, "after": item.after} for item in changes
+        ],
+        "layers": [
+            {
+                "first": item.first,
+                "last": item.last,
+                "split": [dict(item.before.split), dict(item.after.split)],
+                "hot": [item.before.hot, item.after.hot],
+                "hot_neurons": [item.before.hot_neurons, item.after.hot_neurons],
+                "hot_bytes": list(item.hot_bytes),
+                "simulated_s": [_find_time(speed, item.first) for speed in speeds] or None,
+            }
+            for item in layers
+        ],
+        "memory": {
+            item.name: {"size_bytes": list(item.sizes), "needed_bytes": list(item.needs)}
+            for item in segments
+        },
+        "speed": {
+            "simulated": True,
+            "decode_tokens_s": [item.decode_tokens_s for item in speeds],
+            "prefill_tokens_s": [item.prefill_tokens_s for item in speeds],
+            "missing": [item.reason for item in speeds],
+        }
+        if speeds
+        else None,
+    }
+
+
+def _find_time(speed: Speed, layer: int) -> float | None:
+    return speed.layers_s[layer] if layer < len(speed.layers_s) else None
+
+
+def _write(
+    before: str,
+    after: str,
+    changes: list[Change],
+    layers: list[LayerChange],
+    segments: list[SegmentChange],
+    speeds: list[Speed],
+) -> Iterator[str]:
+    yield f"A  {before}"
+    yield f"B  {after}"
+    if not changes and not layers:
+        yield "no differences"
+        return
+    if changes:
+        yield "values"
+        width = min(44, max(len(item.name) for item in changes))
+        for change in changes:
+            values = f"{_show(change.before)} -> {_show(change.after)}"
+            yield f"  {change.name:{width}}  {values}"
+    if layers:
+        yield "layers"
+        yield from (f"  {line}" for item in layers for line in _write_layer(item, speeds))
+    if segments:
+        yield "memory needed"
+        yield from _write_segments(segments)
+    if speeds:
+        yield "speed, SIMULATED and not measured"
+        yield from _write_speeds(speeds)
+
+
+def _show(value: Any) -> str:
+    from pi2.plan.toml_text import write_value
+
+    if value is None:
+        return "(nothing)"
+    text = write_value(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
+    parts = []
+    if dict(item.before.split) != dict(item.after.split):
+        parts.append(f"split {_show(dict(item.before.split))} -> {_show(dict(item.after.split))}")
+    if item.before.hot != item.after.hot or item.before.hot_neurons != item.after.hot_neurons:
+        neurons = f"{item.before.hot_neurons} -> {item.after.hot_neurons} neurons"
+        parts.append(f"hot {item.before.hot:g} -> {item.after.hot:g}, {neurons}")
+    each = " each" if item.last > item.first else ""
+    parts.append(f"memory {_show_difference(*item.hot_bytes)}{each}")
+    times = [_find_time(speed, item.first) for speed in speeds]
+    if len(times) == 2 and times[0] is not None and times[1] is not None:
+        shown = f"{times[0] * 1e3:.3g} -> {times[1] * 1e3:.3g} ms"
+        parts.append(f"{shown}{each} (simulated)")
+    yield f"{item.name}: {'; '.join(parts)}"
+
+
+def _show_difference(before: int, after: int) -> str:
+    from pi2.plan.quantities import approximate_bytes
+
+    if before == after:
+        return "the same"
+    sign = "+" if after > before else "-"
+    return f"{sign}{approximate_bytes(abs(after - before))}"
+
+
+def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
+    from pi2.plan.quantities import approximate_bytes
+
+    rows = [(item.name, item.needs, item.sizes) for item in segments]
+    needs = tuple(sum(row[1][side] for row in rows) for side in (0, 1))
+    sizes = tuple(sum(row[2][side] for row in rows) for side in (0, 1))
+    rows.append(("all", (needs[0], needs[1]), (sizes[0], sizes[1])))
+    for name, (old, new), (size, other) in rows:
+        shown = f"{approximate_bytes(old)} -> {approximate_bytes(new)}"
+        reserved = "" if size == other else f", reserved {_show_difference(size, other)}"
+        yield f"  {name:9}  {shown:24} {_show_difference(old, new)}{reserved}"
+
+
+def _write_speeds(speeds: list[Speed]) -> Iterator[str]:
+    for name, side in zip("AB", speeds, strict=True):
+        if side.reason is not None:
+            yield f"  {name}: not simulated: {side.reason}"
+    rates = {
+        "decode": [item.decode_tokens_s for item in speeds],
+        "prefill": [item.prefill_tokens_s for item in speeds],
+    }
+    for name, (old, new) in rates.items():
+        if old is not None and new is not None:
+            yield f"  {name:9}  {old:.3g} -> {new:.3g} tokens/s ({new / old - 1:+.1%})"

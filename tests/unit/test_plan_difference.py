@@ -1,0 +1,139 @@
+"""`pi2 diff`: what differs between two documents once everything is resolved, and what it does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.plan.difference import compare_layers, compare_plans, compare_segments
+from pi2.plan.quantities import format_bytes
+from pi2.plan.resolve import load_plan
+from pi2.simulate import read_inputs, simulate
+from pi2.simulate.by_layer import simulate_layers
+
+ROOT = Path(__file__).parents[2]
+PARTS = ROOT / "tests/plans/broken/parts"
+LARGE = ROOT / "plans/oneplus-12/turbosparse-mixtral-47b.plan.toml"
+SMALL = ROOT / "plans/oneplus-12/turbosparse-mixtral-47b-7gb.plan.toml"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("phone.device.toml", "small.model.toml", "base.plan.toml"):
+        shutil.copy(PARTS / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, text: str) -> Path:
+    path = Path(name)
+    path.write_text(f'schema_version = 1\nextends = ["base.plan.toml"]\n{text}')
+    return path
+
+
+def test_only_what_is_resolved_counts(folder: Path) -> None:
+    same = write("same.plan.toml", 'name = "x"\n[io]\nthreads = 4\n[layers]\nhot = 0.20\n')
+    plans = load_plan("base.plan.toml"), load_plan(same)
+    assert compare_plans(*plans) == []
+    assert compare_layers(*plans) == []
+
+
+def test_changes_have_their_keys(folder: Path) -> None:
+    other = write("other.plan.toml", "kv.context = 500\nsampling.seed = 3\n")
+    found = compare_plans(load_plan("base.plan.toml"), load_plan(other))
+    assert [(item.name, item.before, item.after) for item in found] == [
+        ("sampling.seed", None, 3),
+        ("kv.context", 1000, 500),
+    ]
+
+
+def test_devices_and_models_are_compared_by_content(folder: Path) -> None:
+    text = Path("phone.device.toml").read_text()
+    Path("pad.device.toml").write_text(
+        text.replace('"phone"', '"pad"').replace("cores = 3", "cores = 5")
+    )
+    other = write("other.plan.toml", 'device = "pad.device.toml"\n')
+    found = compare_plans(load_plan("base.plan.toml"), load_plan(other))
+    assert [item.name for item in found] == ["device.id", "device.units.cpu.clusters.little.cores"]
+
+
+def test_layers_that_differ_alike_come_together(folder: Path) -> None:
+    text = '[[layers.overrides]]\nselect = "2-4"\nhot = 0.1\n'
+    other = write("other.plan.toml", f'inherit.layers.overrides = "append"\n{text}')
+    before, after = load_plan("base.plan.toml"), load_plan(other)
+    (change,) = compare_layers(before, after)
+    assert change.name == "layers 2-4"
+    assert change.hot_bytes == (410 * 4096, 205 * 4096)
+    hot = next(item for item in compare_segments(before, after) if item.name == "hot")
+    assert hot.needs[1] - hot.needs[0] == 3 * (205 - 410) * 4096
+    assert hot.sizes[0] == hot.sizes[1]
+
+
+def diff(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert run(["diff", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_speed_is_simulated_where_the_device_has_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = diff(str(LARGE), str(SMALL), capsys=capsys)
+    assert found["speed"]["simulated"] is True
+    large, small = found["speed"]["decode_tokens_s"]
+    assert large > small > 0
+    times = found["layers"][0]["simulated_s"]
+    assert 0 < times[0] < times[1]
+    assert run(["diff", str(LARGE), str(SMALL)]) == 0
+    text = capsys.readouterr().out
+    assert "speed, SIMULATED and not measured\n  decode " in text
+    assert "layers 0-31: split " in text
+
+
+def test_layers_together_take_a_token_without_its_head() -> None:
+    plan = load_plan(SMALL)
+    inputs = read_inputs(plan)
+    layers = simulate_layers(plan, inputs, tokens=64)
+    assert len(layers) == len(plan.layers)
+    assert 0.8 < sum(layers) / simulate(inputs, tokens=64).mean_s <= 1.0
+
+
+def test_figures_that_are_missing_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(write("other.plan.toml", "kv.context = 500\n"))
+    found = diff("base.plan.toml", other, capsys=capsys)
+    assert found["speed"]["decode_tokens_s"] == [None, None]
+    assert "units.cpu.read_bandwidth" in found["speed"]["missing"][0]
+    assert diff("base.plan.toml", other, "--no-simulate", capsys=capsys)["speed"] is None
+
+
+def test_devices_are_compared_too(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(ROOT / f"plans/devices/oneplus-{name}.device.toml") for name in ("12", "ace-3")]
+    found = diff(*files, capsys=capsys)
+    keys = [item["key"] for item in found["changes"]]
+    assert "device.units.cpu.clusters.mid.cores" in keys
+    assert found["layers"] == []
+
+
+def test_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(write("other.plan.toml", "kv.context = 500\n"))
+    assert run(["diff", "base.plan.toml", "base.plan.toml", "--exit-code"]) == 0
+    assert "no differences" in capsys.readouterr().out
+    assert run(["diff", "base.plan.toml", other, "--exit-code"]) == 1
+    assert run(["diff", "base.plan.toml", "phone.device.toml"]) == 2
+    assert run(["diff", "base.plan.toml", "gone.plan.toml"]) == 2
+    broken = str(write("broken.plan.toml", "kv.context = 0\n"))
+    assert run(["diff", "base.plan.toml", broken]) == 1
+
+
+def test_sizes_of_decimal_units_are_written_in_those() -> None:
+    assert format_bytes(19 * 10**9) == "19 GB"
+    assert format_bytes(3 << 29) == "1.5 GiB"
+    assert format_bytes(512) == "512 B"
+    assert format_bytes(0) == "0 B"
