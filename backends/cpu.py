@@ -240,7 +240,7 @@ class CpuExecutor:
             *hidden,
         )
         self._head_logits = space.wrap(self._logits)
-        self._read = library.find("read_bundles")
+        self._read = library.find("read_runs")
         self._arenas: dict[int, tuple[_U8, Any]] = {}
 
     def _bind_attention(
@@ -375,19 +375,20 @@ class CpuExecutor:
         self._counts[-1] = 0
         return count
 
-    def read_bundles(
+    def read_runs(
         self,
         fd: int,
-        arena: _U8,
-        slots: _I32,
+        vectors: _I64,
+        firsts: _I32,
+        counts: _I32,
         offsets: _I64,
         results: _I64,
         start: int,
         step: int,
     ) -> None:
-        """Read bundles with pread, without the GIL."""
-        view = self._wrap_arena(arena)
-        self._read(fd, start, step, len(slots), view, slots, offsets, results)
+        """Read with preadv, without the GIL."""
+        flat = vectors.reshape(-1)
+        self._read(fd, start, step, len(firsts), flat, firsts, counts, offsets, results)
 
     def close(self) -> None:
         """Forget every array."""

@@ -127,12 +127,21 @@ class Executor(Protocol):
     def count_active(self) -> int:
         """Neurons with a non-zero activation in ``add_neurons`` since the last call."""
 
-    def read_bundles(
-        self, fd: int, arena: U8, slots: I32, offsets: I64, results: I64, start: int, step: int
+    def read_runs(
+        self,
+        fd: int,
+        vectors: I64,
+        firsts: I32,
+        counts: I32,
+        offsets: I64,
+        results: I64,
+        start: int,
+        step: int,
     ) -> None:
-        """Read bundle ``i`` from byte ``offsets[i]`` into slot ``slots[i]`` for i = start,
-        start + step, ...; ``results[i]`` becomes the bytes read or -1.  Callable from any
-        thread, at the same time as everything else."""
+        """Read requests i = start, start + step, ...: from byte ``offsets[i]`` on into the
+        ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``
+        [v, 2]; ``results[i]`` becomes the bytes read or -1.  Callable from any thread, at the
+        same time as everything else."""
 
     def close(self) -> None:
         """Give back threads and memory."""

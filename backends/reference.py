@@ -7,6 +7,8 @@ values are kept in the plan's type.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 
 import numpy as np
@@ -269,19 +271,25 @@ class ReferenceExecutor:
         active, self._active = self._active, 0
         return active
 
-    def read_bundles(
+    def read_runs(
         self,
         fd: int,
-        arena: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.int32],
+        vectors: npt.NDArray[np.int64],
+        firsts: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
         results: npt.NDArray[np.int64],
         start: int,
         step: int,
     ) -> None:
-        for i in range(start, len(slots), step):
+        """See the Protocol."""
+        for i in range(start, len(firsts), step):
+            buffers = [
+                (ctypes.c_uint8 * size).from_address(address)
+                for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
+            ]
             try:
-                results[i] = os.preadv(fd, [arena[slots[i]].data], int(offsets[i]))
+                results[i] = os.preadv(fd, buffers, int(offsets[i]))
             except OSError:
                 results[i] = -1
 

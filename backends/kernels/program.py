@@ -19,7 +19,8 @@ function                parameters: numbers, then arrays
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
 ``end_ffn``             T; x, y
 ``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
-``read_bundles``        fd, start, step, n; arena, slots, offsets int64, results int64
+``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,
+                        results int64
 ======================  ==========================================================================
 """
 
@@ -50,6 +51,7 @@ from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
 from pi2.backends.kernels.quantize import emit_norm, emit_quantize
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
+from pi2.backends.kernels.reads import emit_read_runs
 
 
 class Parameters:
@@ -125,7 +127,7 @@ class Program:
             "add_dense": self.emit_add_dense,
             "end_ffn": self.emit_end_ffn,
             "logits": self.emit_logits,
-            "read_bundles": self.emit_read_bundles,
+            "read_runs": emit_read_runs,
         }
         if self.spec.gate_rows is not None and self.spec.activation != "silu":
             functions["predict_gate"] = self.emit_predict_gate
@@ -317,6 +319,7 @@ class Program:
             counts=take.take_array("counts", "int32"),
             total=take.take_array("y", "float32"),
             count=count,
+            values=take.take_array("values", "float32"),
         )
 
     def emit_add_dense(self, take: Parameters) -> None:
@@ -362,27 +365,3 @@ class Program:
 
         emit_each_token(tokens, lambda t: emit_norm(x, first + t, norm, spec.epsilon, hidden, t))
         emit_multiply(self.isa, spec.threads, head, hidden, tokens, keep)
-
-    def emit_read_bundles(self, take: Parameters) -> None:
-        """Read bundles start, start + step, ... of ``n`` with pread."""
-        spec = self.spec
-        fd = take.take_number("fd")
-        start = take.take_number("start")
-        step = take.take_number("step")
-        count = take.take_number("count")
-        arena = take.take_array("arena", "uint8")
-        slots = take.take_array("slots", "int32")
-        offsets = take.take_array("offsets", "int64")
-        results = take.take_array("results", "int64")
-        with T.serial(T.floordiv(count - start + step - 1, step)) as turn:
-            index = v.let(start + turn * step)
-            place = v.wide(slots[index]) * spec.stride
-            size = T.call_extern(
-                "int64",
-                "pread",
-                fd,
-                T.address_of(arena[place]),
-                T.int64(spec.stride),
-                offsets[index],
-            )
-            v.store(results, index, size, 1)

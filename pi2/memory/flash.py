@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,14 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.machine import bind_calling_thread, list_allowed_cores
+from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, PreadEngine, RunRead
+from pi2.memory.requests import Merging, ReadBatch, make_batch
+from pi2.memory.uring import RingUnavailable, UringEngine
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 
-BundleRead = Callable[[int, U8, I32, I64, I64, int, int], None]
-"""``Executor.read_bundles`` of `pi2.backends.protocol`."""
+_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +39,41 @@ class BundleFile:
     bundles_offset: int
     stride: int
     count: int
+    bytes: int | None = None
+    """Size that the store states."""
+    read_checks: Callable[[], U32] | None = None
+    """Gives the CRC-32 of every bundle, [count]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """How a plan wants neurons to be read."""
+
+    engine: EngineName = "pread"
+    direct: bool = True
+    threads: int = 4
+    depth: int = 64
+    """Most requests in flight, where the engine has a queue."""
+    merge_gap: int = 0
+    """Most bundles between two wanted ones that are read with them."""
+    cluster: int = 64
+    """Neurons that are read together before they are computed, at least."""
+    verify: bool = False
+    """Check every bundle when it is read for the first time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingRead:
     """Reads that are on their way, in clusters: what is read together is computed together."""
 
     layer: int
     indices: I32
+    """Stored indices [n], ascending."""
     slots: I32
-    results: I64
+    """Where they go, [n]."""
     clusters: tuple[slice, ...]
     """Stretches of ``indices``, in their order."""
-    parts: tuple[Future[None], ...]
-    """One for each cluster."""
+    batch: ReadBatch | None
 
 
 def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
@@ -60,39 +83,58 @@ def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in pairwise(bounds))
 
 
+def divide_requests(
+    clusters: Sequence[slice], requests: I32
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Move the ends of ``clusters`` to where requests begin; return them, and their requests.
+
+    ``requests`` [n] is the request of each neuron, ascending.
+    """
+    starts = np.searchsorted(requests, requests[[cluster.start for cluster in clusters]])
+    bounds = [*dict.fromkeys(starts.tolist()), len(requests)]
+    parts = [*requests[bounds[:-1]].tolist(), int(requests[-1]) + 1]
+    return (
+        tuple(slice(start, stop) for start, stop in pairwise(bounds)),
+        tuple(slice(start, stop) for start, stop in pairwise(parts)),
+    )
+
+
 class FlashReader:
-    """Reads bundles with a plan's number of threads; one caller."""
+    """Reads bundles as a plan says; one caller at a time."""
 
     def __init__(
         self,
         files: Sequence[BundleFile],
         arena: U8,
+        settings: ReadSettings,
         *,
-        direct: bool,
-        threads: int,
-        cluster: int,
-        read_bundles: BundleRead,
+        read_runs: RunRead,
     ) -> None:
-        """``cluster``: neurons that one thread reads before they are computed."""
+        """``read_runs``: ``Executor.read_runs``."""
         self._files = files
         self._arena = arena
-        self._read_bundles = read_bundles
-        self._threads = threads
-        self._cluster = cluster
+        self._settings = settings
         self.fallback: str | None = None
         """Why direct reads were given up, if they were."""
+        self.engine_fallback: str | None = None
+        """Why the plan's engine was given up, if it was."""
         self.read_bytes = 0
         self._fds: list[int] = []
+        self._checked: list[npt.NDArray[np.bool_]] = []
+        self._checks: list[U32] = []
+        self._scratch = np.empty(0, np.uint8)
         try:
-            self._open(direct)
+            self._open(settings.direct and settings.engine != "mmap")
+            self._engine, self.engine = self._make_engine(settings, read_runs)
         except BaseException:
             self.close()
             raise
-        # Threads start when there is work: by then their starter may be bound to one core.
-        cores = list_allowed_cores()
-        self._pool = ThreadPoolExecutor(
-            threads, thread_name_prefix="pi2-io", initializer=partial(_set_free, cores)
-        )
+        self._runs = ThreadPoolExecutor(1, thread_name_prefix="pi2-stream")
+        if settings.verify:
+            self._checks = [file.read_checks() for file in files if file.read_checks is not None]
+            self._checked = [np.zeros(file.count, bool) for file in files]
+            assert len(self._checks) == len(files), "files without checks cannot be verified"
+        self._merging = self._make_merging(settings.merge_gap)
 
     def _open(self, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -113,6 +155,13 @@ class FlashReader:
                 self.fallback = "the file system refuses O_DIRECT for reads of one bundle"
                 fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self._fds.append(fd)
+            size = os.fstat(fd).st_size
+            if file.bytes is not None and size != file.bytes:
+                raise UserError.of(
+                    "P506",
+                    f"{file.path} has {size} bytes instead of {file.bytes}: it was cut or replaced",
+                    help="make the store again, or copy it again as a whole",
+                )
 
     def _accepts_bundle(self, fd: int, file: BundleFile) -> bool:
         """Try one read at the second bundle: only it shows whether the block size fits."""
@@ -125,54 +174,110 @@ class FlashReader:
             return False
         return True
 
+    def _make_engine(
+        self, settings: ReadSettings, read_runs: RunRead
+    ) -> tuple[IoEngine, EngineName]:
+        if settings.engine == "io_uring":
+            try:
+                return UringEngine(self._fds, settings.depth), "io_uring"
+            except RingUnavailable as reason:
+                self.engine_fallback = str(reason)
+        if settings.engine == "mmap":
+            return MappedEngine(self._fds, settings.threads), "mmap"
+        return PreadEngine(self._fds, settings.threads, read_runs), "pread"
+
+    def _make_merging(self, gap: int) -> Merging:
+        if gap == 0 or not self._files:
+            return Merging()
+        stride = self._files[0].stride
+        room = np.zeros(stride + _PAGE, np.uint8)
+        start = -room.ctypes.data % _PAGE
+        self._scratch = room[start : start + stride]
+        return Merging(gap=gap, scratch=self._scratch.ctypes.data)
+
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        """Begin to read bundle ``indices[i]`` of ``layer`` into slot ``slots[i]``."""
+        """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n]."""
         file = self._files[layer]
-        offsets = indices.astype(np.int64) * file.stride + file.bundles_offset
-        results = np.zeros(len(indices), np.int64)
-        clusters = divide_clusters(len(indices), self._cluster, 2 * self._threads)
-        parts = tuple(
-            self._pool.submit(
-                self._read_bundles,
-                self._fds[layer],
-                self._arena,
-                slots[cluster],
-                offsets[cluster],
-                results[cluster],
-                0,
-                1,
-            )
-            for cluster in clusters
+        assert file.stride == self._arena.shape[1]
+        addresses = slots.astype(np.int64) * file.stride + self._arena.ctypes.data
+        batch = make_batch(
+            layer,
+            indices,
+            addresses,
+            base=file.bundles_offset,
+            stride=file.stride,
+            merging=self._merging,
         )
-        return PendingRead(layer, indices, slots, results, clusters, parts)
+        clusters = divide_clusters(len(indices), self._settings.cluster, 2 * self._settings.threads)
+        if len(indices):
+            clusters, parts = divide_requests(clusters, batch.requests)
+            batch = replace(batch, parts=parts)
+            self._engine.submit(batch)
+        return PendingRead(layer, indices, slots, clusters, batch)
 
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Wait for a cluster and return its slots.
 
-        A short or failed read is tried again, then UserError P620.
+        A short or failed read is tried again, then UserError P620; a bundle that is not what the
+        store says is read again, then UserError P511.
         """
-        pending.parts[number].result()
-        file, cluster = self._files[pending.layer], pending.clusters[number]
-        bad = np.flatnonzero(pending.results[cluster] != file.stride) + cluster.start
-        for i in bad:
-            slot = self._arena[pending.slots[i]]
-            offset = file.bundles_offset + int(pending.indices[i]) * file.stride
-            self._read_fully(pending.layer, slot, offset)
+        batch, cluster = pending.batch, pending.clusters[number]
+        assert batch is not None
         slots = pending.slots[cluster]
-        self.read_bytes += len(slots) * file.stride
+        if len(slots) == 0:
+            return slots
+        self._engine.wait(batch, number)
+        indices, requests = pending.indices[cluster], batch.requests[cluster]
+        bad = np.flatnonzero(batch.results[requests] != batch.sizes[requests])
+        for i in bad.tolist():
+            self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))
+        # Bytes between neighbours were read too.
+        self.read_bytes += int(batch.sizes[batch.parts[number]].sum())
+        if self._checked:
+            self._verify(pending.layer, indices, slots)
         return slots
 
     def abandon(self, pending: PendingRead) -> None:
         """Wait until nothing of it is under way: a late read would spoil a slot's next owner."""
-        wait([part for part in pending.parts if not part.cancel()])
+        if pending.batch is not None and len(pending.indices):
+            self._engine.abandon(pending.batch)
+
+    def _read_bundle(self, layer: int, index: int, slot: int) -> None:
+        file = self._files[layer]
+        self._read_fully(layer, self._arena[slot], file.bundles_offset + index * file.stride)
+
+    def _verify(self, layer: int, indices: I32, slots: I32) -> None:
+        """Compare bundles that are read for the first time with their checks."""
+        checked, checks = self._checked[layer], self._checks[layer]
+        for i in np.flatnonzero(~checked[indices]).tolist():
+            index, slot = int(indices[i]), int(slots[i])
+            if zlib.crc32(self._arena[slot]) != checks[index]:
+                self._read_bundle(layer, index, slot)
+                if zlib.crc32(self._arena[slot]) != checks[index]:
+                    raise _describe_damage(self._files[layer].path, index)
+        checked[indices] = True
 
     def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
         """Begin to read bundles ``first``, ``first + 1``, ... of ``layer`` into ``buffer``
-        [n, stride], which must be aligned to a page."""
+        [n, stride], which must be aligned to a block."""
         file = self._files[layer]
         offset = file.bundles_offset + first * file.stride
         self.read_bytes += buffer.size
-        return self._pool.submit(self._read_fully, layer, buffer.reshape(-1), offset)
+        return self._runs.submit(self._read_run, layer, first, buffer, offset)
+
+    def _read_run(self, layer: int, first: int, buffer: U8, offset: int) -> None:
+        self._read_fully(layer, buffer.reshape(-1), offset)
+        if not self._checked:
+            return
+        checked, checks = self._checked[layer], self._checks[layer]
+        for i in (np.flatnonzero(~checked[first : first + len(buffer)])).tolist():
+            if zlib.crc32(buffer[i]) != checks[first + i]:
+                file = self._files[layer]
+                place = file.bundles_offset + (first + i) * file.stride
+                self._read_fully(layer, buffer[i], place)
+                if zlib.crc32(buffer[i]) != checks[first + i]:
+                    raise _describe_damage(file.path, first + i)
+        checked[first : first + len(buffer)] = True
 
     def _read_fully(self, layer: int, target: U8, offset: int) -> None:
         """Fill ``target`` from byte ``offset``; UserError P620 on failure or end of file."""
@@ -192,19 +297,16 @@ class FlashReader:
             done += count
 
     def close(self) -> None:
-        """Stop the threads and close the files."""
-        pool = getattr(self, "_pool", None)
-        if pool is not None:
-            pool.shutdown()
+        """Wait for reads that are on their way, stop the threads and close the files."""
+        for part in ("_engine", "_runs"):
+            owner = self.__dict__.pop(part, None)
+            if isinstance(owner, ThreadPoolExecutor):
+                owner.shutdown()
+            elif owner is not None:
+                owner.close()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-
-
-def _set_free(cores: Sequence[int]) -> None:
-    """Let the calling thread run on ``cores``, where the system binds threads at all."""
-    if cores:
-        bind_calling_thread(cores)
 
 
 def _describe_failure(path: Path, error: OSError) -> UserError:
@@ -215,10 +317,20 @@ def _describe_failure(path: Path, error: OSError) -> UserError:
     )
 
 
+def _describe_damage(path: Path, index: int) -> UserError:
+    return UserError.of(
+        "P511",
+        f"the neuron at place {index} of {path} is damaged: its checksum differs",
+        help="find out what else is with `pi2 store verify`, then copy or make the store again",
+    )
+
+
 class NullReader:
     """Stands for a reader where nothing is to be read: counts bytes only."""
 
     fallback: str | None = None
+    engine_fallback: str | None = None
+    engine: EngineName = "pread"
 
     def __init__(self, stride: int) -> None:
         self._stride = stride
@@ -226,8 +338,7 @@ class NullReader:
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Count the reads."""
-        results = np.full(len(indices), self._stride)
-        return PendingRead(layer, indices, slots, results, (slice(0, len(indices)),), ())
+        return PendingRead(layer, indices, slots, (slice(0, len(indices)),), None)
 
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Add their bytes."""

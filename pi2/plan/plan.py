@@ -106,8 +106,20 @@ class Io(Table):
 
     mode: Literal["direct", "buffered"] = "direct"
     """``direct`` goes past the page cache (O_DIRECT), ``buffered`` through it."""
+    engine: Literal["pread", "io_uring", "mmap"] = "pread"
+    """``pread`` reads with threads, one request each; ``io_uring`` (Linux) queues many requests in
+    one system call, without threads, and gives way to ``pread`` where the system has none;
+    ``mmap`` copies out of mapped files, through the page cache: a baseline."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Threads that issue reads."""
+    """Threads that issue reads; with ``io_uring``, half the clusters that a layer's reads are
+    divided into."""
+    depth: Annotated[int, Field(ge=1, le=4096)] = 128
+    """Most requests of ``io_uring`` in flight."""
+    merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
+    """Neighbours in the store are read in one request; so are two neurons with at most this many
+    others between them, which are read and thrown away."""
+    verify: Literal["never", "first-read"] = "never"
+    """``first-read`` compares every neuron with its checksum when it is read for the first time."""
 
 
 class Cache(Table):

@@ -47,6 +47,8 @@ class StoredLayer:
         """Byte of bundle 0 in the file, a multiple of 4096."""
         self.neurons: int = entry.rows
         self.stride = stride
+        self.bytes: int = entry.bytes
+        """Size of the file."""
         self._entry = entry
 
     @property
@@ -67,6 +69,14 @@ class StoredLayer:
         """uint32 [neurons]: CRC-32 (`zlib.crc32`) of all ``stride`` bytes of every bundle."""
         assert self._entry.checks_offset is not None
         return np.frombuffer(self._map, np.uint32, self.neurons, self._entry.checks_offset)
+
+    def copy_checks(self) -> U32:
+        """``checks``, read into memory of their own; nothing stays mapped."""
+        assert self._entry.checks_offset is not None
+        try:
+            return np.fromfile(self.path, np.uint32, self.neurons, offset=self._entry.checks_offset)
+        except OSError as error:
+            raise UserError.of("P508", f"cannot read {self.path}: {error.strerror}") from None
 
     @cached_property
     def _map(self) -> mmap.mmap:

@@ -1,24 +1,52 @@
-"""Reads of bundles: the right bytes, or an error that says where."""
+"""Reads of bundles: the right bytes, or an error that says where; the same with every engine."""
 
 from __future__ import annotations
 
 import os
 import threading
+import zlib
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from pi2.backends.reference import ReferenceExecutor
 from pi2.diagnostics import UserError
+from pi2.memory import uring
 from pi2.memory.budget import Budget
-from pi2.memory.flash import BundleFile, FlashReader, PendingRead, divide_clusters
+from pi2.memory.flash import (
+    BundleFile,
+    FlashReader,
+    PendingRead,
+    ReadSettings,
+    divide_clusters,
+    divide_requests,
+)
+from pi2.memory.io_engine import EngineName
+from pi2.memory.uring import RingUnavailable, UringEngine
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
 
 
-def read_bundles(fd, arena, slots, offsets, results, start, step) -> None:  # type: ignore[no-untyped-def]
-    ReferenceExecutor.read_bundles(None, fd, arena, slots, offsets, results, start, step)  # type: ignore[arg-type]
+def read_runs(*arguments: Any) -> None:
+    ReferenceExecutor.read_runs(None, *arguments)  # type: ignore[arg-type]
+
+
+def find_ring_obstacle() -> str | None:
+    try:
+        UringEngine([], 4).close()
+    except RingUnavailable as reason:
+        return str(reason)
+    return None
+
+
+OBSTACLE = find_ring_obstacle()
+needs_ring = pytest.mark.skipif(OBSTACLE is not None, reason=f"io_uring: {OBSTACLE}")
+ENGINES = [
+    pytest.param(name, marks=needs_ring if name == "io_uring" else ())
+    for name in get_args(EngineName)
+]
 
 
 @pytest.fixture
@@ -26,21 +54,21 @@ def file(tmp_path: Path) -> BundleFile:
     path = tmp_path / "ffn-000.arrow"
     bundles = np.repeat(np.arange(COUNT, dtype=np.uint8)[:, None], STRIDE, axis=1)
     path.write_bytes(bytes(OFFSET) + bundles.tobytes())
-    return BundleFile(path=path, bundles_offset=OFFSET, stride=STRIDE, count=COUNT)
-
-
-def open_reader(
-    file: BundleFile, *, direct: bool = True, threads: int = 4, cluster: int = 8
-) -> FlashReader:
-    arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
-    return FlashReader(
-        [file],
-        arena,
-        direct=direct,
-        threads=threads,
-        cluster=cluster,
-        read_bundles=read_bundles,
+    checks = np.array([zlib.crc32(bundle) for bundle in bundles], np.uint32)
+    return BundleFile(
+        path=path,
+        bundles_offset=OFFSET,
+        stride=STRIDE,
+        count=COUNT,
+        bytes=OFFSET + COUNT * STRIDE,
+        read_checks=lambda: checks,
     )
+
+
+def open_reader(file: BundleFile, **settings: Any) -> FlashReader:
+    arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
+    chosen = ReadSettings(**{"cluster": 8, **settings})
+    return FlashReader([file], arena, chosen, read_runs=read_runs)
 
 
 def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
@@ -49,15 +77,57 @@ def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
     return [int(slot) for slots in clusters for slot in slots]
 
 
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("direct", [True, False])
-def test_each_bundle_lands_in_its_slot(file: BundleFile, direct: bool) -> None:
-    reader = open_reader(file, direct=direct)
-    indices = np.arange(3, 99, 3, dtype=np.int32)
-    slots = np.random.default_rng(1).permutation(64)[: len(indices)].astype(np.int32)
-    assert finish(reader, reader.start(0, indices, slots)) == slots.tolist()
-    assert (reader._arena[slots] == indices[:, None]).all()
-    assert reader.read_bytes == len(indices) * STRIDE
+def test_each_bundle_lands_in_its_slot(
+    file: BundleFile, engine: EngineName, gap: int, direct: bool
+) -> None:
+    reader = open_reader(file, engine=engine, merge_gap=gap, direct=direct, depth=4)
+    assert reader.engine == engine
+    random = np.random.default_rng(1)
+    for _ in range(5):
+        indices = np.sort(random.choice(COUNT, 48, replace=False)).astype(np.int32)
+        slots = random.permutation(64)[: len(indices)].astype(np.int32)
+        reader._arena[:] = 255
+        assert finish(reader, reader.start(0, indices, slots)) == slots.tolist()
+        assert (reader._arena[slots] == indices[:, None]).all()
+        rest = np.setdiff1d(np.arange(64), slots)
+        assert (reader._arena[rest] == 255).all()
     reader.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_reads_may_be_under_way(file: BundleFile, engine: EngineName) -> None:
+    reader = open_reader(file, engine=engine, depth=2, threads=2)
+    first = reader.start(0, ids(1, 5, 9), ids(0, 1, 2))
+    second = reader.start(0, ids(20, 30, 40, 50), ids(10, 11, 12, 13))
+    finish(reader, second)
+    assert reader._arena[[10, 11, 12, 13], 0].tolist() == [20, 30, 40, 50]
+    finish(reader, first)
+    assert reader._arena[[0, 1, 2], 0].tolist() == [1, 5, 9]
+    reader.close()
+
+
+def test_neighbours_are_one_request_and_gaps_count_as_bytes(file: BundleFile) -> None:
+    calls: list[list[int]] = []
+
+    def note(fd: int, vectors: Any, firsts: Any, counts: Any, *rest: Any) -> None:
+        calls.append(counts.tolist())
+        read_runs(fd, vectors, firsts, counts, *rest)
+
+    for gap, counts, size in ((0, [2, 1, 1], 4), (2, [5, 1], 6)):
+        reader = open_reader(file, merge_gap=gap)
+        reader._engine._read_runs = note  # type: ignore[attr-defined]
+        finish(reader, reader.start(0, ids(3, 4, 7, 50), ids(9, 2, 4, 1)))
+        assert calls.pop() == counts
+        assert reader.read_bytes == size * STRIDE
+        assert reader._arena[[9, 2, 4, 1], 0].tolist() == [3, 4, 7, 50]
+        reader.close()
 
 
 @pytest.mark.parametrize(
@@ -78,23 +148,40 @@ def test_clusters_are_even_and_no_smaller_than_asked(
     assert [i for cluster in clusters for i in range(count)[cluster]] == list(range(count))
 
 
+def test_no_request_is_divided_between_clusters() -> None:
+    requests = ids(0, 0, 1, 1, 1, 1, 2, 3)
+    clusters, parts = divide_requests(divide_clusters(8, 2, 4), requests)
+    assert clusters == (slice(0, 2), slice(2, 6), slice(6, 8))
+    assert parts == (slice(0, 1), slice(1, 2), slice(2, 4))
+
+
 def test_nothing_of_an_abandoned_read_is_under_way(file: BundleFile) -> None:
     started, release, ended = threading.Event(), threading.Event(), []
 
-    def slow(fd, arena, slots, offsets, results, start, step) -> None:  # type: ignore[no-untyped-def]
+    def slow(fd: int, vectors: Any, firsts: Any, *rest: Any) -> None:
         started.set()
         release.wait(10)
-        ended.append(len(slots))
+        ended.append(len(firsts))
 
     reader = open_reader(file, threads=1, cluster=2)
-    reader._read_bundles = slow
-    pending = reader.start(0, np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32))
+    reader._engine._read_runs = slow  # type: ignore[attr-defined]
+    pending = reader.start(0, np.arange(0, 80, 20, dtype=np.int32), np.arange(4, dtype=np.int32))
     assert started.wait(10)
     threading.Timer(0.05, release.set).start()
     reader.abandon(pending)
     assert ended == [2], "the second cluster had not begun and never does"
     reader.close()
     assert ended == [2]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_abandoned_read_leaves_the_reader_usable(file: BundleFile, engine: EngineName) -> None:
+    reader = open_reader(file, engine=engine, depth=2)
+    reader.abandon(reader.start(0, np.arange(0, 60, 2, dtype=np.int32), np.arange(30)))
+    reader._arena[:] = 0
+    finish(reader, reader.start(0, ids(77), ids(3)))
+    assert reader._arena[:, 0].nonzero()[0].tolist() == [3]
+    reader.close()
 
 
 def test_a_run_is_read_in_one_go(file: BundleFile) -> None:
@@ -105,28 +192,91 @@ def test_a_run_is_read_in_one_go(file: BundleFile) -> None:
     reader.close()
 
 
-def test_a_file_cut_while_open_is_an_error_and_not_old_bytes(file: BundleFile) -> None:
-    reader = open_reader(file)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_cut_while_open_is_an_error_and_not_old_bytes(
+    file: BundleFile, engine: EngineName
+) -> None:
+    reader = open_reader(file, engine=engine)
     os.truncate(file.path, OFFSET + 10 * STRIDE)
-    pending = reader.start(0, np.array([5, 20], np.int32), np.array([0, 1], np.int32))
+    pending = reader.start(0, ids(5, 20), ids(0, 1))
     with pytest.raises(UserError, match="ends too early") as caught:
         finish(reader, pending)
     assert caught.value.diagnostics[0].code == "P620"
     reader.close()
 
 
+def test_a_file_replaced_while_open_is_read_to_its_end(file: BundleFile, tmp_path: Path) -> None:
+    reader = open_reader(file)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(OFFSET + COUNT * STRIDE))
+    other.replace(file.path)
+    finish(reader, reader.start(0, ids(5, 20), ids(0, 1)))
+    assert reader._arena[:2, 0].tolist() == [5, 20]
+    reader.close()
+
+
+def test_a_file_cut_before_it_is_opened_is_an_error(file: BundleFile) -> None:
+    os.truncate(file.path, OFFSET + 10 * STRIDE)
+    with pytest.raises(UserError, match="cut or replaced") as caught:
+        open_reader(file)
+    assert caught.value.diagnostics[0].code == "P506"
+
+
 def test_a_failing_read_is_tried_again(file: BundleFile) -> None:
     calls = []
 
-    def flaky(fd, arena, slots, offsets, results, start, step) -> None:  # type: ignore[no-untyped-def]
-        calls.append(start)
-        results[start::step] = -1
+    def flaky(*arguments: Any) -> None:
+        calls.append(arguments[0])
+        arguments[5][:] = -1
 
     reader = open_reader(file)
-    reader._read_bundles = flaky
-    finish(reader, reader.start(0, np.array([7], np.int32), np.array([2], np.int32)))
-    assert calls == [0]
+    reader._engine._read_runs = flaky  # type: ignore[attr-defined]
+    finish(reader, reader.start(0, ids(7), ids(2)))
+    assert len(calls) == 1
     assert (reader._arena[2] == 7).all()
+    reader.close()
+
+
+def test_a_short_read_is_completed(file: BundleFile) -> None:
+    def short(fd: int, vectors: Any, *rest: Any) -> None:
+        rest[3][:] = 100
+
+    reader = open_reader(file)
+    reader._engine._read_runs = short  # type: ignore[attr-defined]
+    finish(reader, reader.start(0, ids(7, 8), ids(2, 5)))
+    assert (reader._arena[2] == 7).all()
+    assert (reader._arena[5] == 8).all()
+    reader.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_damage_is_found_at_the_first_read(file: BundleFile, engine: EngineName) -> None:
+    with file.path.open("r+b") as opened:
+        opened.seek(OFFSET + 20 * STRIDE + 100)
+        opened.write(b"\xff")
+    for verify in (False, True):
+        reader = open_reader(file, engine=engine, verify=verify)
+        finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
+        if not verify:
+            finish(reader, reader.start(0, ids(20), ids(2)))
+        else:
+            with pytest.raises(UserError, match=r"place 20 .* damaged") as caught:
+                finish(reader, reader.start(0, ids(20), ids(2)))
+            assert caught.value.diagnostics[0].code == "P511"
+            with pytest.raises(UserError, match=r"place 20 .* damaged"):
+                reader.start_run(0, 10, reader._arena[:20]).result()
+        reader.close()
+
+
+def test_a_bundle_is_checked_once(file: BundleFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr("zlib.crc32", lambda data: checked.append(1) or crc32(data))
+    reader = open_reader(file, verify=True)
+    for _ in range(3):
+        finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
+        reader.start_run(0, 10, reader._arena[10:20]).result()
+    assert len(checked) == 2 + 9
     reader.close()
 
 
@@ -135,10 +285,23 @@ def test_where_direct_reads_do_not_fit_the_reader_says_so(tmp_path: Path) -> Non
     path.write_bytes(bytes(range(200)) * 10)
     arena = Budget({"cold": 400}).allocate("cold", 400).reshape(-1, 100)
     odd = BundleFile(path=path, bundles_offset=0, stride=100, count=20)
-    reader = FlashReader([odd], arena, direct=True, threads=1, cluster=1, read_bundles=read_bundles)
+    reader = FlashReader([odd], arena, ReadSettings(), read_runs=read_runs)
     assert reader.fallback is not None
-    finish(reader, reader.start(0, np.array([1], np.int32), np.array([0], np.int32)))
+    finish(reader, reader.start(0, ids(1), ids(0)))
     assert reader._arena[0, 0] == 100
+    reader.close()
+
+
+def test_where_there_is_no_io_uring_the_reader_says_so(
+    file: BundleFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A system call that no kernel has.
+    monkeypatch.setattr(uring, "_SETUP", 4000)
+    reader = open_reader(file, engine="io_uring")
+    assert reader.engine == "pread"
+    assert reader.engine_fallback == "the kernel has no io_uring"
+    finish(reader, reader.start(0, ids(7), ids(2)))
+    assert (reader._arena[2] == 7).all()
     reader.close()
 
 

@@ -1,0 +1,141 @@
+"""What an I/O engine is, and those that need no more than the usual system calls.
+
+An engine takes a `ReadBatch`, reads, and writes results into it.  It does not retry and explains
+nothing: `pi2.memory.flash` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Literal, Protocol
+
+import numpy as np
+
+from pi2.memory.requests import I32, I64, ReadBatch
+
+EngineName = Literal["pread", "io_uring", "mmap"]
+
+RunRead = Callable[[int, I64, I32, I32, I64, I64, int, int], None]
+"""``Executor.read_runs`` of `pi2.backends.protocol`."""
+
+
+class IoEngine(Protocol):
+    """Reads batches.  One caller at a time."""
+
+    def submit(self, batch: ReadBatch) -> None:
+        """Begin to read, part by part."""
+
+    def wait(self, batch: ReadBatch, part: int) -> None:
+        """Wait until part number ``part`` is over."""
+
+    def abandon(self, batch: ReadBatch) -> None:
+        """Wait until nothing of ``batch`` is under way; what has not begun never does."""
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give threads and memory back."""
+
+
+class PreadEngine:
+    """Threads that issue reads one after the other, in compiled code."""
+
+    def __init__(self, files: Sequence[int], threads: int, read_runs: RunRead) -> None:
+        """``files``: descriptors."""
+        self._files = files
+        self._threads = threads
+        self._read_runs = read_runs
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pi2-read")
+        self._jobs: dict[int, list[Future[None]]] = {}
+
+    def submit(self, batch: ReadBatch) -> None:
+        """See `IoEngine`."""
+        self._jobs[id(batch)] = [self._pool.submit(self._read, batch, part) for part in batch.parts]
+
+    def _read(self, batch: ReadBatch, part: slice) -> None:
+        self._read_runs(
+            self._files[batch.file],
+            batch.vectors,
+            batch.firsts[part],
+            batch.counts[part],
+            batch.offsets[part],
+            batch.results[part],
+            0,
+            1,
+        )
+
+    def wait(self, batch: ReadBatch, part: int) -> None:
+        """See `IoEngine`."""
+        self._jobs[id(batch)][part].result()
+        if part == len(batch.parts) - 1:
+            del self._jobs[id(batch)]
+
+    def abandon(self, batch: ReadBatch) -> None:
+        """See `IoEngine`."""
+        wait([job for job in self._jobs.pop(id(batch), []) if not job.cancel()])
+
+    def close(self) -> None:
+        """See `IoEngine`."""
+        self._pool.shutdown()
+
+
+class MappedEngine:
+    """Copies out of files that are mapped into memory, so through the page cache.
+
+    The simplest way, and the slowest where memory is short: every page that is missing is waited
+    for.  Files that were cut are noticed before a batch, not within it.
+    """
+
+    def __init__(self, files: Sequence[int], threads: int) -> None:
+        """``files``: descriptors."""
+        self._files = files
+        self._maps = [mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in files]
+        for mapped in self._maps:
+            # Read-ahead would fill the memory with neurons that nobody asked for.
+            mapped.madvise(mmap.MADV_RANDOM)
+        self._engine = PreadEngine(files, threads, self._copy)
+
+    def submit(self, batch: ReadBatch) -> None:
+        """See `IoEngine`."""
+        self._engine.submit(batch)
+
+    def wait(self, batch: ReadBatch, part: int) -> None:
+        """See `IoEngine`."""
+        self._engine.wait(batch, part)
+
+    def abandon(self, batch: ReadBatch) -> None:
+        """See `IoEngine`."""
+        self._engine.abandon(batch)
+
+    def _copy(
+        self,
+        fd: int,
+        vectors: I64,
+        firsts: I32,
+        counts: I32,
+        offsets: I64,
+        results: I64,
+        start: int,
+        step: int,
+    ) -> None:
+        copy = ctypes.CDLL(None).memcpy
+        mapped = np.frombuffer(self._maps[self._files.index(fd)], np.uint8)
+        source, size = mapped.ctypes.data, os.fstat(fd).st_size
+        for i in range(start, len(firsts), step):
+            at = int(offsets[i])
+            end = at
+            for address, length in vectors[firsts[i] : firsts[i] + counts[i]].tolist():
+                if end + length > size:
+                    break
+                # ctypes lets go of Python's lock: other threads run while a page is read.
+                copy(ctypes.c_void_p(address), ctypes.c_void_p(source + end), length)
+                end += length
+            results[i] = end - at
+
+    def close(self) -> None:
+        """See `IoEngine`."""
+        self._engine.close()
+        for mapped in self._maps:
+            mapped.close()

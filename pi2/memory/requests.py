@@ -1,0 +1,133 @@
+"""From neurons that are missing to reads: neighbours in one read, across small gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+PENDING = -(2**62)
+"""Result of a read that is not over."""
+MOST_BUNDLES = 16
+"""In one read: more would keep a single queue of the drive busy while others are idle."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadBatch:
+    """Reads of one file that are issued together: n requests for b bundles.
+
+    A request fills several places of the memory, one after the other (``struct iovec`` of C).
+    """
+
+    file: int
+    """Number of the file, from 0."""
+    vectors: I64
+    """Address and bytes of every place, [v, 2]."""
+    firsts: I32
+    """First place of each request, [n]."""
+    counts: I32
+    """Places of each request, [n]."""
+    offsets: I64
+    """Byte of the file at which each begins, [n]."""
+    sizes: I64
+    """Bytes of each, [n]."""
+    requests: I32
+    """Request that reads each bundle, [b]."""
+    results: I64
+    """Bytes read, below 0 after a failure, PENDING before the end, [n]."""
+
+    parts: tuple[slice, ...] = ()
+    """Requests that are issued and waited for together; empty: all of them."""
+
+    def count_pending(self, part: slice = slice(None)) -> int:
+        """Requests of a part that are not over."""
+        return int(np.count_nonzero(self.results[part] == PENDING))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """What may become one read."""
+
+    gap: int = 0
+    """Most bundles between two wanted ones that are read and thrown away."""
+    scratch: int = 0
+    """Address of a bundle's room for what is thrown away."""
+
+
+def make_batch(
+    file: int,
+    indices: I32,
+    addresses: I64,
+    *,
+    base: int,
+    stride: int,
+    merging: Merging | None = None,
+) -> ReadBatch:
+    """Plan reads of the bundles ``indices`` [b] (ascending) into ``addresses`` [b].
+
+    Bundle i lies at byte ``base + i stride``.
+    """
+    merging = merging or Merging()
+    count = len(indices)
+    steps = np.diff(indices)
+    # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
+    begins = np.empty(count, bool)
+    begins[:1] = True
+    np.greater(steps, merging.gap + 1, out=begins[1:])
+    if count > 1 and not begins.all():
+        place = indices - indices[begins][np.cumsum(begins) - 1]
+        begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
+        if merging.gap:
+            return _make_merged(file, indices, addresses, begins, base, stride, merging)
+    starts: I32 = np.flatnonzero(begins).astype(np.int32)
+    counts = np.diff(starts, append=np.int32(count)).astype(np.int32)
+    vectors = np.empty((count, 2), np.int64)
+    vectors[:, 0] = addresses
+    vectors[:, 1] = stride
+    return ReadBatch(
+        file=file,
+        vectors=vectors,
+        firsts=starts,
+        counts=counts,
+        offsets=indices[starts].astype(np.int64) * stride + base,
+        sizes=counts.astype(np.int64) * stride,
+        requests=(np.cumsum(begins) - 1).astype(np.int32),
+        results=np.full(len(starts), PENDING, np.int64),
+    )
+
+
+def _make_merged(
+    file: int,
+    indices: I32,
+    addresses: I64,
+    begins: npt.NDArray[np.bool_],
+    base: int,
+    stride: int,
+    merging: Merging,
+) -> ReadBatch:
+    """The same, with bundles that nobody wants in between: they go to the scratch."""
+    skipped = np.zeros(len(indices), np.int64)
+    skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
+    places = np.arange(len(indices)) + np.cumsum(skipped)
+    total = int(places[-1]) + 1
+    vectors = np.empty((total, 2), np.int64)
+    vectors[:, 0] = merging.scratch
+    vectors[places, 0] = addresses
+    vectors[:, 1] = stride
+    starts = np.flatnonzero(begins)
+    firsts = places[starts].astype(np.int32)
+    counts = np.diff(firsts, append=np.int32(total)).astype(np.int32)
+    return ReadBatch(
+        file=file,
+        vectors=vectors,
+        firsts=firsts,
+        counts=counts,
+        offsets=indices[starts].astype(np.int64) * stride + base,
+        sizes=counts.astype(np.int64) * stride,
+        requests=(np.cumsum(begins) - 1).astype(np.int32),
+        results=np.full(len(starts), PENDING, np.int64),
+    )
