@@ -28,7 +28,7 @@ from pi2.machine import (
 )
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import BundleFile, FlashReader, NullReader
+from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
@@ -36,6 +36,7 @@ from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
+from pi2.sharing.resolver import LockedReferences
 from pi2.store.reader import NeuronStore
 
 U8 = npt.NDArray[np.uint8]
@@ -46,16 +47,19 @@ def load(
     path: str | Path,
     *,
     set: Mapping[str, object] | None = None,
+    locked: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``.
 
-    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``.  ``progress``
+    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
+    refuses references whose source on this machine is not what ``pi2.lock`` says.  ``progress``
     is called with a label and the share done while something takes its time.  Raises `UserError`
     with all findings.
     """
     start = time.perf_counter()
-    resolved = load_plan(path, overrides=set or {})
+    resolver = LockedReferences(Path(path).parent, locked=locked)
+    resolved = load_plan(path, overrides=set or {}, resolver=resolver)
     return build(resolved, progress=progress or _ignore_progress, start=start)
 
 
@@ -293,17 +297,22 @@ def open_reader(
             bundles_offset=layer.bundles_offset,
             stride=stride,
             count=resolved.model.layer_neurons,
+            bytes=layer.bytes,
+            read_checks=layer.copy_checks,
         )
         for layer in store.layers
     ]
-    return FlashReader(
-        files,
-        cache.arena,
-        direct=resolved.plan.io.mode == "direct",
-        threads=resolved.plan.io.threads,
+    io = resolved.plan.io
+    settings = ReadSettings(
+        engine=io.engine,
+        direct=io.mode == "direct",
+        threads=io.threads,
+        depth=io.depth,
+        merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
-        read_bundles=executor.read_bundles,
+        verify=io.verify == "first-read",
     )
+    return FlashReader(files, cache.arena, settings, read_runs=executor.read_runs)
 
 
 def load_neurons(
@@ -362,6 +371,8 @@ def report_build(
     )
     if reader.fallback is not None:
         log.warning("neurons are read through the page cache", reason=reader.fallback)
+    if reader.engine_fallback is not None:
+        log.warning("neurons are read with pread", reason=reader.engine_fallback)
 
 
 def _ignore_progress(label: str, share: float) -> None:
