@@ -100,7 +100,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             layers=len(resolved.layers),
             predictor=resolved.plan.decode.predictor,
             threshold=resolved.plan.decode.threshold,
-            look_ahead=resolved.plan.decode.look_ahead == "attention",
+            look_ahead=resolved.plan.decode.look_ahead,
         )
         unbound = list_allowed_cores() if request.cores else []
         if request.cores:

@@ -4,7 +4,8 @@ Dense (prefill, and decode with ``predictor = "none"``): the hot neurons are com
 lie, the others stream through two staging buffers, one being read while the other is computed.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
 while the missing ones are being read, and these, cluster by cluster, as they arrive.  Where the
-plan looks ahead, the prediction is made before the layer's attention, which then hides the reads.
+plan looks ahead, the prediction is made before the layer's attention, or while the layer before it
+computes, so that these hide the reads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
 PredictorMode = Literal["none", "gate", "low-rank"]
+LookAhead = Literal["none", "attention", "layer"]
 
 
 @dataclass(slots=True)
@@ -60,10 +62,11 @@ class FeedForward:
         layers: int,
         predictor: PredictorMode,
         threshold: float,
-        look_ahead: bool,
+        look_ahead: LookAhead,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers; ``look_ahead``: predict before
-        attention."""
+        """``staging`` [2, n, stride]: two page-aligned buffers; ``look_ahead``: predict a layer's
+        neurons when it begins, before its attention (``attention``), or before the FFN of the layer
+        before it (``layer``)."""
         self._executor = executor
         self._cache = cache
         self._reader = reader
@@ -96,17 +99,25 @@ class FeedForward:
     def prepare_sparse(self, layer: int) -> None:
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
         does nothing unless the plan looks ahead."""
-        if self._look_ahead:
+        if self._look_ahead != "none" and self._wave is None:
             self._executor.begin_ffn(layer)
             self._wave = self._begin_wave(layer, self._predict(layer))
 
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of ``layer`` that the predictor names, for one token."""
         executor = self._executor
-        executor.begin_ffn(layer)
         wave, self._wave = self._wave, None
         if wave is None:
+            executor.begin_ffn(layer)
             wave = self._begin_wave(layer, self._predict(layer))
+        try:
+            if self._look_ahead == "layer" and layer + 1 < self._layers and not len(wave.rest):
+                executor.begin_ffn(layer + 1)
+                self._wave = self._begin_wave(layer + 1, self._predict(layer + 1))
+            executor.begin_ffn(layer)
+        except BaseException:
+            self._abandon_wave(wave)
+            raise
         self._compute_wave(wave)
         while len(wave.rest):
             wave = self._begin_wave(layer, wave.rest)
@@ -126,35 +137,39 @@ class FeedForward:
     def _begin_wave(self, layer: int, indices: I32) -> _Wave:
         """Find neurons, and begin to read those that are missing.
 
-        More cold ones than the cache has slots go through it in waves.
+        Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
-        hot_count = len(cache.hot_slots[layer])
         end = len(indices)
-        if end > cache.cold_capacity:
-            first_cold = int(np.searchsorted(indices, hot_count))
-            end = min(first_cold + cache.cold_capacity, end)
+        free = cache.free_capacity
+        if end > free:
+            first_cold = int(np.searchsorted(indices, len(cache.hot_slots[layer])))
+            end = min(first_cold + free, end)
         found = cache.look_up(layer, indices[:end])
+        cache.hold(found.resident_slots)
         pending = None
         if len(found.missing):
+            cache.hold(found.missing_slots)
             pending = self._reader.start(layer, found.missing, found.missing_slots)
-        return _Wave(layer, found, pending, indices[end:])
+        return _Wave(layer, found, pending, indices[end:].copy())
 
     def _compute_wave(self, wave: _Wave) -> None:
-        executor, arena = self._executor, self._cache.arena
-        pending = wave.pending
+        executor, arena, found = self._executor, self._cache.arena, wave.found
         try:
-            if len(wave.found.resident_slots):
-                executor.add_neurons(wave.layer, arena, wave.found.resident_slots)
-            if pending is not None:
-                for number in range(len(pending.clusters)):
-                    slots = self._reader.finish(pending, number)
+            if len(found.resident_slots):
+                executor.add_neurons(wave.layer, arena, found.resident_slots)
+            if wave.pending is not None:
+                for number in range(len(wave.pending.clusters)):
+                    slots = self._reader.finish(wave.pending, number)
                     executor.add_neurons(wave.layer, arena, slots)
         except BaseException:
             self._abandon_wave(wave)
             raise
+        self._cache.release(found.resident_slots)
+        self._cache.release(found.missing_slots)
 
     def _abandon_wave(self, wave: _Wave) -> None:
+        self._cache.release(wave.found.resident_slots)
         if wave.pending is not None:
             self._reader.abandon(wave.pending)
             self._cache.forget(wave.layer, wave.found.missing)

@@ -103,10 +103,16 @@ class NeuronCache:
         At most ``free_capacity`` of them may be cold.  The caller reads the missing ones into
         their slots before anybody computes with them.
         """
+        counters = self.counters[layer]
+        hot = self.hot_slots[layer]
+        if len(hot) == self.neurons:
+            counters.hits += len(indices)
+            none = indices[:0]
+            resident = indices + np.int32(hot.start)
+            return Lookup(resident_slots=resident, missing=none, missing_slots=none)
         slots = self._slot_of[layer, indices]
         absent = slots == ABSENT
         resident, missing = slots[~absent], indices[absent]
-        counters = self.counters[layer]
         counters.hits += len(resident)
         counters.misses += len(missing)
         cold = resident[resident >= self._first_cold] - self._first_cold

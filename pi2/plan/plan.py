@@ -157,9 +157,10 @@ class Decode(Table):
     ReLU family; ``low-rank`` uses trained predictors."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
-    look_ahead: Literal["none", "attention"] = "none"
-    """``attention`` predicts from a layer's input, before its attention, so that attention hides
-    the reads; predictors then do not see what attention adds, and find a little less."""
+    look_ahead: Literal["none", "attention", "layer"] = "none"
+    """``attention`` predicts a layer's neurons from its input, before its attention, so that
+    attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage
+    is never idle.  Predictors then do not see what comes in between, and find a little less."""
 
 
 class Sampling(Table):

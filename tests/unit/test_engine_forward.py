@@ -140,31 +140,40 @@ def test_a_predictor_that_names_no_neuron_leaves_out_the_ffn(tmp_path: Path) -> 
         assert model.stats.predicted_neurons == 0
 
 
-def test_looking_ahead_costs_nothing_where_every_neuron_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
+@pytest.mark.parametrize("hot", [0.0, 0.35, 1.0])
+def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
+    tmp_path: Path, look_ahead: str, hot: float
+) -> None:
+    # 128 neurons a layer and 64 cold slots: two layers' waves share them, or take turns.
     tiny = make_tiny(tmp_path, FP16)
-    decode = {"predictor": "low-rank", "threshold": -1e9, "look_ahead": "attention"}
+    decode = {"predictor": "low-rank", "threshold": -1e9, "look_ahead": look_ahead}
     plan = write_plan(tmp_path, tiny, {"decode": decode, "pipeline": {"cluster": 16}})
-    with pi2.load(plan) as model:
+    with pi2.load(plan, set={"layers.hot": hot}) as model:
         got = model.logits(TOKENS, mode="decode")
         assert compute_error(got, run_plain(tiny, TOKENS)) < KV_ROUNDING
+        cache = model._parts.cache
+        assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
 
 
-def test_looking_ahead_predicts_from_the_input_of_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
+def test_looking_ahead_predicts_from_what_is_known_then(tmp_path: Path, look_ahead: str) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny)
     results = {}
-    for look_ahead in ("none", "attention"):
-        with pi2.load(plan, set={"decode.look_ahead": look_ahead}) as model:
-            results[look_ahead] = model.logits(TOKENS, mode="decode")
+    for setting in ("none", look_ahead):
+        with pi2.load(plan, set={"decode.look_ahead": setting}) as model:
+            results[setting] = model.logits(TOKENS, mode="decode")
             assert model.stats.predicted_neurons > 0
-    difference = compute_error(results["attention"], results["none"])
+    difference = compute_error(results[look_ahead], results["none"])
     assert 1e-3 < difference < 1, "other neurons are predicted, most of them the same"
 
 
-def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
+def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_ahead: str) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny)
-    settings = {"decode.look_ahead": "attention", "layers.hot": 0.0}
+    settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0}
     with pi2.load(plan, set=settings) as model:
         expected = model.logits(TOKENS, mode="decode")
     with pi2.load(plan, set=settings) as model:
