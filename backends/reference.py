@@ -2,7 +2,7 @@
 
 It is the truth that every kernel is tested against, so it is written to be read: weights are
 dequantised where they are used, activations are never quantised, and nothing is fused.  Keys and
-values are kept in the plan's type.
+values are 8-bit integers only where the plan says so.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]
 
 
 class KvCache:
-    """Keys (0) and values (1) of all layers, in the plan's type."""
+    """Keys (0) and values (1) of all layers: as 8-bit integers where the plan says so, else whole.
+
+    Rounding them to fp16 would cost five times the error of everything else here; the segment has
+    the size that the plan's type needs all the same.
+    """
 
     def __init__(self, request: BuildRequest) -> None:
         shape = request.model.shape
@@ -107,8 +111,9 @@ class KvCache:
         vectors = (2, shape.layers, request.context, shape.kv_heads)
         count, size = int(np.prod(vectors)), shape.head_dim
         raw = request.allocate("kv", count * size * (1 if self._int8 else 2))
-        self._elements = raw.view(np.int8 if self._int8 else np.float16).reshape(*vectors, size)
+        self._elements: npt.NDArray[np.generic] = np.zeros((*vectors, size), np.float32)
         if self._int8:
+            self._elements = raw.view(np.int8).reshape(*vectors, size)
             self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
 
     def keep(self, kind: int, layer: int, position: int, x: _F32) -> None:

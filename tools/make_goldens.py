@@ -42,6 +42,12 @@ COMMON: Options = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+UNKNOWN = {
+    "Falcon": ("num_key_value_heads", "intermediate_size"),
+    "GPTNeoX": ("num_key_value_heads",),
+    "OPT": ("num_key_value_heads", "intermediate_size"),
+}
+"""Of the common options, those that a family has under other names or not at all."""
 ROPE: Options = {"rope_theta": 10000.0}
 
 MODELS: dict[str, tuple[str, Options]] = {
@@ -171,7 +177,9 @@ MODELS: dict[str, tuple[str, Options]] = {
 
 def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     """A model whose random weights fit into fp16 exactly."""
-    config = getattr(transformers, f"{family}Config")(**COMMON | options)
+    unknown = UNKNOWN.get(family, ())
+    common = {key: value for key, value in COMMON.items() if key not in unknown}
+    config = getattr(transformers, f"{family}Config")(**common | options)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -294,6 +294,7 @@ def _describe_gpt_neox(config: Config) -> Tables:
     layer = "gpt_neox.layers.{layer}"
     tables["norm"] = {"kind": "layernorm", "epsilon": epsilon, "bias": True}
     tables["rope"]["theta"] = config.read("rotary_emb_base", float, tables["rope"]["theta"])
+    tables["shape"]["kv_heads"] = tables["shape"]["heads"]
     tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
     tables["ffn"] |= {"gated": False, "bias": True}
     if config.read("use_parallel_residual", bool, True):

@@ -71,7 +71,11 @@ def write_model(model: Model, origin: str) -> str:
     """A model document as TOML; what has its default value is left out."""
     values = model.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     # Written out although they are defaults: a reader wants to see them.
-    values["norm"] = {"kind": model.norm.kind, "epsilon": model.norm.epsilon, **values["norm"]}
+    values["norm"] = {
+        "kind": model.norm.kind,
+        "epsilon": model.norm.epsilon,
+        **values.get("norm", {}),
+    }
     values["rope"] = {"kind": model.rope.kind, **values.get("rope", {})}
     values["quantization"] = model.quantization.model_dump(mode="json")
     lines = [f"# Written by `pi2 model new` from {origin}"]
