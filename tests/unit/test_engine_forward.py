@@ -71,9 +71,8 @@ def run_plain(tiny: TinyModel, tokens: list[int]) -> np.ndarray:
         q = rope(q.reshape(len(x), shape.heads, -1))
         k = rope(k.reshape(len(x), shape.kv_heads, -1))
         group = shape.heads // shape.kv_heads
-        # The cache keeps keys and values as fp16.
-        k, v = (a.reshape(len(x), shape.kv_heads, -1).astype(np.float16) for a in (k, v))
-        k, v = (np.repeat(a.astype(np.float64), group, 1) for a in (k, v))
+        k = np.repeat(k.reshape(len(x), shape.kv_heads, -1), group, 1)
+        v = np.repeat(v.reshape(len(x), shape.kv_heads, -1), group, 1)
         scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(shape.head_dim)
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
         hidden = (distance < 0) | (distance >= (model.attention.sliding_window or len(x)))
