@@ -9,7 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from pi2.plan.figures import walk_texts
+from pi2.plan.findings import Facts, Finding
+from pi2.plan.source import KINDS
 
 PrivateKind = Literal["serial", "account", "home"]
 
@@ -68,14 +73,15 @@ class Private:
         return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
 
 
-def find_private(text: str) -> list[Private]:
+@lru_cache(maxsize=4096)  # three rules ask about the same texts
+def find_private(text: str) -> tuple[Private, ...]:
     """Everything private in ``text``, in its order; stretches do not overlap."""
     found = sorted(_find_all(text), key=lambda item: (item.start, -item.end))
     kept: list[Private] = []
     for item in found:
         if not kept or item.start >= kept[-1].end:
             kept.append(item)
-    return kept
+    return tuple(kept)
 
 
 def _find_all(text: str) -> Iterator[Private]:
@@ -123,9 +129,23 @@ def _has_check_digit(digits: str) -> bool:
     return total % 10 == 0
 
 
-def strip_private(text: str) -> tuple[str, list[Private]]:
+def strip_private(text: str) -> tuple[str, tuple[Private, ...]]:
     """The text without what is private, and what that was."""
     found = find_private(text)
     for item in reversed(found):
         text = text[: item.start] + _PLACEHOLDER[item.kind] + text[item.end :]
     return text, found
+
+
+def report_private(facts: Facts, kind: PrivateKind, what: str) -> Iterator[Finding]:
+    """A finding for every text of the documents that holds something private of this kind."""
+    for document in KINDS:
+        for path, text in walk_texts(facts.known.get(document)):
+            found = [item for item in find_private(text) if item.kind == kind]
+            if found:
+                yield Finding(
+                    document=document,
+                    path=path,
+                    message=f"{what}: `{found[0].shortened}`",
+                    help="leave it out: documents are shared",
+                )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from pi2.diagnostics import UserError
 from pi2.plan.check import check_file
-from pi2.plan.documents import Origin
+from pi2.plan.figures import walk_figures
 from pi2.plan.paths import format_path
 from pi2.plan.references import has_scheme, list_shipped
 from pi2.plan.source import display_path
@@ -79,21 +76,6 @@ def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, A
         f"`{profile}` is neither locked nor shipped",
         help=f"did you mean {near[0]}?" if near else "`pi2 profile search` lists what there is",
     )
-
-
-def walk_figures(value: object, place: tuple[str | int, ...] = ()) -> Iterator[Any]:
-    """Every figure below ``value`` that has an origin, with its key path."""
-    if isinstance(value, Origin):
-        yield place, value
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from walk_figures(getattr(value, name), (*place, name))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from walk_figures(item, (*place, str(key)))
-    elif isinstance(value, tuple):
-        for number, item in enumerate(value):
-            yield from walk_figures(item, (*place, number))
 
 
 def write_description(found: dict[str, Any]) -> str:

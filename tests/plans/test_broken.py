@@ -14,7 +14,7 @@ import pytest
 from pi2.plan.rules import load_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
-WARNINGS = {"P214", "P235"}
+WARNINGS = {"P214", "P235", "P401", "P402", "P403", "P411", "P412", "P413"}
 
 # File: code, line, column, and the file to be changed where it is another one.
 PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
@@ -32,6 +32,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "budget-too-small.plan.toml": ("P201", 8, 10),
     "byte-order-mark.plan.toml": ("P007", 1, 1),
     "chunk-above-context.plan.toml": ("P235", 41, 9),
+    "claim-as-measured.device.toml": ("P402", 25, 10),
     "clusters-of-an-npu.device.toml": ("P252", 13, 1),
     "cold-too-small.plan.toml": ("P202", 16, 8),
     "comments-only.plan.toml": ("P008", 1, 1),
@@ -65,12 +66,13 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "fatrelu-without-threshold.model.toml": ("P245", 15, 1),
     "figure-without-origin.device.toml": ("P102", 18, 1),
     "fraction-for-whole.plan.toml": ("P103", 41, 9),
-    "gates-missing.model.toml": ("P253", 17, 9),
     "gate-of-silu.plan.toml": ("P234", 44, 13),
+    "gates-missing.model.toml": ("P253", 17, 9),
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),
     "heads-not-shared.model.toml": ("P240", 10, 12),
     "hidden-not-of-groups.model.toml": ("P242", 7, 10),
+    "home-folder.plan.toml": ("P413", 4, 9),
     "hot-too-small.plan.toml": ("P202", 15, 7),
     "inherit-of-a-number.plan.toml": ("P024", 3, 22),
     "inherit-wrong-word.plan.toml": ("P104", 3, 28),
@@ -85,6 +87,8 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "layer-out-of-range.plan.toml": ("P212", 31, 10),
     "long-line.plan.toml": ("P211", 28, 102),
     "look-ahead-of-gates.plan.toml": ("P254", 45, 14),
+    "mail-address.device.toml": ("P412", 26, 10),
+    "measured-without-spread.device.toml": ("P401", 25, 10),
     "misnamed.device.toml": ("P244", 2, 6),
     "misnamed.model.toml": ("P243", 2, 6),
     "missing-device-file.plan.toml": ("P015", 2, 10),
@@ -117,9 +121,11 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "remove-nothing.plan.toml": ("P023", 3, 11),
     "remove-required.plan.toml": ("P102", 10, 1, "parts/base.plan.toml"),
     "remove-without-extends.plan.toml": ("P025", 2, 10),
+    "rests-on-claims.plan.toml": ("P403", 2, 10),
     "reversed-range.plan.toml": ("P212", 27, 10),
     "same-cluster-twice.device.toml": ("P252", 8, 12),
     "self-reference.plan.toml": ("P014", 2, 10),
+    "serial-number.device.toml": ("P411", 26, 10),
     "share-above-one.plan.toml": ("P104", 24, 7),
     "shares-above-one.plan.toml": ("P210", 23, 9),
     "shares-below-one-in-override.plan.toml": ("P210", 28, 9),

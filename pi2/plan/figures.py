@@ -1,0 +1,38 @@
+"""Figures with an origin, wherever they stand in a document, and all texts of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from pi2.plan.documents import Origin
+from pi2.plan.paths import KeyPath
+
+
+def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
+    """Every figure below ``value`` with its key path."""
+    for place, item in _walk(value, path):
+        if isinstance(item, Origin):
+            yield place, item
+
+
+def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text below ``value`` with its key path."""
+    for place, item in _walk(value, path):
+        if isinstance(item, str):
+            yield place, item
+
+
+def _walk(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """``value`` and everything below it; values that nobody wrote, too."""
+    yield path, value
+    if isinstance(value, BaseModel):
+        for name, item in value:
+            yield from _walk(item, (*path, name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk(item, (*path, str(key)))
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from _walk(item, (*path, number))
