@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, help="End at this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
+@click.option("--offline", is_flag=True, help="Use no network; running never does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     plan: Path,
     prompt: str | None,
     prompt_file: Path | None,
     settings: tuple[str, ...],
+    locked: bool,
+    offline: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -52,10 +56,11 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
+    del offline  # a promise that is kept without it
     overrides = parse_assignments(settings)
     text = read_prompt(prompt, prompt_file)
     with ProgressBar() as progress, ExitStack() as cleanup:
-        model = cleanup.enter_context(load(plan, set=overrides, progress=progress))
+        model = cleanup.enter_context(load(plan, set=overrides, locked=locked, progress=progress))
         generation = model.generate(
             text, progress=lambda share: progress("reading the prompt", share), **options
         )
