@@ -372,7 +372,7 @@ def report_build(
     if reader.fallback is not None:
         log.warning("neurons are read through the page cache", reason=reader.fallback)
     if reader.engine_fallback is not None:
-        log.warning("neurons are read with pread", reason=reader.engine_fallback)
+        log.info("neurons are read with pread", reason=reader.engine_fallback)
 
 
 def _ignore_progress(label: str, share: float) -> None:

@@ -106,9 +106,9 @@ class Io(Table):
 
     mode: Literal["direct", "buffered"] = "direct"
     """``direct`` goes past the page cache (O_DIRECT), ``buffered`` through it."""
-    engine: Literal["pread", "io_uring", "mmap"] = "pread"
-    """``pread`` reads with threads, one request each; ``io_uring`` (Linux) queues many requests in
-    one system call, without threads, and gives way to ``pread`` where the system has none;
+    engine: Literal["pread", "io_uring", "mmap"] = "io_uring"
+    """``io_uring`` (Linux) queues many requests in one system call, without threads, and gives way
+    to ``pread`` where the system has none; ``pread`` reads with threads, one request each;
     ``mmap`` copies out of mapped files, through the page cache: a baseline."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Threads that issue reads; with ``io_uring``, half the clusters that a layer's reads are
