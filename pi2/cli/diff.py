@@ -94,8 +94,11 @@ def _check(path: str) -> Report:
     from pi2.plan.check import check_file
     from pi2.plan.resolve import make_error
     from pi2.plan.source import display_path
+    from pi2.sharing.resolver import LockedReferences
 
-    report = check_file(Path(path), name=display_path(Path(path)))
+    file = Path(path)
+    resolver = LockedReferences(file.parent)
+    report = check_file(file, name=display_path(file), resolver=resolver)
     if not report.is_sound or report.document is None:
         raise make_error(report)
     print_diagnostics(report.diagnostics, report.sources)

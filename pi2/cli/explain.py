@@ -62,14 +62,17 @@ def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
     from pi2.plan.overrides import parse_assignments
     from pi2.plan.resolve import make_error
     from pi2.plan.source import detect_kind, display_path
+    from pi2.sharing.resolver import LockedReferences
 
     path = Path(file)
     kind = detect_kind(path.name)
     name = display_path(path)
+    resolver = LockedReferences(path.parent)
     if kind == "plan":
-        report = check_plan(path, name=name, overrides=parse_assignments(settings))
+        overrides = parse_assignments(settings)
+        report = check_plan(path, name=name, overrides=overrides, resolver=resolver)
     else:
-        report = check_file(path, name=name)
+        report = check_file(path, name=name, resolver=resolver)
     if kind is None or kind not in report.files:
         raise make_error(report)
     print_diagnostics(report.diagnostics, report.sources)

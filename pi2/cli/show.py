@@ -39,20 +39,23 @@ def command(
     from pi2.plan.resolve import make_error
     from pi2.plan.source import detect_kind, display_path
     from pi2.plan.writing import write_document, write_plan
+    from pi2.sharing.resolver import LockedReferences
 
     del resolved
     path = Path(plan)
+    resolver = LockedReferences(path.parent)
     kind = detect_kind(path.name) or "plan"
     if kind != "plan":
         if settings or document not in ("plan", kind):
             raise UserError.of("P016", f"`--set` and `--document` are for plans, this is a {kind}")
-        report = check_file(path, name=display_path(path))
+        report = check_file(path, name=display_path(path), resolver=resolver)
         if report.document is None or not report.is_sound:
             raise make_error(report)
         print_diagnostics(report.diagnostics, report.sources)
         sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
         return
-    report = check_plan(path, name=display_path(path), overrides=parse_assignments(settings))
+    overrides = parse_assignments(settings)
+    report = check_plan(path, name=display_path(path), overrides=overrides, resolver=resolver)
     found = report.resolved
     if found is None:
         raise make_error(report)

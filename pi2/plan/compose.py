@@ -291,8 +291,17 @@ class _Composer:
         children = dict(tree.table)
         for key in keys:
             node = children.get(key)
-            if node is not None and isinstance(node.scalar, str):
+            if node is None or not isinstance(node.scalar, str):
+                continue
+            try:
                 text = self.rebase_text(node.scalar, key, reference, located)
+            except UserError as error:
+                place = node.places[-1]
+                span = place.file.spans.find_value(place.path)
+                self.result.diagnostics += (
+                    replace(item, span=span, path=key) for item in error.diagnostics
+                )
+            else:
                 children[key] = replace(node, scalar=text)
         return replace(tree, table=children)
 

@@ -1,0 +1,304 @@
+"""Write a new device, model or plan to begin with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.plan.check import Report
+    from pi2.plan.drafting import MachineFacts
+    from pi2.plan.source import Kind
+
+_SHAPE = {
+    "layers": "Transformer blocks.",
+    "hidden": "Width of the residual stream.",
+    "ffn": "FFN neurons of a layer.",
+    "heads": "Query heads.",
+    "kv_heads": "Key and value heads.",
+    "head_dim": "Width of a head.",
+    "vocab": "Tokens of the vocabulary.",
+    "context": "Longest sequence, in tokens.",
+}
+
+
+@click.group("new")
+def command() -> None:
+    """Write a new device, model or plan to begin with.
+
+    On a terminal, what is not given is asked for; elsewhere it is an error.  What is written passes
+    `pi2 validate`, and nothing is ever overwritten without --force.
+    """
+
+
+def _output(function: Callable[..., None]) -> Callable[..., None]:
+    function = click.option("--force", is_flag=True, help="Overwrite a file.")(function)
+    text = "File to write; its name ends in .KIND.toml."
+    return click.option("-o", "--output", type=click.Path(path_type=Path), help=text)(function)
+
+
+@command.command("plan")
+@click.option("--device", help="Short name, path or reference of the device.")
+@click.option("--model", help="Short name, path or reference of the model.")
+@click.option("--memory", help="Budget of the whole process, such as '4 GiB'.")
+@click.option("--context", type=click.IntRange(1, 2**31 - 1), help="Tokens of prompt and answer.")
+@click.option("--store", help="Folder of the neuron store.  [default: stores/MODEL]")
+@_output
+def new_plan(
+    device: str | None,
+    model: str | None,
+    memory: str | None,
+    context: int | None,
+    store: str | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Write a plan whose segments fit the model and the memory."""
+    from pi2.plan.device import Device
+    from pi2.plan.drafting import Wish, draft_plan
+    from pi2.plan.model import Model
+
+    device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
+    model = _ask("--model", model, "Model", default="pi2-demo", known=_list_shipped("model"))
+    device_report = _read(device, "device")
+    model_report = _read(model, "model")
+    assert isinstance(device_report.document, Device)
+    assert isinstance(model_report.document, Model)
+    memory = _ask("--memory", memory, "Memory for the whole process", default="4 GiB")
+    budget = _parse_bytes(memory)
+    name = f"{model_report.document.id}-on-{device_report.document.id}"
+    path = _choose_output(output, f"{name}.plan.toml", "plan", force)
+    wish = Wish(
+        device=_refer(device, path.parent),
+        model=_refer(model, path.parent),
+        store=store or f"stores/{model_report.document.id}",
+        budget_bytes=budget,
+        context=context,
+        name=f"{_name(model_report)} on {_name(device_report)}"[:120],
+    )
+    _write(path, draft_plan(wish, device_report.document, model_report.document))
+
+
+@command.command("device")
+@click.argument("name", required=False)
+@click.option("--like", help="Begin with this device instead of this machine.")
+@_output
+def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
+    """Describe this machine as the device NAME, or one that is like another."""
+    from pi2.plan.drafting import draft_device, draft_like
+
+    name = _ask("NAME", name, "Name of the device, such as acme-12")
+    path = _choose_output(output, f"{name}.device.toml", "device", force)
+    if like is not None:
+        _read(like, "device")
+        _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
+    else:
+        _write(path, draft_device(_take_name(path), _look_at_machine()))
+
+
+@command.command("model")
+@click.argument("name", required=False)
+@click.option("--like", help="Begin with this model.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Take what can be taken from a checkpoint's config.json.",
+)
+@click.option("--activation", help="Activation of the FFN, such as relu or silu.")
+@_output
+def new_model(
+    name: str | None,
+    like: str | None,
+    config: Path | None,
+    activation: str | None,
+    output: Path | None,
+    force: bool,
+    **sizes: int | None,
+) -> None:
+    """Write the model NAME, from sizes, a config.json, or another model."""
+    from pi2.plan.drafting import draft_like, draft_model
+
+    name = _ask("NAME", name, "Name of the model, such as acme-7b")
+    path = _choose_output(output, f"{name}.model.toml", "model", force)
+    if like is not None:
+        _read(like, "model")
+        _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
+        return
+    if config is not None:
+        from pi2.plan.hub_config import read_config
+
+        shape, options = read_config(config)
+    else:
+        shape, options = {}, {}
+    for key, text in _SHAPE.items():
+        if sizes[key] is not None or key not in shape:
+            given = None if sizes[key] is None else str(sizes[key])
+            answer = _ask(f"--{key.replace('_', '-')}", given, text.rstrip("."))
+            shape[key] = _parse_count(answer, key)
+    if activation is not None or "activation" not in options:
+        options["activation"] = _ask("--activation", activation, "Activation", default="silu")
+    _write(path, draft_model(_take_name(path), shape, options))
+
+
+for _key, _text in _SHAPE.items():
+    _option = click.Option(
+        [f"--{_key.replace('_', '-')}"], type=click.IntRange(1, 2**31 - 1), help=_text
+    )
+    new_model.params.append(_option)
+
+
+def _is_guided() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _ask(
+    flag: str,
+    given: str | None,
+    question: str,
+    *,
+    default: str | None = None,
+    known: Sequence[str] = (),
+) -> str:
+    """The value that was given, or an answer; elsewhere than on a terminal, a usage error."""
+    if given is not None:
+        return given
+    if not _is_guided():
+        raise click.UsageError(f"{flag} is missing.")
+    if known:
+        click.echo(f"Known: {', '.join(known)}", err=True)
+    answer: str = click.prompt(question, default=default, err=True)
+    return answer
+
+
+def _list_shipped(kind: Kind) -> list[str]:
+    from pi2.plan.references import list_shipped
+
+    return list(list_shipped(kind)) if _is_guided() else []
+
+
+def _read(reference: str, kind: Kind) -> Report:
+    """Check the device or model that a reference means; it must be sound."""
+    from pi2.plan.check import check_file
+    from pi2.plan.references import UnknownName, locate_document
+    from pi2.plan.resolve import make_error
+    from pi2.sharing.resolver import LockedReferences
+
+    resolver = LockedReferences(Path())
+    try:
+        found = locate_document(reference, kind, Path(), resolver=resolver)
+    except UnknownName as error:
+        raise UserError.of("P015", str(error), help=error.hint) from None
+    report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
+    if not report.is_sound or report.document is None:
+        raise make_error(report)
+    if kind not in report.files:
+        raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
+    return report
+
+
+def _name(report: Report) -> str:
+    assert report.document is not None
+    return report.document.name or str(getattr(report.document, "id", ""))
+
+
+def _refer(reference: str, folder: Path) -> str:
+    """The reference as it is written in a file in ``folder``."""
+    from pi2.plan.references import has_scheme, is_path
+
+    if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
+        return reference
+    return Path(os.path.relpath(reference, folder)).as_posix()
+
+
+def _parse_bytes(text: str) -> int:
+    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+
+    try:
+        size = parse_quantity(text, BYTE_UNITS)
+        if size.denominator != 1 or not 0 < size < 2**63:
+            raise QuantityError("expected a whole number of bytes")
+    except QuantityError as error:
+        help_text = error.hint or "for example --memory '4 GiB'"
+        raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None
+    return int(size)
+
+
+def _parse_count(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:10]) < 2**31:
+        raise UserError.of("P104", f"{name} is a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -> Path:
+    from pi2.plan.source import detect_kind
+
+    path = Path(default) if output is None else output
+    if detect_kind(path.name) != kind or not path.name.removesuffix(f".{kind}.toml"):
+        message = f"expected a file name that ends in .{kind}.toml"
+        raise UserError.of("P009", message, file=str(path), help=f"{default}, for example")
+    if os.path.lexists(path) and not force:
+        raise UserError.of(
+            "P027", "the file is there already", file=str(path), help="--force overwrites it"
+        )
+    return path
+
+
+def _take_name(path: Path) -> str:
+    """A document's id is its file's name."""
+    return path.name.split(".device.toml")[0].split(".model.toml")[0]
+
+
+def _look_at_machine() -> MachineFacts:
+    from pi2.machine.machine import detect_machine
+    from pi2.machine.storage import inspect_storage
+    from pi2.plan.drafting import MachineFacts
+
+    machine = detect_machine()
+    return MachineFacts(
+        processor=machine.cpu.name,
+        architecture=machine.architecture,
+        features=tuple(machine.features),
+        clusters=tuple((item.cores, item.max_hz, item.core) for item in machine.cpu.clusters),
+        installed_bytes=machine.memory.installed_bytes,
+        block_bytes=inspect_storage(Path()).block_bytes,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a draft that was checked, whole or not at all."""
+    from pi2.cli.main import print_diagnostics
+    from pi2.plan.check import check_file
+    from pi2.plan.resolve import make_error
+    from pi2.sharing.files import write_atomically
+    from pi2.sharing.resolver import LockedReferences
+
+    text = _find_schema(path) + text
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # references go through it
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise UserError.of("P003", message, file=str(path)) from None
+    report = check_file(path, resolver=LockedReferences(path.parent), text=text)
+    if not report.is_sound:
+        raise make_error(report)
+    print_diagnostics(report.diagnostics, report.sources)
+    write_atomically(path, text.encode())
+    click.echo(f"{path}: written; `pi2 show {path}` prints everything", err=True)
+
+
+def _find_schema(path: Path) -> str:
+    """The first line of a document in a project that has the schemas; else nothing."""
+    kind = path.name.removesuffix(".toml").rpartition(".")[2]
+    folder = path.parent.resolve()
+    for parent in (folder, *folder.parents[:4]):
+        schema = parent / "schemas" / f"{kind}.schema.json"
+        if schema.is_file():
+            return f"#:schema {Path(os.path.relpath(schema, folder)).as_posix()}\n"
+    return ""

@@ -1,0 +1,189 @@
+"""`pi2 new`: documents to begin with, which are sound from the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tomli
+
+from pi2.cli import new
+from pi2.cli.main import run
+from pi2.plan.check import check_file
+from pi2.plan.references import list_shipped
+
+SIZES = "layers=4 hidden=64 ffn=128 heads=4 kv-heads=2 head-dim=16 vocab=100 context=128"
+SHAPE = [f"--{item}" for item in SIZES.split()]
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_plan(*arguments: str, memory: str = "1 GiB") -> int:
+    return run(["new", "plan", "--memory", memory, *arguments])
+
+
+@pytest.mark.parametrize("device", ["host", "oneplus-12", "raspberry-pi-5", "x86-laptop"])
+@pytest.mark.parametrize("memory", ["300 MiB", "4 GiB"])
+def test_a_new_plan_is_sound(device: str, memory: str) -> None:
+    assert make_plan("--device", device, "--model", "pi2-demo", memory=memory) == 0
+    report = check_file(Path(f"pi2-demo-on-{device}.plan.toml"))
+    assert report.is_sound
+    assert report.resolved is not None
+    assert report.resolved.plan.memory.segments.hot >= report.resolved.needs.hot.bytes
+
+
+@pytest.mark.parametrize("model", sorted(list_shipped("model")))
+def test_every_shipped_model_gets_a_plan(model: str) -> None:
+    code = make_plan("--device", "cloud-vm-zen5", "--model", model, memory="12 GiB")
+    assert code == 0
+    (path,) = Path().glob("*.plan.toml")
+    report = check_file(path)
+    assert report.is_sound
+    assert report.resolved is not None
+    segments = report.resolved.plan.memory.segments
+    assert sum(size for _, size in segments) <= report.resolved.plan.memory.budget
+
+
+def test_more_memory_keeps_more_neurons() -> None:
+    hot = []
+    for memory in ("3 GiB", "4 GiB", "5 GiB", "8 GiB"):
+        arguments = ("--device", "cloud-vm-zen5", "--model", "bamboo-7b", "--force")
+        assert make_plan(*arguments, "-o", "my.plan.toml", memory=memory) == 0
+        resolved = check_file(Path("my.plan.toml")).resolved
+        assert resolved is not None
+        hot.append(resolved.layers[0].hot)
+    assert hot == sorted(hot)
+    assert hot[0] < hot[-1] == 1.0
+
+
+def test_too_little_memory_is_refused_with_what_is_needed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--device", "host", "--model", "llama-2-7b")
+    assert make_plan(*arguments, memory="1 GiB") == 2
+    error = capsys.readouterr().err
+    assert "error[P026]" in error
+    needed = error.partition("--memory '")[2].partition("'")[0]
+    assert make_plan(*arguments, memory=needed) == 0
+
+
+def test_references_are_seen_from_the_new_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["new", "device", "box"]) == 0
+    assert run(["new", "model", "tiny", *SHAPE, "--activation", "relu"]) == 0
+    arguments = ["--device", "./box.device.toml", "--model", "tiny.model.toml"]
+    assert make_plan(*arguments, "-o", "a/b/my.plan.toml") == 0
+    values = tomli.loads(Path("a/b/my.plan.toml").read_text())
+    assert values["device"] == "../../box.device.toml"
+    assert values["decode"]["predictor"] == "gate"
+
+
+def test_a_device_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["new", "device", "box"]) == 0
+    report = check_file(Path("box.device.toml"))
+    assert report.diagnostics == ()
+    assert tomli.loads(Path("box.device.toml").read_text())["units"]["cpu"]["kind"] == "cpu"
+
+
+def test_devices_and_models_begin_with_others() -> None:
+    assert run(["new", "device", "pad", "--like", "oneplus-12"]) == 0
+    assert run(["new", "model", "mine", "--like", "llama-2-7b"]) == 0
+    for name in ("pad.device.toml", "mine.model.toml"):
+        report = check_file(Path(name))
+        assert report.diagnostics == ()
+        assert report.document is not None
+        assert report.document.id == name.split(".")[0]  # type: ignore[attr-defined]
+
+
+def test_a_model_takes_its_sizes_from_a_configuration() -> None:
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "model_type": "qwen2",
+        "eos_token_id": [2, 3],
+    }
+    Path("config.json").write_text(json.dumps(config))
+    assert run(["new", "model", "small", "--config", "config.json"]) == 0
+    values = tomli.loads(Path("small.model.toml").read_text())
+    assert values["shape"]["head_dim"] == 16
+    assert values["rope"]["theta"] == 500000.0
+    assert values["attention"]["qkv_bias"] is True
+    assert values["tokenizer"]["eos"] == [2, 3]
+    assert check_file(Path("small.model.toml")).diagnostics == ()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": 3}', "[" * 5000])
+def test_a_configuration_without_sizes_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.json").write_text(text)
+    assert run(["new", "model", "small", "--config", "config.json"]) == 2
+    assert "error[P028]" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("box.device.toml").write_text("mine")
+    assert run(["new", "device", "box"]) == 2
+    assert "error[P027]" in capsys.readouterr().err
+    assert Path("box.device.toml").read_text() == "mine"
+    assert run(["new", "device", "box", "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["plan"], "--device is missing"),
+        (["plan", "--device", "host"], "--model is missing"),
+        (["plan", "--device", "host", "--model", "pi2-demo"], "--memory is missing"),
+        (["device"], "NAME is missing"),
+        (["model", "x"], "--layers is missing"),
+        (["plan", "--device", "hots"], "--model is missing"),
+        (["plan", "--device", "hots", "--model", "pi2-demo", "--memory", "1 GiB"], "P015"),
+        (["plan", "--device", "host", "--model", "pi2-demo", "--memory", "1"], "P105"),
+        (["device", "box", "-o", "box.toml"], "P009"),
+        (["device", "Box"], "P106"),
+        (["model", "x", *SHAPE, "--activation", "gelo"], "P104"),
+    ],
+)
+def test_elsewhere_than_on_a_terminal_everything_must_be_given(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", *arguments]) in (1, 2)
+    assert text in capsys.readouterr().err
+    assert list(Path().glob("*.toml")) == []
+
+
+def test_on_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["host", "pi2-demo", "400 MiB"])
+    asked = []
+
+    def answer(question: str, **options: object) -> str:
+        asked.append(question)
+        return next(answers)
+
+    monkeypatch.setattr(new, "_is_guided", lambda: True)
+    monkeypatch.setattr("click.prompt", answer)
+    assert run(["new", "plan"]) == 0
+    assert asked == ["Device", "Model", "Memory for the whole process"]
+    assert check_file(Path("pi2-demo-on-host.plan.toml")).is_sound
+
+
+def test_the_schema_is_named_where_there_is_one() -> None:
+    Path("schemas").mkdir()
+    shutil.copy(Path(__file__).parents[2] / "schemas/device.schema.json", "schemas")
+    assert run(["new", "device", "box", "-o", "devices/box.device.toml"]) == 0
+    text = Path("devices/box.device.toml").read_text()
+    assert text.startswith("#:schema ../schemas/device.schema.json\n")
