@@ -13,6 +13,8 @@ from pi2.diagnostics import UserError
 from pi2.plan.quantities import approximate_bytes
 
 PAGE = 4096
+HUGE_BYTES = 64 << 20
+"""A smaller arena is not worth pages of 2 MiB: one that is hardly used takes as much memory."""
 
 
 class Budget:
@@ -52,12 +54,18 @@ class Budget:
         """Return ``size`` zeroed bytes, page-aligned; UserError P610 as for ``charge``."""
         return self.allocate_spanning({segment: size})
 
-    def allocate_spanning(self, sizes: Mapping[str, int]) -> npt.NDArray[np.uint8]:
-        """Return one contiguous region charged to several segments, in bytes each."""
+    def allocate_spanning(
+        self, sizes: Mapping[str, int], *, reserved_bytes: int = 0
+    ) -> npt.NDArray[np.uint8]:
+        """Return one contiguous region charged to several segments, in bytes each.
+
+        It is ``reserved_bytes`` longer than what is charged: the caller sees to it that no more
+        than that is in use at a time, and tells ``give_back`` what is not any more.
+        """
         for segment, size in sizes.items():
             assert size >= 0
             self.charge(segment, size)
-        size = sum(sizes.values())
+        size = sum(sizes.values()) + reserved_bytes
         length = max(size, 1)
         if sys.platform == "win32":
             region = mmap.mmap(-1, length)
@@ -66,3 +74,19 @@ class Budget:
             region = mmap.mmap(-1, length, flags=flags)
         self._maps.append(region)
         return np.frombuffer(region, np.uint8, count=size)
+
+    def give_back(self, unused: npt.NDArray[np.uint8]) -> None:
+        """Let the system have the memory of whole pages of ``unused``, a part of a region that
+        this budget gave; its contents are lost."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        address, length = unused.ctypes.data, unused.nbytes
+        for region in self._maps:
+            start = address - np.frombuffer(region, np.uint8, count=1).ctypes.data
+            if 0 <= start < len(region):
+                first = -(-start // PAGE) * PAGE
+                last = (start + length) // PAGE * PAGE
+                if last > first:
+                    region.madvise(mmap.MADV_DONTNEED, first, last - first)
+                return
+        raise AssertionError("not a region of this budget")

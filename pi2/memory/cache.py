@@ -1,21 +1,23 @@
 """The neuron cache: which neurons are in memory, and in which slot of the arena.
 
 One arena [slots, stride] holds them all.  The hot neurons of layer 0, 1, ... come first, each
-layer's contiguous and in stored order, so that dense kernels can run over them; they never leave.
-The slots behind them are the cold cache, shared by all layers, one neuron a slot.
+layer's contiguous and in stored order, so that dense kernels can run over them; they leave only
+when the hot region is made smaller.  The slots behind them are the cold cache, shared by all
+layers, one neuron a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pi2.memory.policy import ABSENT, PolicyName, make_policy
+from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
@@ -63,17 +65,28 @@ class NeuronCache:
         *,
         policy: PolicyName = "lru",
         expected: F32 | None = None,
+        most_hot: Sequence[int] | None = None,
+        cold: int | None = None,
+        give_back: Callable[[U8], None] = lambda unused: None,
     ) -> None:
         """``hot``: hot neurons of each layer; ``neurons``: FFN neurons per layer; ``expected``
-        [layers, neurons]: how often a token uses each, where statistics tell."""
+        [layers, neurons]: how often a token uses each, where statistics tell.
+
+        ``most_hot``: hot neurons that each layer has room for (``hot``), and ``cold``: cold slots
+        to begin with (what is left of the arena); both only where hot regions shall grow and
+        shrink, which needs an arena with more slots than there is memory.  ``give_back`` is told
+        of parts of the arena that are not in use any more.
+        """
         self.arena = arena
         self.neurons = neurons
+        self._give_back = give_back
         layers = len(hot)
-        bases = np.concatenate([[0], np.cumsum(hot)]).astype(np.int64)
-        assert bases[-1] <= len(arena), (bases[-1], len(arena))
-        self.hot_slots = [range(int(bases[i]), int(bases[i + 1])) for i in range(layers)]
-        self._first_cold = int(bases[-1])
-        self.cold_capacity = len(arena) - self._first_cold
+        self._most_hot = tuple(hot if most_hot is None else most_hot)
+        bases = np.concatenate([[0], np.cumsum(self._most_hot)]).astype(np.int64).tolist()
+        self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
+        self._first_cold = bases[-1]
+        self.cold_capacity = len(arena) - bases[-1] if cold is None else cold
+        assert bases[-1] + self.cold_capacity <= len(arena), (bases[-1], len(arena))
         self._slot_of = np.full((layers, neurons), ABSENT, np.int32)
         for layer, slots in enumerate(self.hot_slots):
             self._slot_of[layer, : len(slots)] = np.arange(slots.start, slots.stop)
@@ -91,6 +104,15 @@ class NeuronCache:
         """The hot neurons of ``layer``, [hot, stride], a view."""
         slots = self.hot_slots[layer]
         return self.arena[slots.start : slots.stop]
+
+    def find_indices(self, layer: int, slots: I32) -> I32:
+        """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
+        hot = slots - np.int32(self.hot_slots[layer].start)
+        if self.cold_capacity == 0 or len(self.hot_slots[layer]) == self.neurons:
+            return hot
+        cold = slots - np.int32(self._first_cold)
+        owners = self._owner[np.maximum(cold, 0)] - layer * self.neurons
+        return np.where(cold < 0, hot, owners).astype(np.int32)
 
     @property
     def free_capacity(self) -> int:
@@ -135,6 +157,89 @@ class NeuronCache:
         given = cold + np.int32(self._first_cold)
         self._slot_of[layer, missing] = given
         return given, len(evicted)
+
+    def resize_hot(self, layer: int, count: int) -> Lookup:
+        """Let the first ``count`` neurons of ``layer`` be its hot ones, with as many cold slots
+        more or fewer.
+
+        What stays in memory is moved there, not read again; what has to go is what the policy
+        needs least.  The caller reads ``missing`` into ``missing_slots`` before anybody computes.
+        Between two tokens only: nothing may be held.  More than the limit by the neurons that
+        change sides are in memory for a moment.
+        """
+        assert not self._held.any(), "neurons are in use"
+        assert 0 <= count <= self._most_hot[layer], (count, self._most_hot[layer])
+        more = count - len(self.hot_slots[layer])
+        assert more <= self.cold_capacity, "not so many cold slots to take"
+        return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more)
+
+    def _grow_hot(self, layer: int, more: int) -> Lookup:
+        first = len(self.hot_slots[layer])
+        start = self.hot_slots[layer].start
+        indices = np.arange(first, first + more, dtype=np.int32)
+        places = start + indices
+        old = self._slot_of[layer, indices]
+        here = old != ABSENT
+        self.arena[places[here]] = self.arena[old[here]]
+        self._owner[old[here] - self._first_cold] = ABSENT
+        self._policy.drop(old[here] - self._first_cold)
+        self._slot_of[layer, indices] = places
+        self.hot_slots[layer] = range(start, start + first + more)
+        self._shrink_cold(more)
+        counters = self.counters[layer]
+        counters.read_bytes += int(np.count_nonzero(~here)) * self.arena.shape[1]
+        return Lookup(
+            resident_slots=places[here], missing=indices[~here], missing_slots=places[~here]
+        )
+
+    def _shrink_cold(self, fewer: int) -> None:
+        """Give up the last ``fewer`` cold slots."""
+        capacity = self.cold_capacity - fewer
+        order = self._policy.list_order()
+        kept = np.sort(order[self._owner[order] != ABSENT][-capacity:] if capacity else order[:0])
+        source = np.full(capacity, ABSENT, np.int32)
+        stay = kept[kept < capacity]
+        source[stay] = stay
+        moved = kept[kept >= capacity]
+        source[np.flatnonzero(source == ABSENT)[: len(moved)]] = moved
+        gone = np.setdiff1d(np.flatnonzero(self._owner != ABSENT), kept)
+        slot_of = self._slot_of.reshape(-1)
+        lost = np.bincount(self._owner[gone] // self.neurons, minlength=len(self.counters))
+        for counters, count in zip(self.counters, lost.tolist(), strict=True):
+            counters.evictions += count
+        slot_of[self._owner[gone]] = ABSENT
+        targets = np.flatnonzero(source >= capacity)
+        first = self._first_cold
+        self.arena[first + targets] = self.arena[first + moved]
+        self._renumber(source)
+        self._give_back(self.arena[first + capacity : first + capacity + fewer])
+
+    def _shrink_hot(self, layer: int, fewer: int) -> Lookup:
+        slots = self.hot_slots[layer]
+        last = len(slots) - fewer
+        keys = np.arange(last, len(slots)) + layer * self.neurons
+        old, capacity = self.cold_capacity, self.cold_capacity + fewer
+        assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
+        leaving = self.arena[slots.start + last : slots.stop]
+        self.arena[self._first_cold + old : self._first_cold + capacity] = leaving
+        self.hot_slots[layer] = range(slots.start, slots.start + last)
+        source = np.concatenate([np.arange(old), np.full(fewer, ABSENT)]).astype(np.int32)
+        self._renumber(source, newcomers=keys)
+        self._give_back(leaving)
+        none = np.empty(0, np.int32)
+        return Lookup(resident_slots=none, missing=none, missing_slots=none)
+
+    def _renumber(self, source: I32, newcomers: I64 | None = None) -> None:
+        """Cold slot i is what slot ``source[i]`` was; the last ones hold ``newcomers``."""
+        owner = carry_over(self._owner, source, ABSENT)
+        if newcomers is not None and len(newcomers):
+            owner[-len(newcomers) :] = newcomers
+        self._owner = owner
+        self.cold_capacity = len(source)
+        self._held = np.zeros(len(source), bool)
+        taken = np.flatnonzero(owner != ABSENT)
+        self._slot_of.reshape(-1)[owner[taken]] = taken + self._first_cold
+        self._policy.renumber(source, owner)
 
     def hold(self, slots: I32) -> None:
         """Keep the neurons in ``slots`` [n] until they are released: they are being computed

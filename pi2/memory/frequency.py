@@ -9,8 +9,9 @@ in a store ordered by hotness makes likely.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from pi2.memory.policy import ABSENT, F32, I32, I64, Bits
+from pi2.memory.policy import ABSENT, F32, I32, I64, Bits, carry_over
 
 _HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half, where a token uses the expected number of neurons."""
@@ -106,8 +107,7 @@ class LeastFrequentlyUsed:
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
         capacity = len(self._owners)
-        scores = np.where(self._owners == ABSENT, -1.0, self._counts[self._owners])
-        scores += self._used_at * _RECENCY
+        scores = self._score()
         barred = held | (self._used_at == self._clock)
         scores[barred] = np.inf
         size = min(max(least, capacity // _CANDIDATES), capacity - int(barred.sum()))
@@ -123,9 +123,23 @@ class LeastFrequentlyUsed:
         self._used_at[slots] = 0
         self._candidates = np.empty(0, np.int32)
 
-    def renumber(self, source: I32) -> None:
+    def _score(self) -> npt.NDArray[np.float64]:
+        """Counts [capacity] of what is in the slots; the older is lower where they are equal."""
+        counts = np.where(self._owners == ABSENT, -1.0, self._counts[self._owners])
+        return np.asarray(counts + self._used_at * _RECENCY)
+
+    def list_order(self) -> I32:
         """See `pi2.memory.policy.Policy`."""
-        known = source != ABSENT
-        self._owners = np.where(known, self._owners[source], ABSENT)
-        self._used_at = np.where(known, self._used_at[source], 0)
+        return np.argsort(self._score(), kind="stable").astype(np.int32)
+
+    def renumber(self, source: I32, keys: I64) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        new = (source == ABSENT) & (keys != ABSENT)
+        # Hot neurons were not counted: they have been used at least as often as any other.
+        self._counts[keys[new]] = np.maximum(
+            self._counts[keys[new]], self._counts[keys[keys != ABSENT]].max(initial=0.0)
+        )
+        used_at = carry_over(self._used_at, source, 0)
+        used_at[new] = self._clock
+        self._owners, self._used_at = keys.copy(), used_at
         self._candidates = np.empty(0, np.int32)

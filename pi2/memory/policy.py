@@ -45,8 +45,20 @@ class Policy(Protocol):
     def drop(self, slots: I32) -> None:
         """``slots`` [n] are empty now."""
 
-    def renumber(self, source: I32) -> None:
-        """Slot i is from now on what slot ``source[i]`` was; ABSENT is a new, empty one."""
+    def list_order(self) -> I32:
+        """All slots, that of the neuron that is needed least first."""
+
+    def renumber(self, source: I32, keys: I64) -> None:
+        """Slot i is from now on what slot ``source[i]`` was (ABSENT: a new one), and holds
+        ``keys[i]`` (ABSENT: it is empty).  New slots that hold something are needed most."""
+
+
+def carry_over(values: I64, source: I32, empty: int) -> I64:
+    """``values[source]``, and ``empty`` where ``source`` is ABSENT."""
+    result = np.full(len(source), empty, np.int64)
+    known = source != ABSENT
+    result[known] = values[source[known]]
+    return result
 
 
 def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None = None) -> Policy:

@@ -75,22 +75,24 @@ class LeastRecentlyUsed:
 
     def drop(self, slots: I32) -> None:
         """Put ``slots`` at the head of the queue."""
-        order = self._list_order()
+        order = self.list_order()
         dropped = np.zeros(len(self._last_use), bool)
         dropped[slots] = True
         self._start(np.concatenate([slots, order[~dropped[order]]]).astype(np.int32))
 
-    def renumber(self, source: I32) -> None:
+    def renumber(self, source: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
         new_of_old = np.full(len(self._last_use), ABSENT, np.int32)
         known = np.flatnonzero(source != ABSENT).astype(np.int32)
         new_of_old[source[known]] = known
-        moved = new_of_old[self._list_order()]
-        empty = np.flatnonzero(source == ABSENT).astype(np.int32)
-        self._start(np.concatenate([empty, moved[moved != ABSENT]]))
+        moved = new_of_old[self.list_order()]
+        new = source == ABSENT
+        empty = np.flatnonzero(new & (keys == ABSENT)).astype(np.int32)
+        filled = np.flatnonzero(new & (keys != ABSENT)).astype(np.int32)
+        self._start(np.concatenate([empty, moved[moved != ABSENT], filled]))
 
-    def _list_order(self) -> I32:
-        """All slots, the next to go first."""
+    def list_order(self) -> I32:
+        """See `pi2.memory.policy.Policy`."""
         self._compact()
         return self._slots[: self._tail].copy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import get_args
 
 import numpy as np
@@ -131,6 +132,89 @@ def test_a_held_neuron_stays_until_it_is_released() -> None:
     cache.release(first.missing_slots)
     cache.look_up(1, ids(*range(COLD)))
     assert cache.look_up(0, ids(1, 2)).missing.tolist() == [1, 2]
+
+
+def make_growing_cache(policy: PolicyName) -> NeuronCache:
+    """Room for 8 hot neurons in each layer, 4 of them used, and 6 cold slots of 18 used."""
+    arena = np.zeros((LAYERS * 8 + COLD + 12, 8), np.uint8)
+    return NeuronCache(
+        arena, [4] * LAYERS, NEURONS, policy=policy, most_hot=[8] * LAYERS, cold=COLD
+    )
+
+
+resizes = st.lists(
+    st.tuples(
+        st.integers(0, LAYERS - 1),
+        st.integers(0, 8),
+        st.sets(st.integers(0, NEURONS - 1), max_size=3).map(sorted),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+@given(steps=resizes)
+def test_hot_regions_grow_and_shrink_without_reading_what_stays(
+    policy: PolicyName, steps: list[tuple[int, int, list[int]]]
+) -> None:
+    cache = make_growing_cache(policy)
+    for layer, slots in enumerate(cache.hot_slots):
+        for index, slot in enumerate(slots):
+            cache.arena[slot, :2] = layer, index
+    total = sum(len(slots) for slots in cache.hot_slots) + cache.cold_capacity
+    for layer, hot, wanted in steps:
+        before = {int(key) for key in cache._owner if key != ABSENT}
+        if hot - len(cache.hot_slots[layer]) <= cache.cold_capacity:
+            found = cache.resize_hot(layer, hot)
+            assert not before & {layer * NEURONS + int(index) for index in found.missing}
+            for index, slot in zip(found.missing, found.missing_slots, strict=True):
+                cache.arena[slot, :2] = layer, index  # what a read would do
+            assert len(cache.hot_slots[layer]) == hot
+        for index, slot in enumerate(cache.hot_slots[layer]):
+            assert cache.arena[slot, :2].tolist() == [layer, index]
+        check_maps(cache)
+        now = sum(len(slots) for slots in cache.hot_slots) + cache.cold_capacity
+        assert now == total
+        found = cache.look_up(layer, np.array(wanted[: cache.cold_capacity], np.int32))
+        for index, slot in zip(found.missing, found.missing_slots, strict=True):
+            cache.arena[slot, :2] = layer, index
+        for key, slot in enumerate(cache._slot_of.reshape(-1).tolist()):
+            if slot != ABSENT:
+                assert cache.arena[slot, :2].tolist() == [key // NEURONS, key % NEURONS]
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_a_hot_region_that_grows_takes_the_least_needed_cold_slots(policy: PolicyName) -> None:
+    cache = make_growing_cache(policy)
+    for index in (10, 11, 12, 13, 14, 4):
+        cache.look_up(0, ids(index))
+    cache.look_up(0, ids(11, 12, 13, 14))
+    found = cache.resize_hot(0, 6)
+    assert found.missing.tolist() == [5], "neuron 4 was in memory"
+    assert cache.look_up(0, ids(11, 12, 13, 14)).missing.tolist() == []
+    assert cache.look_up(0, ids(10)).missing.tolist() == [10]
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_what_leaves_a_hot_region_stays_in_memory(policy: PolicyName) -> None:
+    cache = make_growing_cache(policy)
+    assert len(cache.resize_hot(1, 1).missing) == 0
+    assert len(cache.look_up(1, ids(0, 1, 2, 3)).missing) == 0
+    cache.look_up(0, ids(10, 11, 12))
+    cache.look_up(0, ids(13, 14, 15))
+    assert len(cache.look_up(1, ids(1, 2, 3)).missing) == 0, "others go first"
+
+
+def test_memory_that_is_given_back_is_not_resident() -> None:
+    budget = Budget({"hot": 1 << 22, "cold": 0})
+    region = budget.allocate_spanning({"hot": 1 << 22, "cold": 0}, reserved_bytes=1 << 22)
+    assert region.nbytes == 1 << 23
+    region[:] = 7
+    budget.give_back(region[100 : 1 << 22])
+    assert region[:4096].all(), "only whole pages"
+    assert region[1 << 22 :].all()
+    if hasattr(mmap, "MADV_DONTNEED"):
+        assert not region[4096 : 1 << 22].any()
 
 
 def test_a_segment_gives_no_more_than_it_has() -> None:
