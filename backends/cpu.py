@@ -180,12 +180,15 @@ class CpuExecutor:
             rope.append(space.wrap(copy))
         self._ids = space.make("int32", chunk)
         self._slots = space.make("int32", neurons)
+        self._wanted = space.make("int32", neurons)
         self._indices = space.make("int32", neurons + 1)
         self._found = space.make("int32", 1)
         self._counts = space.make("int32", spec.threads + 1)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         scores = space.wrap(space.make("float32", neurons))
-        firing = space.wrap(space.make("int32", neurons))
+        lists = [
+            space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "float32", "int32")
+        ]
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
         values = space.wrap(space.make("float32", chunk, PANEL))
         unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED * 128))
@@ -214,7 +217,7 @@ class CpuExecutor:
         self._gather = library.find("add_neurons")
         self._gather_slots = space.wrap(self._slots)
         self._gather_every = space.wrap(self._every)
-        scratch = (*hidden, scores, firing, partial)
+        scratch = (*hidden, *lists, partial)
         self._gather_rest = (*scratch, space.wrap(self._counts), y)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
@@ -226,6 +229,8 @@ class CpuExecutor:
         self._predict_gate = None
         if spec.gate_rows is not None and spec.activation != "silu":
             self._predict_gate = library.find("predict_gate")
+            self._gather_open = library.find("add_open_neurons")
+            self._gather_gates = (scores, space.wrap(self._wanted))
             assert request.gate_rows is not None
             self._gate_arguments = [
                 (*self._bind_gate(rows, scales), *hidden, *found)
@@ -343,12 +348,16 @@ class CpuExecutor:
         self._predict_gate(self._neurons, *self._gate_arguments[layer])
         return self._indices[: self._found[0]]
 
-    def add_neurons(self, layer: int, arena: _U8, slots: _I32) -> None:
+    def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
         """Add gathered neurons for one token."""
         count = len(slots)
         self._slots[:count] = slots
         view = self._wrap_arena(arena)
-        self._gather(count, view, self._gather_slots, *self._gather_rest)
+        if indices is None or self._predict_gate is None:
+            self._gather(count, view, self._gather_slots, *self._gather_rest)
+            return
+        self._wanted[:count] = indices
+        self._gather_open(count, view, self._gather_slots, *self._gather_rest, *self._gather_gates)
 
     def add_dense(self, layer: int, bundles: _U8) -> None:
         """Add contiguous neurons for all tokens."""

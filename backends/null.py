@@ -79,7 +79,11 @@ class NullExecutor:
         return self.predict_low_rank(layer, 0.0)
 
     def add_neurons(
-        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+        self,
+        layer: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self._active += len(slots)
 

@@ -110,8 +110,12 @@ class Executor(Protocol):
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1)."""
 
-    def add_neurons(self, layer: int, arena: U8, slots: I32) -> None:
-        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1)."""
+    def add_neurons(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> None:
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
+
+        ``indices`` [n], their stored indices, are given where the last ``predict_gate`` was of
+        this layer and input and has found all of them open: their gates are known then.
+        """
 
     def add_dense(self, layer: int, bundles: U8) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens."""

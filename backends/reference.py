@@ -250,7 +250,11 @@ class ReferenceExecutor:
         return activate(self._model, values[0], values[1] if layout.is_gated else None)
 
     def add_neurons(
-        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+        self,
+        layer: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         active = self._activate(arena[slots])
         self._active += int(np.count_nonzero(active))

@@ -214,8 +214,8 @@ class Bench:
         ones, norm, x = allocate("float32", 1, HIDDEN), self.norm, self.make_activations(1, HIDDEN)
         ones[:] = 1
         self.kernels["begin_ffn"](1, *self.flat(ones, norm, *x, self.y))
-        gates, firing = allocate("float32", neurons), allocate("int32", neurons)
-        fixed = self.flat(*x, gates, firing, partial, counts, self.y)
+        gates, firing = allocate("float32", 2, neurons), allocate("int32", neurons)
+        fixed = self.flat(*x, *gates, firing, partial, counts, self.y)
 
         def run(index: int) -> None:
             kernel(count, arena.reshape(-1), slots[index % 16], *fixed)

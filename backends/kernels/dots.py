@@ -42,6 +42,11 @@ class Activations:
     unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
 
 
+Prefetch = Callable[[int, v.Expr, int], None]
+"""Called with (vector, byte, size) where the weights ``byte`` to ``byte + size`` of a vector are
+loaded, to ask for others at the same pace: requests in bunches would wait for each other."""
+
+
 def list_runs(length: int) -> list[tuple[int, int, int]]:
     """Return (lanes, first group, number of blocks) for each run of equal blocks."""
     blocks = split_lanes(length)
@@ -70,9 +75,9 @@ def emit_dots(
     vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
-    prefetch: Callable[[v.Expr, int], None] | None = None,
+    prefetch: Prefetch | None = None,
 ) -> list[list[v.Expr]]:
-    """Return vector . x for each vector and token; ``prefetch(byte, size)`` is told what is read.
+    """Return vector . x for each vector and token; ``prefetch`` is told what is read, and when.
 
     Several vectors share the loads of activations, several tokens the unpacking of weights.
     """
@@ -108,13 +113,11 @@ def _emit_block(
     top: int,
     group: v.Expr,
     lanes: int,
-    prefetch: Callable[[v.Expr, int], None] | None,
+    prefetch: Prefetch | None,
 ) -> None:
     """Add the products of the block that begins with group ``group`` to ``sums``."""
     group_bytes = GROUP // 2 if vectors[0].precision == "int4" else GROUP
     groups = activations.length // GROUP
-    if prefetch is not None:
-        prefetch(group * group_bytes, lanes * group_bytes)
     # A block narrower than a register: several of its chunks fill one.
     fold = min(max(isa.lanes // lanes, 1), 4)
     width = min(isa.lanes, lanes)
@@ -127,7 +130,7 @@ def _emit_block(
             width=width,
             fold=fold,
         )
-        totals = _emit_groups(isa, vectors, activations, tokens, piece)
+        totals = _emit_groups(isa, vectors, activations, tokens, piece, prefetch)
         for vector, buffer, row in zip(vectors, sums, totals, strict=True):
             scale_byte = vector.scales_base + piece.group * 2
             weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
@@ -162,6 +165,7 @@ def _emit_groups(
     activations: Activations,
     tokens: Sequence[v.Expr],
     piece: _Piece,
+    prefetch: Prefetch | None,
 ) -> list[list[v.Expr]]:
     """Return int32 x ``width`` sums of q * x over the groups of a piece, per vector and token."""
     wide = piece.width * piece.fold
@@ -177,10 +181,12 @@ def _emit_groups(
 
     def emit_chunk(chunk: v.Expr | int) -> None:
         offset = chunk * (4 * piece.lanes)
-        rows = [
-            _unpack(unit, v.let(_load_chunk(vector, piece, offset, 4 * wide)), int8, split)
-            for vector in vectors
-        ]
+        rows = []
+        for index, vector in enumerate(vectors):
+            if prefetch is not None:
+                prefetch(index, piece.byte + offset, 4 * wide)
+            raw = v.let(_load_chunk(vector, piece, offset, 4 * wide))
+            rows.append(_unpack(unit, raw, int8, split))
         for half in range(len(rows[0])):
             shift, stream = (0, half) if int8 else (16 * piece.lanes * half, 0)
             for index, token in enumerate(tokens):
@@ -349,7 +355,7 @@ def _emit_halves(
     vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
-    prefetch: Callable[[v.Expr, int], None] | None,
+    prefetch: Prefetch | None,
 ) -> list[list[v.Expr]]:
     """Return dot products of fp16 vectors with the float32 values."""
     length = activations.length
@@ -359,7 +365,8 @@ def _emit_halves(
             v.store(buffer, part * 16, v.constant(0.0, "float32", 16), 16)
     with T.serial(length // GROUP * activations.once) as group:
         if prefetch is not None:
-            prefetch(v.wide(group * 2 * GROUP), 2 * GROUP)
+            for index in range(len(vectors)):
+                prefetch(index, v.wide(group * 2 * GROUP), 2 * GROUP)
         for half in range(2):
             at = group * GROUP + half * 16
             rows = [

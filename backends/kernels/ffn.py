@@ -1,200 +1,22 @@
-"""The FFN: over gathered neurons for one token, over contiguous neurons for a chunk."""
+"""The FFN of a chunk of tokens over contiguous neurons."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.dots import Activations, emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import LINE, ROW_TILE, emit_shared, emit_split, emit_token_tiles
+from pi2.backends.kernels.matrix import ROW_TILE, emit_split, emit_token_tiles
 from pi2.backends.kernels.neurons import (
     activate,
     emit_unit,
-    is_firing,
     list_units,
     load_unit_scale,
     take_part,
 )
 from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.plan.layout import GROUP, PartName, Precision, vector_bytes
-
-AHEAD_BYTES = 4096
-"""How far ahead of the bytes in use memory is asked for more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stream:
-    """The same stretch of one neuron after another, as memory is read: what is asked for lies
-    `AHEAD_BYTES` ahead, in this neuron or in one of the next.
-
-    Requests are spread evenly over the stream.  All at once, or none while down is computed, they
-    wait for each other: 8 instead of 11.5 GB/s of 12.5 that the core could read.
-    """
-
-    arena: v.Buffer
-    start: int
-    """Where the stretch begins in a bundle."""
-    length: int
-    near: v.Expr
-    """First byte of the neuron that lies ``AHEAD_BYTES // length`` further."""
-    far: v.Expr
-    """First byte of the neuron after that one."""
-
-    def ask_for(self, precision: Precision, part: int) -> Callable[[v.Expr, int], None]:
-        """Return what to call while the part at byte ``part`` of a bundle is read."""
-        # Scales follow the weights: a block's share of the part is a little more than its weights.
-        over, under = {"int4": (9, 8), "int8": (17, 16), "fp16": (1, 1)}[precision]
-        shift = part - self.start + AHEAD_BYTES % self.length
-
-        def ask(byte: v.Expr, size: int) -> None:
-            place = v.let(T.floordiv(byte * over, under) + shift)
-            inside = v.let(self.near + self.start + place)
-            beyond = self.far + self.start + place - self.length
-            first = v.let(T.Select(place < self.length, inside, beyond))
-            for line in range(0, -(-size * over // under), LINE):
-                v.prefetch(self.arena, first + line)
-
-        return ask
-
-
-def emit_gathered(
-    isa: Isa,
-    spec: KernelSpec,
-    activations: Activations,
-    arena: v.Buffer,
-    slots: v.Buffer,
-    count: v.Expr,
-    gates: v.Buffer,
-    firing: v.Buffer,
-    partial: v.Buffer,
-    counts: v.Buffer,
-    total: v.Buffer,
-) -> None:
-    """Add ``count`` neurons of ``arena`` uint8 [., stride] to ``total`` (y of one token).
-
-    ``slots`` int32 [count]; ``gates`` float32 and ``firing`` int32 [count or more] are scratch;
-    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads;
-    ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever.
-
-    First all gates, then up and down of the neurons whose gate is open, divided evenly: which
-    thread computes a neuron depends on ``slots`` and the gates alone, so that equal input gives
-    equal bits.
-    """
-    threads, hidden, zero = spec.threads, spec.hidden, T.int32(0)
-
-    parts = {part.name: part.weights_offset for part in spec.bundle.parts}
-    part_bytes = vector_bytes(hidden, spec.ffn)
-
-    def base_of(array: v.Buffer, index: v.Expr) -> v.Expr:
-        return v.let(v.wide(array[index]) * spec.stride)
-
-    def follow(array: v.Buffer, index: v.Expr, end: v.Expr, name: PartName, length: int) -> _Stream:
-        near = T.min(index + AHEAD_BYTES // length, end - 1)
-        far = T.min(index + AHEAD_BYTES // length + 1, end - 1)
-        return _Stream(
-            arena=arena,
-            start=parts[name],
-            length=length,
-            near=base_of(array, near),
-            far=base_of(array, far),
-        )
-
-    def emit_gates(thread: v.Expr) -> None:
-        begin, end = emit_split(thread, threads, count)
-        with T.serial(end - begin) as step:
-            index = v.let(begin + step)
-            vector = take_part(spec, arena, base_of(slots, index), "gate")
-            stream = follow(slots, index, end, "gate", part_bytes)
-            ask = stream.ask_for(spec.ffn, parts["gate"])
-            v.store(gates, index, emit_dots(isa, [vector], activations, [zero], ask)[0][0], 1)
-
-    emit_shared(threads, v.wide(count) * part_bytes, emit_gates)
-    kept = T.alloc_buffer((1,), "int32")
-    if spec.activation == "silu":
-        v.store(kept, 0, count, 1)
-        with T.serial(count) as index:
-            v.store(firing, index, slots[index], 1)
-    else:
-        v.store(kept, 0, zero, 1)
-        with T.serial(count) as index:
-            gate = v.let(gates[index])
-            place = v.let(kept[0])
-            v.store(gates, place, gate, 1)
-            v.store(firing, place, slots[index], 1)
-            v.store(kept, 0, place + T.Select(is_firing(spec, gate), T.int32(1), zero), 1)
-    active = v.let(kept[0])
-
-    def emit_values(thread: v.Expr) -> None:
-        with T.serial(hidden // 16) as step:
-            place = thread * hidden + step * 16
-            v.store(partial, place, v.constant(0.0, "float32", 16), 16)
-        begin, end = emit_split(thread, threads, active)
-        # In a register: counters of two threads share a cache line.
-        fired = v.Cell(zero)
-        with T.serial(end - begin) as step:
-            index = v.let(begin + step)
-            base = base_of(firing, index)
-            stream = follow(firing, index, end, "up", 2 * part_bytes)
-            ask = stream.ask_for(spec.ffn, parts["up"])
-            vector = take_part(spec, arena, base, "up")
-            up = emit_dots(isa, [vector], activations, [zero], ask)[0][0]
-            value = v.let(activate(spec, gates[index], up))
-            with T.If(value != v.constant(0.0, "float32")), T.Then():
-                fired.set(fired.get() + 1)
-                _emit_down(
-                    isa,
-                    spec,
-                    take_part(spec, arena, base, "down"),
-                    value,
-                    partial,
-                    v.let(thread * hidden),
-                    activations.once,
-                    stream.ask_for(spec.ffn, parts["down"]),
-                )
-        v.store(counts, thread, fired.get(), 1)
-        v.store(counts, thread, fired.get(), 1)
-
-    emit_shared(threads, v.wide(active) * (2 * part_bytes), emit_values)
-    with T.serial(hidden // 16) as step:
-        place = step * 16
-        value = v.load(total, place, 16)
-        for thread in range(threads):
-            value = value + v.load(partial, thread * hidden + place, 16)
-        v.store(total, place, value, 16)
-    for thread in range(threads):
-        v.store(counts, threads, counts[threads] + counts[thread], 1)
-
-
-def _emit_down(
-    isa: Isa,
-    spec: KernelSpec,
-    vector: Vector,
-    value: v.Expr,
-    target: v.Buffer,
-    base: v.Expr,
-    once: v.Expr,
-    ask: Callable[[v.Expr, int], None],
-) -> None:
-    """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
-    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
-    size = {"int4": GROUP // 2, "int8": GROUP, "fp16": 2 * GROUP}[spec.ffn]
-
-    def emit_block(lanes: int, first: v.Expr) -> None:
-        ask(v.wide(first * size), size * (1 if spec.ffn == "fp16" else lanes))
-        scale = v.let(load_unit_scale(vector, lanes, first) * v.splat(value, lanes))
-        for chunk in range(per_block):
-            for place, weights in emit_unit(isa, vector, lanes, first, chunk):
-                at = base + place
-                v.store(target, at, T.fma(weights, scale, v.load(target, at, lanes)), lanes)
-
-    for lanes, group, units in list_units(spec.hidden, spec.ffn):
-        groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(units // per_block * once) as block:
-            emit_block(lanes, group + block * groups)
+from pi2.plan.layout import PartName
 
 
 def emit_dense(

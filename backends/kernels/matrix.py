@@ -136,7 +136,7 @@ def emit_row(
 ) -> None:
     """Compute one row for one token, asking for what lies `PREFETCH_BYTES` ahead."""
 
-    def look_ahead(byte: v.Expr, size: int) -> None:
+    def look_ahead(_index: int, byte: v.Expr, size: int) -> None:
         for line in range(0, size, LINE):
             v.prefetch(vector.weights, vector.weights_base + byte + PREFETCH_BYTES + line)
 

@@ -15,7 +15,8 @@ function                parameters: numbers, then arrays
 ``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
                         qa (hidden), qa (R), scores, indices, found
 ``predict_gate``        neurons; gate weights, scales, qa (hidden), scores, indices, found
-``add_neurons``         n; arena, slots, qa (hidden), gates, firing, partial, counts, y
+``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y
+``add_open_neurons``    n; the same, scores, indices
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
 ``end_ffn``             T; x, y
 ``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
@@ -42,16 +43,17 @@ from pi2.backends.kernels.attention import (
 )
 from pi2.backends.kernels.dots import Activations, Vector
 from pi2.backends.kernels.embedding import emit_unpack
-from pi2.backends.kernels.ffn import emit_dense, emit_gathered
+from pi2.backends.kernels.ffn import emit_dense
+from pi2.backends.kernels.gathered import Scratch, emit_gathered
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.neurons import emit_leave_lane_order
 from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
 from pi2.backends.kernels.quantize import emit_norm, emit_quantize
+from pi2.backends.kernels.reads import emit_read_runs
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
-from pi2.backends.kernels.reads import emit_read_runs
 
 
 class Parameters:
@@ -131,6 +133,7 @@ class Program:
         }
         if self.spec.gate_rows is not None and self.spec.activation != "silu":
             functions["predict_gate"] = self.emit_predict_gate
+            functions["add_open_neurons"] = self.emit_add_open_neurons
         for rank in self.spec.ranks:
             functions[f"predict_low_rank_{rank}"] = self._make_low_rank(rank)
         return functions
@@ -303,24 +306,29 @@ class Program:
 
     def emit_add_neurons(self, take: Parameters) -> None:
         """Add gathered neurons to y of one token."""
+        self._emit_gathered(take, known=False)
+
+    def emit_add_open_neurons(self, take: Parameters) -> None:
+        """Add gathered neurons whose gates `predict_gate` has computed and found open."""
+        self._emit_gathered(take, known=True)
+
+    def _emit_gathered(self, take: Parameters, *, known: bool) -> None:
         count = take.take_number("count")
         arena = take.take_array("arena", "uint8")
         slots = take.take_array("slots", "int32")
         hidden = self._take_hidden(take, count)
-        emit_gathered(
-            self.isa,
-            self.spec,
-            hidden,
-            arena,
-            slots,
+        scratch = Scratch(
             gates=take.take_array("gates", "float32"),
+            values=take.take_array("values", "float32"),
             firing=take.take_array("firing", "int32"),
             partial=take.take_array("partial", "float32"),
             counts=take.take_array("counts", "int32"),
-            total=take.take_array("y", "float32"),
-            count=count,
-            values=take.take_array("values", "float32"),
         )
+        total = take.take_array("y", "float32")
+        gates = None
+        if known:
+            gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
+        emit_gathered(self.isa, self.spec, hidden, arena, slots, count, scratch, total, known=gates)
 
     def emit_add_dense(self, take: Parameters) -> None:
         """Add contiguous neurons to y of all tokens."""

@@ -154,19 +154,26 @@ class FeedForward:
         return _Wave(layer, found, pending, indices[end:].copy())
 
     def _compute_wave(self, wave: _Wave) -> None:
-        executor, arena, found = self._executor, self._cache.arena, wave.found
+        found = wave.found
         try:
             if len(found.resident_slots):
-                executor.add_neurons(wave.layer, arena, found.resident_slots)
+                self._add_neurons(wave.layer, found.resident_slots)
             if wave.pending is not None:
                 for number in range(len(wave.pending.clusters)):
-                    slots = self._reader.finish(wave.pending, number)
-                    executor.add_neurons(wave.layer, arena, slots)
+                    self._add_neurons(wave.layer, self._reader.finish(wave.pending, number))
         except BaseException:
             self._abandon_wave(wave)
             raise
         self._cache.release(found.resident_slots)
         self._cache.release(found.missing_slots)
+
+    def _add_neurons(self, layer: int, slots: I32) -> None:
+        """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
+        cache = self._cache
+        # Looking ahead, gates were computed for an input that is not yet the layer's.
+        known = self._predictor == "gate" and self._look_ahead == "none"
+        indices = cache.find_indices(layer, slots) if known else None
+        self._executor.add_neurons(layer, cache.arena, slots, indices)
 
     def _abandon_wave(self, wave: _Wave) -> None:
         self._cache.release(wave.found.resident_slots)

@@ -72,6 +72,10 @@ class Budget:
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             region = mmap.mmap(-1, length, flags=flags)
+        if sys.platform == "linux" and length >= HUGE_BYTES and "cold" in sizes:
+            # Neurons lie all over the arena: with small pages, finding theirs takes the processor
+            # a fifth of the time that reading them does.
+            region.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(region)
         return np.frombuffer(region, np.uint8, count=size)
 

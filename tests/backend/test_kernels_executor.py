@@ -40,8 +40,9 @@ def feed(
             executor.add_dense(layer, bundles[third:])
         else:
             found = executor.predict_gate(layer).copy()
+            # Slots are stored indices here; the second half is told that its gates are known.
             executor.add_neurons(layer, bundles, found[::2].copy())
-            executor.add_neurons(layer, bundles, found[1::2].copy())
+            executor.add_neurons(layer, bundles, found[1::2].copy(), found[1::2].copy())
         executor.end_ffn(layer)
     return executor.logits(0).copy()
 
@@ -118,6 +119,26 @@ def test_active_neurons_are_counted_once() -> None:
         feed(executor, model, [4], 3, "gate")
     assert ours.count_active() == truth.count_active() > 0
     assert ours.count_active() == 0
+
+
+def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    runs = []
+    for known in (False, True):
+        executor = cpu.build(model.request)
+        executor.embed(np.array([7], np.int32))
+        executor.attend(0, 0)
+        executor.begin_ffn(0)
+        found = executor.predict_gate(0).copy()
+        # In another order, and in slots that are not their indices.
+        order = np.random.default_rng(1).permutation(found)
+        arena = np.roll(model.bundles[0], 3, axis=0)
+        slots = ((order + 3) % len(arena)).astype(np.int32)
+        executor.add_neurons(0, arena, slots, order if known else None)
+        executor.end_ffn(0)
+        runs.append((executor.logits(0).copy(), executor.count_active()))
+    assert np.array_equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1] > 0
 
 
 def test_both_predictors_agree_with_the_reference() -> None:

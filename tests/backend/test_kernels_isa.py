@@ -185,6 +185,7 @@ def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
     y, counts = allocate("float32", spec.hidden), allocate("int32", spec.threads + 1)
     scratch: list[npt.NDArray[Any]] = [
         allocate("float32", 30),
+        allocate("float32", 30),
         allocate("int32", 30),
         allocate("float32", spec.threads, spec.hidden),
     ]

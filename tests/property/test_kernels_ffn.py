@@ -72,7 +72,7 @@ class Layer:
     def gather(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], int]:
         """What ``add_neurons`` makes of the first token."""
         spec, count = self.spec, len(slots)
-        gates, firing = allocate("float32", max(count, 1)), allocate("int32", max(count, 1))
+        lists = [allocate(dtype, max(count, 1)) for dtype in ("float32", "float32", "int32")]
         partial = allocate("float32", spec.threads, spec.hidden)
         counts = allocate("int32", spec.threads + 1)
         y = allocate("float32", spec.hidden)
@@ -85,7 +85,7 @@ class Layer:
         wanted[:count] = slots
         kernel = compile_program("add_neurons", spec)
         writeable = self.bundles.copy()
-        kernel(count, writeable, wanted, *aligned, gates, firing, partial, counts, y)
+        kernel(count, writeable, wanted, *aligned, *lists, partial, counts, y)
         return leave_lane_order(spec, y[None])[0], int(counts[-1])
 
     def compute_dense(self, begin: int, end: int) -> npt.NDArray[np.float32]:

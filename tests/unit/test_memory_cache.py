@@ -58,6 +58,15 @@ def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> No
     assert cache.counters[0].read_bytes == 8
 
 
+def test_slots_tell_whose_they_are() -> None:
+    cache = make_cache()
+    for layer, indices in ((0, ids(1, 3, 7, 9)), (2, ids(0, 1, 5, 7))):
+        found = cache.look_up(layer, indices)
+        slots = np.concatenate([found.missing_slots, found.resident_slots]).astype(np.int32)
+        assert sorted(cache.find_indices(layer, slots)) == indices.tolist()
+        assert np.array_equal(cache.find_indices(layer, found.missing_slots), found.missing)
+
+
 def test_the_same_index_in_two_layers_is_two_neurons() -> None:
     cache = make_cache()
     cache.look_up(0, ids(9))
