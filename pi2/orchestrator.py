@@ -128,6 +128,7 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             feed_forward=feed_forward,
             forward=forward,
             load_s=time.perf_counter() - start,
+            compute_threads=request.threads,
             unbound_cores=tuple(unbound),
         )
     )

@@ -17,7 +17,6 @@ from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.machine import detect_machine
 from pi2.orchestrator import choose_unit, load
 
 
@@ -53,8 +52,7 @@ class PlanContestant:
     def describe(self) -> Description:
         """See `pi2.benchmarks.contestant`."""
         resolved, store = self._model.plan, self._model._parts.store
-        unit, backend = choose_unit(resolved)
-        cores = sum(cluster.cores for cluster in unit.clusters) or detect_machine().cores
+        _, backend = choose_unit(resolved)
         notes = []
         if self._model.fallback is not None:
             notes.append(f"reads go through the page cache: {self._model.fallback}")
@@ -64,7 +62,7 @@ class PlanContestant:
             engine=f"pi2 {version('pi2')}",
             model=resolved.model.id,
             backend=backend,
-            threads=resolved.plan.threads.compute or cores,
+            threads=self._model.compute_threads,
             synthetic=store is not None and store.manifest.synthetic,
             predictor=resolved.plan.decode.predictor,
             plan=str(self._path),

@@ -130,15 +130,13 @@ def watch_parts(parts: Parts) -> Iterator[Watches]:
     """
     watches = Watches()
     undo: list[Callable[[], None]] = []
-    stand_ins = {
-        id(parts.executor): TimedExecutor(parts.executor, watches.executor),
-        id(parts.reader): TimedReader(parts.reader, watches.io),
-    }
     try:
-        for owner in _find_engine_objects(parts):
-            for name, value in list(vars(owner).items()):
-                if id(value) in stand_ins:
-                    _replace(owner, name, stand_ins[id(value)], undo)
+        replace_parts(
+            parts,
+            TimedExecutor(parts.executor, watches.executor),
+            TimedReader(parts.reader, watches.io),
+            undo,
+        )
         for name, value in list(vars(parts.executor).items()):
             timed = _wrap_kernels(name, value, watches.kernels)
             if timed is not value:
@@ -147,6 +145,18 @@ def watch_parts(parts: Parts) -> Iterator[Watches]:
     finally:
         for step in reversed(undo):
             step()
+
+
+def replace_parts(
+    parts: Parts, executor: object, reader: object, undo: list[Callable[[], None]]
+) -> None:
+    """Give stand-ins for executor and reader to whatever of the engine holds them; ``undo`` takes
+    the steps back."""
+    stand_ins = {id(parts.executor): executor, id(parts.reader): reader}
+    for owner in _find_engine_objects(parts):
+        for name, value in list(vars(owner).items()):
+            if id(value) in stand_ins:
+                _replace(owner, name, stand_ins[id(value)], undo)
 
 
 def _replace(owner: object, name: str, value: object, undo: list[Callable[[], None]]) -> None:

@@ -81,11 +81,13 @@ def command(
 def write_trace(path: Path, inputs: SimulationInput, prompt_tokens: int, seed: int) -> None:
     """Write the first tokens as a trace; UserError P631 if it cannot be written."""
     from pi2.simulate.decode import trace_decode
-    from pi2.simulate.trace import make_chrome_trace
+    from pi2.tracing import make_chrome_trace
 
     recorder = trace_decode(inputs, prompt_tokens=prompt_tokens, tokens=TRACED_TOKENS, seed=seed)
     notes = {"simulated": "true", "plan": inputs.name, "plan_digest": inputs.digest}
-    _write(path, json.dumps(make_chrome_trace(recorder, notes)).encode())
+    process = "pi2 simulate (simulated, not measured)"
+    document = make_chrome_trace(recorder, notes, process=process, category="simulated")
+    _write(path, json.dumps(document).encode())
 
 
 def write_plot(path: Path, result: SimulationResult) -> None:

@@ -42,6 +42,7 @@ class Parts:
     feed_forward: FeedForward
     forward: Forward
     load_s: float
+    compute_threads: int
     unbound_cores: tuple[int, ...] = ()
     """Cores that the loading thread could use before it was bound; empty if it was not."""
 
@@ -75,6 +76,11 @@ class LoadedModel:
     def load_s(self) -> float:
         """Seconds that loading took."""
         return self._parts.load_s
+
+    @property
+    def compute_threads(self) -> int:
+        """Threads that kernels run on."""
+        return self._parts.compute_threads
 
     @property
     def fallback(self) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, PreadEngine, RunRead
+from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, Observer, PreadEngine, RunRead
 from pi2.memory.requests import Merging, ReadBatch, make_batch
 from pi2.memory.uring import RingUnavailable, UringEngine
 
@@ -296,6 +296,19 @@ class FlashReader:
                 )
             done += count
 
+    def observe_with(self, observer: Observer) -> Callable[[], None]:
+        """Tell ``observer`` of what threads read, where the engine has threads of its own; returns
+        what ends it."""
+        engine = self._engine
+        if not isinstance(engine, PreadEngine):
+            return lambda: None
+        engine.observer = observer
+
+        def forget() -> None:
+            engine.observer = None
+
+        return forget
+
     def close(self) -> None:
         """Wait for reads that are on their way, stop the threads and close the files."""
         for part in ("_engine", "_runs"):
@@ -354,6 +367,10 @@ class NullReader:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def observe_with(self, observer: Observer) -> Callable[[], None]:
+        """There is nothing to tell of."""
+        return lambda: None
 
     def close(self) -> None:
         """Nothing is open."""

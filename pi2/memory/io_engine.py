@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal, Protocol
@@ -18,6 +19,10 @@ import numpy as np
 from pi2.memory.requests import I32, I64, ReadBatch
 
 EngineName = Literal["pread", "io_uring", "mmap"]
+
+Observer = Callable[[ReadBatch, int, float, float], None]
+"""Is told of every part that a thread has read: batch, number of the part, and from when to when
+(`time.perf_counter`)."""
 
 RunRead = Callable[[int, I64, I32, I32, I64, I64, int, int], None]
 """``Executor.read_runs`` of `pi2.backends.protocol`."""
@@ -49,12 +54,17 @@ class PreadEngine:
         self._read_runs = read_runs
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pi2-read")
         self._jobs: dict[int, list[Future[None]]] = {}
+        self.observer: Observer | None = None
 
     def submit(self, batch: ReadBatch) -> None:
         """See `IoEngine`."""
-        self._jobs[id(batch)] = [self._pool.submit(self._read, batch, part) for part in batch.parts]
+        self._jobs[id(batch)] = [
+            self._pool.submit(self._read, batch, number) for number in range(len(batch.parts))
+        ]
 
-    def _read(self, batch: ReadBatch, part: slice) -> None:
+    def _read(self, batch: ReadBatch, number: int) -> None:
+        part, observer = batch.parts[number], self.observer
+        start = time.perf_counter()
         self._read_runs(
             self._files[batch.file],
             batch.vectors,
@@ -65,6 +75,8 @@ class PreadEngine:
             0,
             1,
         )
+        if observer is not None:
+            observer(batch, number, start, time.perf_counter())
 
     def wait(self, batch: ReadBatch, part: int) -> None:
         """See `IoEngine`."""

@@ -13,7 +13,7 @@ from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.inputs import LayerChoice, SimulationInput
 from pi2.simulate.layer import CPU_LANE, DENSE_LANE, LayerSimulation, LayerWork
 from pi2.simulate.paging import find_page_misses
-from pi2.simulate.trace import Recorder
+from pi2.tracing import Recorder
 
 Floats = NDArray[np.float64]
 Progress = Callable[[float], None]

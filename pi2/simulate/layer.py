@@ -11,7 +11,7 @@ import simpy
 
 from pi2.simulate.bus import Bus, Meter
 from pi2.simulate.inputs import SimulationInput
-from pi2.simulate.trace import Recorder
+from pi2.tracing import Recorder
 
 Process = Generator[simpy.Event, Any, None]
 

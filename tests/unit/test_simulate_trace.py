@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pi2.simulate.decode import trace_decode
-from pi2.simulate.trace import make_chrome_trace
+from pi2.tracing import make_chrome_trace
 from tests.helpers.simulation import make_inputs
 
 
@@ -16,7 +16,12 @@ from tests.helpers.simulation import make_inputs
 def trace() -> dict[str, Any]:
     inputs = make_inputs(hot=0.3)
     recorder = trace_decode(inputs, prompt_tokens=16, tokens=2, seed=0)
-    return make_chrome_trace(recorder, {"simulated": "true"})
+    return make_chrome_trace(
+        recorder,
+        {"simulated": "true"},
+        process="pi2 simulate (simulated, not measured)",
+        category="simulated",
+    )
 
 
 def list_lanes(trace: dict[str, Any]) -> dict[int, str]:

@@ -1,11 +1,12 @@
-"""Slices and arrows of a simulated run, and their form for Chrome's and Perfetto's viewers."""
+"""Slices, arrows and counters of a run, and their form for Chrome's and Perfetto's viewers.
+
+A simulated run and a real one are recorded alike; the names of process and category say which.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-
-PROCESS = "pi2 simulate (simulated, not measured)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,23 @@ class Flow:
     start_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Values that stand from a moment on."""
+
+    name: str
+    time_s: float
+    values: dict[str, float]
+
+
 @dataclass(slots=True)
 class Recorder:
-    """What happened, in simulated seconds from ``offset_s``."""
+    """What happened, in seconds from ``offset_s``."""
 
     offset_s: float = 0.0
     slices: list[Slice] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
 
     def add_slice(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """A lane did something; nothing shorter than a nanosecond is kept."""
@@ -45,15 +56,21 @@ class Recorder:
         """A computation began that waited for a read."""
         self.flows.append(Flow(source, ready_s + self.offset_s, target, start_s + self.offset_s))
 
+    def add_counter(self, name: str, time_s: float, **values: float) -> None:
+        """Values of a counter changed."""
+        self.counters.append(Counter(name, time_s + self.offset_s, values))
 
-def make_chrome_trace(recorder: Recorder, notes: dict[str, str]) -> dict[str, Any]:
+
+def make_chrome_trace(
+    recorder: Recorder, notes: dict[str, str], *, process: str, category: str
+) -> dict[str, Any]:
     """Return the trace as the object that Chrome and Perfetto read; times in microseconds."""
     lanes = {
         name: number
         for number, name in enumerate(sorted({s.lane for s in recorder.slices}), start=1)
     }
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": PROCESS}}
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}
     ]
     for name, tid in lanes.items():
         events.append(
@@ -65,7 +82,7 @@ def make_chrome_trace(recorder: Recorder, notes: dict[str, str]) -> dict[str, An
             {
                 "ph": "X",
                 "name": item.name,
-                "cat": "simulated",
+                "cat": category,
                 "pid": 1,
                 "tid": lanes[item.lane],
                 "ts": start,
@@ -84,5 +101,10 @@ def make_chrome_trace(recorder: Recorder, notes: dict[str, str]) -> dict[str, An
                 "ts": round(flow.start_s * 1e6, 3),
                 **common,
             }
+        )
+    for counter in recorder.counters:
+        time_us = round(counter.time_s * 1e6, 3)
+        events.append(
+            {"ph": "C", "name": counter.name, "pid": 1, "ts": time_us, "args": counter.values}
         )
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}

@@ -1,0 +1,243 @@
+"""What a run did when: every call of a kernel, every read, every wait, as a trace.
+
+The driving thread has one lane: kernels, waiting for reads, and in between Python.  A kernel runs
+on all compute threads at once, so each of them has a lane with the kernels that it took part in.
+Every thread that reads has a lane; a queue of the system (io_uring) has one for each part of a
+batch that is in flight at a time, from its submission until the driving thread noticed its end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pi2.benchmarks.profile import replace_parts
+from pi2.engine.loaded_model import LoadedModel, Parts
+from pi2.memory.flash import PendingRead
+from pi2.tracing import Recorder
+
+DRIVER = "driver"
+_KERNELS = frozenset(
+    {
+        "embed",
+        "attend",
+        "begin_ffn",
+        "predict_low_rank",
+        "predict_gate",
+        "add_neurons",
+        "add_dense",
+        "end_ffn",
+        "logits",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """Where the time of the driving thread went."""
+
+    tokens: int
+    total_s: float
+    kernels_s: float
+    wait_s: float
+    """Waiting for reads."""
+    read_bytes: int
+    reading_s: float
+    """Time in which at least one read was on its way."""
+
+    @property
+    def overhead_s(self) -> float:
+        """Everything else: Python."""
+        return self.total_s - self.kernels_s - self.wait_s
+
+    def describe(self) -> str:
+        """Say it in a paragraph."""
+        total = self.total_s or 1.0
+        reading = min(self.reading_s / total, 1.0)
+        return (
+            f"{self.tokens} tokens in {self.total_s:.3f} s: kernels {self.kernels_s / total:.1%}, "
+            f"waiting for reads {self.wait_s / total:.1%}, Python {self.overhead_s / total:.1%}; "
+            f"{self.read_bytes / 1e6 / max(self.tokens, 1):.1f} MB read per token, reads on their "
+            f"way in {reading:.1%} of the time"
+        )
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What is being recorded, from ``start_s`` on."""
+
+    recorder: Recorder
+    threads: int
+    start_s: float
+    kernels_s: float = 0.0
+    wait_s: float = 0.0
+    read_spans: list[tuple[float, float]] = field(default_factory=list)
+    readers: dict[int, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start_s
+
+    def add_kernel(self, name: str, start_s: float) -> None:
+        end = self.now()
+        self.kernels_s += end - start_s
+        self.recorder.add_slice(DRIVER, name, start_s, end)
+        for thread in range(self.threads):
+            self.recorder.add_slice(f"compute {thread}", name, start_s, end)
+
+    def add_read(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        with self.lock:
+            self.read_spans.append((start_s, end_s))
+            self.recorder.add_slice(lane, name, start_s, end_s)
+
+    def name_reader(self) -> str:
+        """Lane of the calling thread."""
+        with self.lock:
+            return self.readers.setdefault(threading.get_ident(), f"read {len(self.readers)}")
+
+
+class _RecordingExecutor:
+    """Stands for an executor and records its calls."""
+
+    def __init__(self, executor: object, tape: _Tape) -> None:
+        self._executor = executor
+        self._tape = tape
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._executor, name)
+        if name in _KERNELS:
+            value = self._record(name, value)
+            self.__dict__[name] = value  # the next look-up does not come here
+        return value
+
+    def _record(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        tape, plain = self._tape, name in ("embed", "logits")
+
+        def recorded(*arguments: Any) -> Any:
+            start = tape.now()
+            try:
+                return function(*arguments)
+            finally:
+                tape.add_kernel(name if plain else f"{name} {arguments[0]}", start)
+
+        return recorded
+
+
+class _RecordingReader:
+    """Stands for a reader and records reads and waits, and what the cache did until then."""
+
+    def __init__(self, parts: Parts, tape: _Tape) -> None:
+        self._reader = parts.reader
+        self._cache = parts.cache
+        self._tape = tape
+        self._submitted: dict[int, float] = {}
+        self._exact: dict[tuple[int, int], tuple[str, float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def start(self, layer: int, *arguments: Any) -> PendingRead:
+        now = self._tape.now()
+        pending = self._reader.start(layer, *arguments)
+        self._submitted[id(pending)] = now
+        hits = sum(counters.hits for counters in self._cache.counters)
+        misses = sum(counters.misses for counters in self._cache.counters)
+        self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
+        return pending
+
+    def finish(self, pending: PendingRead, number: int) -> Any:
+        tape, start = self._tape, self._tape.now()
+        try:
+            slots = self._reader.finish(pending, number)
+        finally:
+            end = tape.now()
+            tape.wait_s += end - start
+            tape.recorder.add_slice(DRIVER, f"wait {pending.layer}.{number}", start, end)
+        self._note_read(pending, number, end)
+        tape.recorder.add_counter("bytes read", end, bytes=self._reader.read_bytes)
+        if number + 1 == len(pending.clusters):
+            self._submitted.pop(id(pending), None)
+        return slots
+
+    def start_run(self, layer: int, first: int, buffer: Any) -> Any:
+        tape, start = self._tape, self._tape.now()
+        future = self._reader.start_run(layer, first, buffer)
+        name = f"layer {layer}, {len(buffer)} neurons in a run"
+        future.add_done_callback(lambda _: tape.add_read("read runs", name, start, tape.now()))
+        result = future.result
+
+        def wait(*arguments: Any) -> Any:
+            begin = tape.now()
+            try:
+                return result(*arguments)
+            finally:
+                end = tape.now()
+                tape.wait_s += end - begin
+                tape.recorder.add_slice(DRIVER, f"wait for a run of {layer}", begin, end)
+
+        vars(future)["result"] = wait
+        return future
+
+    def observe(self, batch: object, part: int, start_s: float, end_s: float) -> None:
+        """Called by the threads of an engine that reads with threads."""
+        lane, begin = self._tape.name_reader(), start_s - self._tape.start_s
+        end = end_s - self._tape.start_s
+        self._exact[id(batch), part] = (lane, end)
+        self._tape.add_read(lane, f"layer {getattr(batch, 'file', '?')}.{part}", begin, end)
+
+    def _note_read(self, pending: PendingRead, number: int, noticed_s: float) -> None:
+        """Draw the read if no thread did, and the arrow to the computation that follows."""
+        exact = self._exact.pop((id(pending.batch), number), None)
+        if exact is None:
+            lane = f"queue {pending.layer % 2}.{number}"
+            start = self._submitted.get(id(pending), noticed_s)
+            self._tape.add_read(lane, f"layer {pending.layer}.{number}", start, noticed_s)
+            exact = (lane, noticed_s)
+        lane, ready = exact
+        self._tape.recorder.add_flow(lane, ready, DRIVER, self._tape.now())
+
+
+def record_run(model: LoadedModel, prompt: list[int], tokens: int) -> tuple[Recorder, TraceSummary]:
+    """Process ``prompt`` and generate ``tokens`` greedily; the summary is of these alone."""
+    import numpy as np
+
+    parts = model._parts
+    recorder = Recorder()
+    forward = parts.forward
+    forward.reset()
+    tape = _Tape(recorder, model.compute_threads, time.perf_counter())
+    undo: list[Callable[[], None]] = []
+    reader = _RecordingReader(parts, tape)
+    try:
+        replace_parts(parts, _RecordingExecutor(parts.executor, tape), reader, undo)
+        undo.append(parts.reader.observe_with(reader.observe))
+        logits = forward.prefill(np.array(prompt, np.int32))[0]
+        before, begun = parts.reader.read_bytes, tape.now()
+        tape.kernels_s = tape.wait_s = 0.0
+        spans = len(tape.read_spans)
+        for _ in range(tokens):
+            logits = forward.decode(int(np.argmax(logits)))
+        total = tape.now() - begun
+    finally:
+        for step in reversed(undo):
+            step()
+    return recorder, TraceSummary(
+        tokens=tokens,
+        total_s=total,
+        kernels_s=tape.kernels_s,
+        wait_s=tape.wait_s,
+        read_bytes=parts.reader.read_bytes - before,
+        reading_s=_measure_union(tape.read_spans[spans:]),
+    )
+
+
+def _measure_union(spans: list[tuple[float, float]]) -> float:
+    """Seconds that at least one of ``spans`` covers."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total

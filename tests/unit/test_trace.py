@@ -1,0 +1,79 @@
+"""`pi2 trace`: what the engine did when, as a file that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.benchmarks.recording import _measure_union
+from pi2.cli.main import run
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+
+def trace(folder: Path, *settings: str) -> dict[str, Any]:
+    plan = write_plan(folder, make_tiny(folder))
+    output = folder / "trace.json"
+    arguments = ["trace", str(plan), "-o", str(output), "-p", "abc", "-n", "2", "--warm-up", "2"]
+    for setting in ("layers.hot=0.25", *settings):
+        arguments += ["--set", setting]
+    assert run(arguments) == 0
+    document: dict[str, Any] = json.loads(output.read_text("utf-8"))
+    return document
+
+
+def list_lanes(document: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    lanes: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names.values()}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            lanes[names[event["tid"]]].append((event["ts"], event["dur"], event["name"]))
+    return lanes
+
+
+@pytest.mark.parametrize("engine", ["pread", "io_uring"])
+def test_a_trace_shows_threads_queues_arrows_and_counters(
+    tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = trace(tmp_path, f'io.engine="{engine}"', "pipeline.cluster=4")
+    lanes = list_lanes(document)
+    assert {"driver", "compute 0"} <= set(lanes)
+    assert any(name.startswith(("read ", "queue ")) for name in lanes)
+    for name in ("driver", "compute 0"):
+        for first, second in pairwise(sorted(lanes[name])):
+            assert first[0] + first[1] <= second[0] + 1e-3, (name, first, second)
+    calls = [name for _, _, name in sorted(lanes["driver"])]
+    assert calls.count("embed") == 3, "a prompt and two tokens"
+    assert {"attend 0", "predict_low_rank 1", "add_neurons 1", "logits"} <= set(calls)
+
+    events = document["traceEvents"]
+    begins = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "f"}
+    assert begins and begins.keys() == ends.keys()
+    assert all(begins[number] <= ends[number] for number in begins)
+    counters = [event["args"] for event in events if event["name"] == "neuron cache"]
+    assert [c["misses"] for c in counters] == sorted(c["misses"] for c in counters)
+    assert counters[-1]["misses"] > 0
+    assert {event.get("cat") for event in events if event["ph"] == "X"} == {"measured"}
+
+    printed = capsys.readouterr().out
+    assert "2 tokens in " in printed and "waiting for reads" in printed
+    assert document["otherData"]["plan_digest"]
+
+
+def test_a_trace_of_what_is_all_in_memory_has_no_reads(tmp_path: Path) -> None:
+    lanes = list_lanes(trace(tmp_path, "layers.hot=1.0"))
+    assert not [name for name in lanes if name.startswith(("read ", "queue "))]
+
+
+def test_time_covered_by_reads_is_counted_once() -> None:
+    assert _measure_union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.6)]) == pytest.approx(4.0)
+    assert _measure_union([]) == 0.0
