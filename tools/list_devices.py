@@ -127,7 +127,7 @@ def _describe_read(read: ReadFigure) -> str:
         text += f" within {format_bytes(read.range)}"
     if read.threads is not None:
         text += f", {read.threads} thread{'s' if read.threads > 1 else ''}"
-    return f"{text}, {read.core} core" if read.core is not None else text
+    return f"{text}, {read.cluster} core" if read.cluster is not None else text
 
 
 def _size(size: int) -> str:

@@ -43,21 +43,23 @@ def command(
 ) -> int:
     """Check plans, devices and models.
 
-    FILE is a *.plan.toml, *.device.toml or *.model.toml; a plan is checked together with the
-    device and the model that it names.  Findings go to standard output, a summary to standard
-    error.  The formats github, gitlab, sarif and junit are for continuous integration.
+    FILE is a *.plan.toml, *.device.toml or *.model.toml, or a folder, which means all of them
+    below it; a plan is checked together with the device and the model that it names.  Findings go
+    to standard output, a summary to standard error.  The formats github, gitlab, sarif and junit
+    are for continuous integration.
     References to other places are those of pi2.lock: nothing is fetched.
     Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
     """
     from pi2.plan.check import check_file
+    from pi2.plan.listing import list_documents
     from pi2.plan.source import CANNOT_READ, display_path
     from pi2.sharing.resolver import LockedReferences
 
     del offline  # a promise that is kept without it
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
-    for file in files:
-        path = Path(file)
+    paths = list_documents(files)
+    for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
         report = check_file(path, name=display_path(path), resolver=resolver)
         found.update(dict.fromkeys(report.diagnostics))
@@ -75,7 +77,7 @@ def command(
         sys.stdout.flush()
     if diagnostics and output_format == "full":
         click.echo(err=True)
-    click.echo(summarise(len(files), diagnostics), err=True)
+    click.echo(summarise(len(paths), diagnostics), err=True)
     if diagnostics and output_format == "full":
         click.echo(f"`pi2 explain {diagnostics[0].code}` says more", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
+from pi2.plan.deprecations import modernise
 from pi2.plan.device import Device
 from pi2.plan.documents import COMPOSITION, Document
 from pi2.plan.findings import Fact, Facts, Finding, Rule
@@ -102,6 +103,8 @@ class _Check:
         if other is not None:
             self.diagnostics.append(report_kind(source.spans.find_key(()), kind, other))
             return
+        source, warnings = modernise(source, kind)
+        self.diagnostics += warnings
         whole = True
         if any(key in source.values for key in COMPOSITION):
             source, whole = self.compose(source, kind, located.reference)
@@ -133,7 +136,7 @@ class _Check:
         from pi2.plan.compose import compose
 
         result = compose(source, kind, resolver=self.resolver, origin=reference)
-        self.diagnostics += result.diagnostics
+        self.diagnostics += result.diagnostics + result.warnings
         self.sources.update({name: file.text for name, file in result.files.items()})
         for name, chain in result.chains.items():
             self.chains.setdefault(name, chain)

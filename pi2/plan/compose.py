@@ -23,6 +23,7 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.composed import ComposedFile
+from pi2.plan.deprecations import modernise
 from pi2.plan.documents import COMPOSITION
 from pi2.plan.fields import suggest
 from pi2.plan.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
@@ -92,6 +93,8 @@ class Composition:
 
     file: SourceFile
     diagnostics: list[Diagnostic] = field(default_factory=list)
+    """Why it is not what it should be."""
+    warnings: list[Diagnostic] = field(default_factory=list)
     files: dict[str, SourceFile] = field(default_factory=dict)
     """Files that were read, by name."""
     chains: dict[str, Chain] = field(default_factory=dict)
@@ -261,7 +264,11 @@ class _Composer:
         """Read a file, once; what is wrong with it is reported where it is."""
         first = located.path not in self.read
         if first:
-            self.read[located.path] = read_source(located.path, located.name)
+            read = read_source(located.path, located.name)
+            if not isinstance(read, list):
+                read, warnings = modernise(read, self.kind)
+                self.result.warnings += warnings
+            self.read[located.path] = read
         source = self.read[located.path]
         if isinstance(source, list):
             for item in source:

@@ -57,6 +57,39 @@ class ComputeFigure(Origin):
     """Type of the operands."""
 
 
+class ThreadsFigure(RateFigure):
+    """Read bandwidth of main memory with a number of threads."""
+
+    threads: Count
+    """Threads that read at the same time."""
+
+
+KernelName = Literal[
+    "multiply", "project", "attend", "predict", "gather", "dense", "project-many", "norm", "look-up"
+]
+"""A step of pi2's own engine.  For one token: ``multiply``, a matrix of `size` rows; ``project``, a
+layer's attention without context, its projections having `size` rows; ``attend``, what `size`
+tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons; ``gather``,
+`size` neurons that lie apart; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
+neuron cache, where `size` neurons are missing.  For many tokens: ``dense``, 512 neurons for `size`
+tokens; ``project-many``, a layer's attention for `size` tokens."""
+
+
+class KernelFigure(Origin):
+    """Time of one call of a kernel, with all threads."""
+
+    kernel: KernelName
+    """Which one."""
+    size: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[1024])]
+    """How much it works on: see the kernel."""
+    time: Seconds
+    """One call, from Python and back."""
+    bytes: Bytes | None = None
+    """Weights, keys and values that it reads; absent where they are not what takes the time."""
+    giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])
+    """Operations per second, in units of 1e9, where arithmetic takes the time."""
+
+
 class CpuCluster(Table):
     """Cores of one kind."""
 
@@ -104,6 +137,10 @@ class Unit(Table):
     """Memory of its own, such as a graphics card's; absent means that it uses main memory."""
     compute: tuple[ComputeFigure, ...] = ()
     """Arithmetic rates by operand type."""
+    bandwidth_by_threads: tuple[ThreadsFigure, ...] = ()
+    """Read bandwidth with fewer threads than cores, and with all."""
+    kernels: tuple[KernelFigure, ...] = ()
+    """Times of pi2's own kernels, as `pi2 probe` measures them."""
     power: PowerFigure | None = None
     """Power drawn while the unit works."""
 
@@ -123,7 +160,7 @@ class ReadFigure(Origin):
     """Reads in flight at the same time."""
     threads: Count | None = None
     """Threads that issue them."""
-    core: str | None = Field(default=None, examples=["big"])
+    cluster: str | None = Field(default=None, examples=["big"])
     """CPU cluster that issues them, where it matters."""
 
 
@@ -159,3 +196,5 @@ class Device(Document):
     """Flash or disk."""
     power: PowerFigure | None = None
     """Power of the whole device while all of its units work."""
+    noise: ShareFigure | None = None
+    """By how much the time of the same work varies while nothing else is asked of the machine."""

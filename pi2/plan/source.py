@@ -77,6 +77,8 @@ class SourceFile:
     values: dict[str, Any]
     replaced: Mapping[KeyPath, tuple[Span, Span]] = field(default_factory=dict)
     """Places of keys and values that come from elsewhere, such as ``--set``."""
+    aliases: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
+    """Keys that the text calls by another name, and that name."""
 
     @cached_property
     def spans(self) -> Places:
@@ -88,6 +90,8 @@ class SourceFile:
         from pi2.plan.spans import index_spans
 
         index = index_spans(self.name, self.text)
+        for new, old in self.aliases.items():
+            index.alias(new, old)
         for path, (key, value) in self.replaced.items():
             index.replace(path, key, value)
         return index
@@ -112,13 +116,14 @@ def display_path(path: Path) -> str:
 
 def read_source(path: Path, name: str) -> SourceFile | list[Diagnostic]:
     """Read and parse the file at ``path``; the list says why it cannot be."""
+    text = read_text(path, name)
+    return [text] if isinstance(text, Diagnostic) else parse_source(path, name, text)
+
+
+def read_text(path: Path, name: str) -> str | Diagnostic:
+    """The text of the file at ``path``, or why there is none."""
     data = _read_bytes(path, name)
-    if isinstance(data, Diagnostic):
-        return [data]
-    text = _decode(data, name)
-    if isinstance(text, Diagnostic):
-        return [text]
-    return parse_source(path, name, text)
+    return data if isinstance(data, Diagnostic) else _decode(data, name)
 
 
 def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnostic]:

@@ -71,6 +71,12 @@ class SpanIndex:
             path = path[:-1]
         return Span.of_file(self.file)
 
+    def alias(self, new: KeyPath, old: KeyPath) -> None:
+        """Let ``new`` stand where ``old`` stands."""
+        for spans in (self.keys, self.values):
+            if old in spans:
+                spans[new] = spans[old]
+
     def replace(self, path: KeyPath, key: Span, value: Span) -> None:
         """Let ``path`` and everything below it stand elsewhere."""
         for spans in (self.keys, self.values):

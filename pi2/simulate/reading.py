@@ -180,7 +180,7 @@ class _Reader:
                     block_bytes=item.block,
                     rate_bytes_s=float(item.rate),
                     range_bytes=item.range,
-                    core=item.core,
+                    core=item.cluster,
                     depth=item.depth,
                     threads=item.threads,
                 )

@@ -143,7 +143,7 @@ class TestOnePlus12:
 
     def test_random_4_kib_reads_within_128_mib_by_core(self) -> None:
         reads = read_device("oneplus-12").storage.reads
-        by_core = {read.core: read.rate for read in reads if read.core is not None}
+        by_core = {read.cluster: read.rate for read in reads if read.cluster is not None}
         assert by_core == {"big": 1076.10e6, "mid": 1007.95e6, "little": 761.87e6}
 
     @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
-(HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
+HOOK, MIGRATE_HOOK = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
 GUIDE = (ROOT / "docs/ci.md").read_text("utf-8")
 BROKEN = ROOT / "tests/plans/broken"
 
@@ -181,4 +181,14 @@ def test_the_hook_leaves_other_files_alone(name: str) -> None:
 
 def test_the_guide_names_the_hook() -> None:
     (repo,) = find_snippet(".pre-commit-config.yaml")["repos"]
-    assert [hook["id"] for hook in repo["hooks"]] == [HOOK["id"]]
+    assert [hook["id"] for hook in repo["hooks"]] == [HOOK["id"], MIGRATE_HOOK["id"]]
+
+
+def test_the_hook_for_old_documents_finds_them(repository: Path) -> None:
+    assert MIGRATE_HOOK["files"] == HOOK["files"]
+    old = "tests/plans/versions/1/oneplus-12.device.toml"
+    text = (ROOT / old).read_text("utf-8")
+    (repository / "old.device.toml").write_text(text, "utf-8")
+    done = start(f"{MIGRATE_HOOK['entry']} old.device.toml", repository)
+    assert (done.returncode, "cluster" in done.stdout) == (1, True)
+    assert (repository / "old.device.toml").read_text("utf-8") == text
