@@ -36,11 +36,14 @@ from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
+from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.reader import NeuronStore
 
 U8 = npt.NDArray[np.uint8]
 Progress = Callable[[str, float], None]
+WrapExecutor = Callable[[Executor, BuildRequest], Executor]
+"""Gives what stands in for an executor, for example to observe it."""
 
 
 def load(
@@ -48,22 +51,40 @@ def load(
     *,
     set: Mapping[str, object] | None = None,
     locked: bool = False,
+    memory: str | None = None,
     progress: Progress | None = None,
+    wrap_executor: WrapExecutor | None = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``.
 
     ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
-    refuses references whose source on this machine is not what ``pi2.lock`` says.  ``progress``
-    is called with a label and the share done while something takes its time.  Raises `UserError`
-    with all findings.
+    refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
+    such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
+    is called with a label and the share done while something takes its time; ``wrap_executor``
+    may put something before the executor.  Raises `UserError` with all findings.
     """
     start = time.perf_counter()
     resolver = LockedReferences(Path(path).parent, locked=locked)
     resolved = load_plan(path, overrides=set or {}, resolver=resolver)
-    return build(resolved, progress=progress or _ignore_progress, start=start)
+    changes: tuple[str, ...] = ()
+    if memory is not None:
+        refit = refit_plan(resolved, parse_budget(memory))
+        get_logger().info("plan fitted to another budget", changes=refit.changes)
+        fitted = {**(set or {}), **refit.overrides}
+        resolved, changes = load_plan(path, overrides=fitted, resolver=resolver), refit.changes
+    report = progress or _ignore_progress
+    model = build(resolved, progress=report, start=start, wrap_executor=wrap_executor)
+    model.changes = changes
+    return model
 
 
-def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> LoadedModel:
+def build(
+    resolved: ResolvedPlan,
+    *,
+    progress: Progress,
+    start: float,
+    wrap_executor: WrapExecutor | None = None,
+) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
     unit, name = choose_unit(resolved)
     backend = find_backend(name)
@@ -87,6 +108,8 @@ def build(resolved: ResolvedPlan, *, progress: Progress, start: float) -> Loaded
             raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
         executor = backend.build(request)
         cleanup.callback(executor.close)
+        if wrap_executor is not None:
+            executor = wrap_executor(executor, request)
         reader = open_reader(resolved, store, cache, executor)
         cleanup.callback(reader.close)
         staging = allocate_staging(resolved, budget)

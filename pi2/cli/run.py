@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Start of the random numbers.")
 @click.option("--stop", multiple=True, help="End at this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
+@click.option("--memory", metavar="SIZE", help="Another budget, such as 3GiB; segments follow.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
 @click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
 @click.option("--offline", is_flag=True, help="Use no network; running never does.")
@@ -42,6 +43,7 @@ def command(
     plan: Path,
     prompt: str | None,
     prompt_file: Path | None,
+    memory: str | None,
     settings: tuple[str, ...],
     locked: bool,
     offline: bool,
@@ -60,13 +62,17 @@ def command(
     overrides = parse_assignments(settings)
     text = read_prompt(prompt, prompt_file)
     with ProgressBar() as progress, ExitStack() as cleanup:
-        model = cleanup.enter_context(load(plan, set=overrides, locked=locked, progress=progress))
+        model = cleanup.enter_context(
+            load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+        )
         generation = model.generate(
             text, progress=lambda share: progress("reading the prompt", share), **options
         )
         # The bar is gone before the first piece is shown.
         pieces = chain(list(islice(generation, 1)), generation)
         cleanup.pop_all()
+    for change in model.changes:
+        click.echo(f"memory: {change}", err=True)
     with model:
         for piece in pieces:
             if not as_json:
@@ -125,6 +131,7 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "direct_reads_refused": model.fallback,
         "peak_rss_bytes": read_peak_rss_bytes(),
+        "budget_changes": list(model.changes),
         "budget_bytes": model.plan.plan.memory.budget,
         "plan_digest": model.plan.digest,
     }

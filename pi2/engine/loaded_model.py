@@ -55,6 +55,8 @@ class LoadedModel:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self.changes: tuple[str, ...] = ()
+        """What was made smaller or larger to fit the plan to another budget, a line each."""
 
     @property
     def plan(self) -> ResolvedPlan:

@@ -46,7 +46,7 @@ def read_int(path: Path) -> int | None:
 def find_cpu_quota(root: Path) -> float | None:
     """Cores' worth of time that this process may use; None where nothing limits it."""
     quotas = []
-    for group in _list_groups(root, "cpu"):
+    for group in list_groups(root, "cpu"):
         maximum = (read_text(group / "cpu.max") or "").split()
         if len(maximum) == 2 and maximum[0].isdigit() and int(maximum[1]) > 0:
             quotas.append(int(maximum[0]) / int(maximum[1]))
@@ -60,7 +60,7 @@ def find_cpu_quota(root: Path) -> float | None:
 def find_memory_limits(root: Path) -> list[MemoryLimit]:
     """All limits on this process's memory, its own group first."""
     limits = []
-    for group in _list_groups(root, "memory"):
+    for group in list_groups(root, "memory"):
         for limit_name, usage_name, idle_key in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -76,7 +76,7 @@ def find_memory_limits(root: Path) -> list[MemoryLimit]:
     return limits
 
 
-def _list_groups(root: Path, controller: str) -> Iterator[Path]:
+def list_groups(root: Path, controller: str) -> Iterator[Path]:
     """Folders of this process's groups for ``controller``, its own first, then their parents."""
     base = root / "sys/fs/cgroup"
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():

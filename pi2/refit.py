@@ -1,0 +1,123 @@
+"""Another memory budget for a plan: which segments become smaller or larger, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pi2.diagnostics import UserError
+from pi2.plan.quantities import (
+    BYTE_UNITS,
+    QuantityError,
+    approximate_bytes,
+    format_bytes,
+    parse_quantity,
+)
+from pi2.plan.resolved import Resolved
+
+_HOT_PART = 0.5
+"""Of what is left for neurons, where a plan's hot ones do not fit."""
+_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refit:
+    """What a plan becomes."""
+
+    overrides: Mapping[str, object]
+    """Values to load the plan with, by key."""
+    changes: tuple[str, ...]
+    """The same for people, one line each."""
+
+
+def parse_budget(text: str) -> int:
+    """Bytes of a text such as ``"3 GiB"``; UserError P612."""
+    try:
+        size = int(parse_quantity(text, BYTE_UNITS))
+    except QuantityError as error:
+        raise UserError.of("P612", str(error), help="for example `--memory 3GiB`") from None
+    if size < 1:
+        raise UserError.of("P612", "a budget of nothing", help="for example `--memory 3GiB`")
+    return size
+
+
+def refit_plan(resolved: Resolved, budget_bytes: int) -> Refit:
+    """Fit ``resolved`` into ``budget_bytes``.
+
+    First goes what segments have beyond their needs; then the cold cache, down to the least that
+    a layer works with; then hot neurons, of every layer in proportion, so that hot and cold share
+    what is left.  A larger budget goes to the cold cache.  Raises UserError P611 if even that does
+    not fit.
+    """
+    needs = {name: need.bytes for name, need in resolved.needs.items()}
+    segments = resolved.plan.memory.segments
+    fixed = {"runtime": segments.runtime}
+    for name in ("attention", "kv", "predictor", "workspace"):
+        fixed[name] = min(getattr(segments, name), _round_up(needs[name]))
+    room = budget_bytes - sum(fixed.values())
+    if room < needs["cold"]:
+        raise _explain_shortage(budget_bytes, {**fixed, "cold": needs["cold"]})
+    scale, hot_bytes = _choose_hot(resolved, room, needs)
+    sizes = {**fixed, "hot": hot_bytes}
+    every = resolved.model.shape.layers * resolved.model.layer_neurons * resolved.bundle.stride
+    sizes["cold"] = max(0, min(room - hot_bytes, every - hot_bytes))
+    overrides: dict[str, object] = {"memory.budget": format_bytes(budget_bytes)}
+    changes = [_describe("budget", resolved.plan.memory.budget, budget_bytes)]
+    for name in type(segments).model_fields:
+        before, after = getattr(segments, name), sizes[name]
+        if before != after:
+            overrides[f"memory.segments.{name}"] = format_bytes(after)
+            changes.append(_describe(name, before, after))
+    if scale < 1:
+        for key, share in _list_shares(resolved).items():
+            fewer = _round_down(share * scale)
+            overrides[key] = fewer
+            changes.append(f"{key}: {share:g} -> {fewer:g}")
+    return Refit(overrides=overrides, changes=tuple(changes))
+
+
+def _choose_hot(resolved: Resolved, room: int, needs: Mapping[str, int]) -> tuple[Fraction, int]:
+    """Part of the plan's hot neurons that stays, and their bytes."""
+    wanted = needs["hot"]
+    if wanted + needs["cold"] <= room or wanted == 0:
+        return Fraction(1), wanted
+    dense = resolved.plan.decode.predictor == "none"
+    best = min(room if dense else room * _HOT_PART, room - needs["cold"])
+    scale = Fraction(int(best), wanted)
+    # As the plan will be resolved: shares are rounded to whole neurons.
+    stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
+    counts = [round(_round_down(layer.hot * scale) * neurons) for layer in resolved.layers]
+    return scale, sum(counts) * stride
+
+
+def _list_shares(resolved: Resolved) -> dict[str, float]:
+    """Every key that states hot neurons, and its value."""
+    layers = resolved.plan.layers
+    shares = {"layers.hot": layers.hot}
+    for number, override in enumerate(layers.overrides):
+        if override.hot is not None:
+            shares[f"layers.overrides.{number}.hot"] = override.hot
+    return shares
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _round_down(share: Fraction | float) -> float:
+    return int(share * 10_000) / 10_000
+
+
+def _describe(name: str, before: int, after: int) -> str:
+    return f"{name}: {approximate_bytes(before)} -> {approximate_bytes(after)}"
+
+
+def _explain_shortage(budget_bytes: int, sizes: Mapping[str, int]) -> UserError:
+    parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in sizes.items())
+    return UserError.of(
+        "P611",
+        f"{approximate_bytes(budget_bytes)} are too little for this plan: it needs at least "
+        f"{approximate_bytes(sum(sizes.values()))} ({parts})",
+        help="give it more memory, a shorter kv.context, or a smaller prefill.chunk",
+    )

@@ -1,0 +1,74 @@
+"""The budget is a promise: a run lives in a control group of that size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
+from pi2.plan.resolve import load_plan
+from tests.end_to_end.test_demo import PLAN, run
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    try:
+        with MemoryGroup(load_plan(PLAN).plan.memory.budget, name="pi2-test") as made:
+            yield made
+    except GroupUnavailable as reason:
+        pytest.skip(f"no control group: {reason}")
+
+
+def run_in(group: MemoryGroup, *arguments: str) -> tuple[int, str, str]:
+    # PYTHONDONTWRITEBYTECODE: what is written would count as the run's memory.
+    process = group.start(
+        [sys.executable, "-B", "-m", "pi2", "run", str(PLAN), "--json", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_a_run_lives_in_a_group_of_its_budget(group: MemoryGroup) -> None:
+    # Kernels are compiled by an ordinary run, in a process of its own.
+    assert run(str(PLAN), "--prompt", "def ", "--max-tokens", "1").returncode == 0
+    code, out, err = run_in(group, "--prompt", "def ", "--max-tokens", "100", "--ignore-eos")
+    assert code == 0, err
+    assert group.kills == 0
+    result = json.loads(out)
+    assert len(result["token_ids"]) == 100
+    assert result["peak_rss_bytes"] <= group.limit_bytes
+    assert group.peak_bytes is None or group.peak_bytes <= group.limit_bytes
+
+
+def test_the_group_does_limit(group: MemoryGroup) -> None:
+    code = f"x = b'1' * (2 * {group.limit_bytes}); print(len(x))"
+    process = group.start([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    assert process.wait(timeout=60) != 0
+    assert group.kills >= 1
+
+
+def test_a_smaller_budget_is_kept_and_explained() -> None:
+    done = run(str(PLAN), "--prompt", "def ", "--max-tokens", "20", "--memory", "123MiB")
+    assert done.returncode == 0, done.stderr
+    assert "memory: budget: 128 MiB -> 123 MiB" in done.stderr
+    assert "memory: cold: " in done.stderr
+    assert "within the budget of 123 MiB" in done.stderr
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path: Path) -> None:
+    done = run(str(PLAN), "--prompt", "def ", "--memory", "64MiB")
+    assert done.returncode == 2
+    assert "P611" in done.stderr
+    assert "64 MiB are too little for this plan: it needs at least 12" in done.stderr
+    unitless = run(str(PLAN), "--prompt", "def ", "--memory", "64")
+    assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)

@@ -1,0 +1,86 @@
+"""Another budget for a plan: what becomes smaller first, and when it is too small."""
+
+from __future__ import annotations
+
+import pytest
+
+from pi2.diagnostics import UserError
+from pi2.plan.references import find_shipped_folder
+from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.refit import Refit, parse_budget, refit_plan
+
+DEMO = find_shipped_folder() / "demo.plan.toml"
+MIB = 1 << 20
+
+
+def fit(budget: float, **overrides: object) -> tuple[Refit, ResolvedPlan]:
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    refit = refit_plan(load_plan(DEMO, overrides=given), int(budget * MIB))
+    # Loading checks every rule: segments hold their needs and fit the budget.
+    return refit, load_plan(DEMO, overrides={**given, **refit.overrides})
+
+
+def find_least() -> float:
+    resolved = load_plan(DEMO)
+    needs = {name: need.bytes for name, need in resolved.needs.items()}
+    return (resolved.plan.memory.segments.runtime + sum(needs.values()) - needs["hot"]) / MIB
+
+
+@pytest.mark.parametrize("beyond", [0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 100.0])
+def test_segments_fit_every_budget_that_is_large_enough(beyond: float) -> None:
+    budget = find_least() + beyond
+    _, fitted = fit(budget)
+    memory = fitted.plan.memory
+    assert memory.budget == int(budget * MIB)
+    used = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
+    assert used <= memory.budget
+    for name, need in fitted.needs.items():
+        assert getattr(memory.segments, name) >= need.bytes
+
+
+def test_the_cold_cache_gives_before_the_hot_neurons_do() -> None:
+    before = load_plan(DEMO)
+    _, fitted = fit(find_least() + 0.6)
+    assert [layer.hot_neurons for layer in fitted.layers] == [
+        layer.hot_neurons for layer in before.layers
+    ]
+    assert fitted.plan.memory.segments.cold < before.plan.memory.segments.cold
+    _, smaller = fit(find_least() + 0.3)
+    assert 0 < smaller.layers[0].hot_neurons < before.layers[0].hot_neurons
+
+
+def test_what_overrides_make_hot_becomes_less_in_proportion() -> None:
+    exceptions = [{"select": "0-1", "hot": 0.25}]
+    _, fitted = fit(
+        find_least() + 0.3,
+        layers__overrides=exceptions,
+        memory__segments__hot="1 MiB",
+        memory__segments__cold="512 KiB",
+    )
+    assert fitted.layers[0].hot_neurons == pytest.approx(2 * fitted.layers[7].hot_neurons, abs=2)
+
+
+def test_every_change_is_told() -> None:
+    refit, fitted = fit(find_least() + 0.3)
+    told = {change.split(":")[0] for change in refit.changes}
+    assert {"budget", "hot", "cold", "layers.hot"} <= told
+    assert f"layers.hot: 0.125 -> {fitted.plan.layers.hot:g}" in refit.changes
+
+
+def test_too_little_names_what_it_takes() -> None:
+    with pytest.raises(UserError) as caught:
+        fit(find_least() - 0.1)
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P611"
+    assert "runtime 112 MiB" in finding.message
+
+
+@pytest.mark.parametrize("text", ["64", "a lot", "64 Mib", "0 B"])
+def test_a_budget_needs_a_unit_and_a_size(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_budget(text)
+    assert caught.value.diagnostics[0].code == "P612"
+
+
+def test_a_budget_may_have_no_space() -> None:
+    assert parse_budget("3GiB") == 3 << 30
