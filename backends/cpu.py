@@ -40,7 +40,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
 from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
 
 NAME = "cpu"
 PLANES = 2
@@ -104,6 +104,22 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         planes=PLANES,
         architecture=request.architecture,
         features=tuple(sorted(request.features)),
+        norm=model.norm.kind,
+        norm_bias=model.norm.bias,
+        parallel=model.residual == "parallel",
+        positions=model.positions is not None,
+        output_bias=model.attention.output_bias,
+        head_norm=model.attention.head_norm,
+        score_scale=model.attention.scale,
+        score_cap=model.attention.softcap,
+        some_full=model.attention.sliding_window is not None
+        and model.attention.window_layers is not None,
+        gated=model.ffn.gated,
+        ffn_bias=model.ffn.bias,
+        embedding_factor=model.multipliers.embedding,
+        residual_factor=model.multipliers.residual,
+        logit_factor=model.multipliers.logits,
+        logit_cap=model.logit_softcap,
     )
 
 
@@ -139,6 +155,10 @@ class _Workspace:
         if tensor.scales is None:
             return (weights, weights)
         return (weights, self.wrap(np.asarray(tensor.scales).view(np.uint8)))
+
+    def wrap_norm(self, name: str, bias: bool) -> tuple[Any, ...]:
+        """Return the kernels' views of a norm: weight, and bias if it has one."""
+        return (*self.wrap_tensor(name), *(self.wrap_tensor(f"{name}_bias") if bias else ()))
 
     def make_activations(self, tokens: int, length: int, planes: int) -> tuple[Any, ...]:
         """Return codes, scales, sums and values for ``tokens`` vectors."""
@@ -202,22 +222,46 @@ class CpuExecutor:
             space.wrap(space.make("float32", spec.heads, SPANS, *size))
             for size in ((spec.head_dim,), (), ())
         )
-        self._attend = library.find("attend")
+        # What the FFN reads: with parallel residuals, the layer's input.
+        before = space.wrap(space.make("float32", chunk, spec.hidden)) if spec.parallel else x
+        self._positions = library.find("add_positions") if spec.positions else None
+        self._position_arguments = (*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else ()
+        self._attend = [
+            library.find(
+                "attend_all"
+                if spec.some_full and request.model.find_window(layer) is None
+                else "attend"
+            )
+            for layer in range(shape.layers)
+        ]
+        inputs = (x, before) if spec.parallel else (x,)
         self._attend_arguments = [
-            (*self._bind_attention(layer, x, rope, qkv, hidden, mixed), *spans)
+            (*self._bind_attention(layer, inputs, rope, qkv, hidden, mixed), *spans)
             for layer in range(shape.layers)
         ]
         self._begin = library.find("begin_ffn")
         self._begin_arguments = [
-            (x, *space.wrap_tensor(name_layer_tensor(layer, "ffn_norm")), *hidden, y)
+            (
+                before,
+                *space.wrap_norm(name_layer_tensor(layer, "ffn_norm"), spec.norm_bias),
+                *hidden,
+                y,
+            )
             for layer in range(shape.layers)
         ]
         self._end = library.find("end_ffn")
-        self._end_arguments = (x, y)
-        self._gather = library.find("add_neurons")
+        self._end_arguments = [
+            (x, y, *space.wrap_tensor(name_layer_tensor(layer, "down_bias")))
+            if spec.ffn_bias
+            else (x, y)
+            for layer in range(shape.layers)
+        ]
+        self._gather = library.find("add_plain_neurons" if spec.has_plain_ffn else "add_neurons")
         self._gather_slots = space.wrap(self._slots)
         self._gather_every = space.wrap(self._every)
         scratch = (*hidden, *lists, partial)
+        if spec.has_plain_ffn:
+            scratch = (*hidden, partial)
         self._gather_rest = (*scratch, space.wrap(self._counts), y)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
@@ -227,20 +271,23 @@ class CpuExecutor:
         self._dense_rest = (*hidden, values, masks, unpacked, y)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
         self._predict_gate = None
-        if spec.gate_rows is not None and spec.activation != "silu":
+        if spec.gate_rows is not None and not spec.is_smooth:
             self._predict_gate = library.find("predict_gate")
-            self._gather_open = library.find("add_open_neurons")
+            if not spec.has_plain_ffn:
+                self._gather_open = library.find("add_open_neurons")
             self._gather_gates = (scores, space.wrap(self._wanted))
             assert request.gate_rows is not None
             self._gate_arguments = [
-                (*self._bind_gate(rows, scales), *hidden, *found)
-                for rows, scales in request.gate_rows
+                (*self._bind_gate(rows, scales), *biases, *hidden, *found)
+                for (rows, scales), biases in zip(
+                    request.gate_rows, self._bind_gate_biases(request), strict=True
+                )
             ]
         self._low_rank = self._bind_predictors(request, hidden, found)
         self._head = library.find("logits")
         self._head_arguments = (
             x,
-            *space.wrap_tensor(FINAL_NORM),
+            *space.wrap_norm(FINAL_NORM, spec.norm_bias),
             *space.wrap_tensor(head),
             *hidden,
         )
@@ -251,7 +298,7 @@ class CpuExecutor:
     def _bind_attention(
         self,
         layer: int,
-        x: Any,
+        inputs: tuple[Any, ...],
         rope: list[Any],
         qkv: Any,
         hidden: tuple[Any, ...],
@@ -264,13 +311,19 @@ class CpuExecutor:
         if spec.kv == "int8":
             size = self._context * spec.kv_heads
             cache += [space.wrap(space.make("float16", size, segment="kv")) for _ in range(2)]
-        bias = space.wrap_tensor(name_layer_tensor(layer, "qkv_bias")) if spec.qkv_bias else ()
+
+        def wrap_if(there: bool, *kinds: str) -> list[Any]:
+            names = [name_layer_tensor(layer, kind) for kind in kinds if there]
+            return [view for name in names for view in space.wrap_tensor(name)]
+
         return (
-            x,
-            *space.wrap_tensor(name_layer_tensor(layer, "attention_norm")),
+            *inputs,
+            *space.wrap_norm(name_layer_tensor(layer, "attention_norm"), spec.norm_bias),
             *space.wrap_tensor(name_layer_tensor(layer, "qkv")),
-            *bias,
+            *wrap_if(spec.qkv_bias, "qkv_bias"),
+            *wrap_if(spec.head_norm, "query_norm", "key_norm"),
             *space.wrap_tensor(name_layer_tensor(layer, "output")),
+            *wrap_if(spec.output_bias, "output_bias"),
             *rope,
             *cache,
             qkv,
@@ -283,6 +336,13 @@ class CpuExecutor:
     ) -> tuple[Any, Any]:
         weights = self._space.wrap(rows)
         return weights, weights if scales is None else self._space.wrap(scales.view(np.uint8))
+
+    def _bind_gate_biases(self, request: BuildRequest) -> list[tuple[Any, ...]]:
+        """Return the view of each layer's gate biases; nothing where gates have none."""
+        if not self._spec.ffn_bias:
+            return [()] * request.model.shape.layers
+        assert request.gate_biases is not None
+        return [(self._space.wrap(biases),) for biases in request.gate_biases]
 
     def _bind_predictors(
         self, request: BuildRequest, hidden: tuple[Any, ...], found: tuple[Any, ...]
@@ -328,7 +388,10 @@ class CpuExecutor:
 
     def attend(self, layer: int, position: int) -> None:
         """Add the attention block."""
-        self._attend(self._tokens, position, self._context, *self._attend_arguments[layer])
+        if layer == 0 and self._positions is not None:
+            self._positions(self._tokens, position, *self._position_arguments)
+        arguments = self._attend_arguments[layer]
+        self._attend[layer](self._tokens, position, self._context, *arguments)
 
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
@@ -343,7 +406,7 @@ class CpuExecutor:
     def predict_gate(self, layer: int) -> _I32:
         """Return the neurons whose gate is open."""
         if self._predict_gate is None:
-            assert self._spec.activation == "silu", "gate rows were not given to build"
+            assert self._spec.is_smooth, "gate rows were not given to build"
             return self._every
         self._predict_gate(self._neurons, *self._gate_arguments[layer])
         return self._indices[: self._found[0]]
@@ -353,7 +416,7 @@ class CpuExecutor:
         count = len(slots)
         self._slots[:count] = slots
         view = self._wrap_arena(arena)
-        if indices is None or self._predict_gate is None:
+        if indices is None or self._predict_gate is None or self._spec.has_plain_ffn:
             self._gather(count, view, self._gather_slots, *self._gather_rest)
             return
         self._wanted[:count] = indices
@@ -370,7 +433,7 @@ class CpuExecutor:
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
-        self._end(self._tokens, *self._end_arguments)
+        self._end(self._tokens, *self._end_arguments[layer])
 
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""

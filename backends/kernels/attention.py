@@ -267,6 +267,8 @@ def _emit_queries(
                     cell.set(T.fma(value, key, cell.get()))
         for index, cells in enumerate(sums):
             score = cache.scale_keys(cells[0].get() + cells[1].get(), head, block)
+            if spec.score_cap is not None:
+                score = v.take_cap(score, spec.score_cap, 16)
             v.store(scores, index * 16, score, 16)
         where = v.let(T.ramp(block * KV_BLOCK, 1, 16))
         value_scales = cache.load_value_scales(head, block)

@@ -15,6 +15,7 @@ from pi2.backends.kernels.neurons import (
     load_unit_scale,
     take_part,
 )
+from pi2.backends.kernels.plain import emit_plain_activations
 from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import PartName
 
@@ -92,6 +93,9 @@ def _emit_activations(
     values: v.Buffer,
 ) -> None:
     """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
+    if spec.has_plain_ffn:
+        emit_plain_activations(isa, spec, activations, bundles, origin, start, stop, tokens, values)
+        return
     together = isa.tile_rows // 2
 
     def emit_tile(_first: v.Expr, named: list[v.Expr]) -> None:

@@ -150,7 +150,7 @@ def emit_gathered(
             return _List(count=number, read=lambda place: scratch.firing[first + place])
 
         given = _List(count=own, read=lambda place: slots[thread + place * threads])
-        if spec.activation == "silu":
+        if spec.is_smooth:
             fired = _emit_whole(run, given, target)
         else:
             if known is None:

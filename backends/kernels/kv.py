@@ -93,7 +93,7 @@ def emit_rope(
     token: v.Expr,
     position: v.Expr,
 ) -> None:
-    """Rotate queries and keys of ``token`` in place and divide queries by sqrt(head_dim).
+    """Rotate queries and keys of ``token`` in place and multiply queries by the score's scale.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
     element d of a head turns with element d + head_dim / 2.
@@ -102,7 +102,8 @@ def emit_rope(
     lanes = count_lanes(half)
     at = v.let(position + token)
     start = v.let(token * spec.qkv_rows)
-    runs = ((0, spec.heads, 1.0 / math.sqrt(size)), (spec.heads, spec.kv_heads, 1.0))
+    score_scale = spec.score_scale or 1.0 / math.sqrt(size)
+    runs = ((0, spec.heads, score_scale), (spec.heads, spec.kv_heads, 1.0))
     for origin, heads, scale in runs:
         with T.serial(heads) as head, T.serial(half // lanes * once) as step:
             place = v.let(start + (head + origin) * size + step * lanes)

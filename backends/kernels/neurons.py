@@ -6,6 +6,8 @@ L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natur
 
 from __future__ import annotations
 
+import math
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
@@ -28,24 +30,39 @@ def take_part(spec: KernelSpec, arena: v.Buffer, base: v.Expr, name: PartName) -
 
 
 def is_firing(spec: KernelSpec, gate: v.Expr) -> v.Expr:
-    """Return whether a neuron with this gate can have an effect (never asked for ``silu``)."""
-    assert spec.activation != "silu"
+    """Return whether a neuron with this gate can have an effect (never asked for smooth ones)."""
+    assert not spec.is_smooth
     limit = spec.threshold if spec.activation == "fatrelu" else 0.0
     return gate > v.constant(limit, "float32")
 
 
-def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr) -> v.Expr:
-    """Return act(gate) * up as the model defines it; scalars."""
+def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:
+    """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars."""
     zero = v.constant(0.0, "float32")
-    if spec.activation == "silu":
-        exponential = v.take_exponential(zero - gate, 1)
-        return gate / (v.constant(1.0, "float32") + exponential) * up
-    open_gate = v.let(T.Select(is_firing(spec, gate), gate, zero))
-    if spec.activation == "relu2":
-        return open_gate * open_gate * up
-    if spec.activation == "drelu":
-        return open_gate * T.max(up, zero)
-    return open_gate * up
+    if spec.is_smooth:
+        value = _activate_smoothly(spec, v.let(gate))
+    else:
+        value = v.let(T.Select(is_firing(spec, gate), gate, zero))
+        if spec.activation == "relu2":
+            value = value * value
+    if up is None:
+        return value
+    return value * (T.max(up, zero) if spec.activation == "drelu" else up)
+
+
+def _activate_smoothly(spec: KernelSpec, x: v.Expr) -> v.Expr:
+    """SiLU, GELU, or its approximation by tanh."""
+    one = v.constant(1.0, "float32")
+    if spec.activation == "gelu":
+        half = v.constant(0.5, "float32")
+        return half * x * (one + v.take_error_function(x * v.constant(0.5**0.5, "float32")))
+    if spec.activation == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z).
+        cube = v.constant(0.044715, "float32") * x * x * x
+        exponent = v.constant(2 * (2 / math.pi) ** 0.5, "float32") * (x + cube)
+    else:
+        exponent = x
+    return x / (one + v.take_exponential(v.constant(0.0, "float32") - exponent, 1))
 
 
 def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:

@@ -8,7 +8,9 @@ values, in the order codes, scales, sums, values.
 function                parameters: numbers, then arrays
 ======================  ==========================================================================
 ``embed``               T; weights, scales, ids int32 [T], x
-``attend``              T, position, context; x, norm, qkv weights, scales, [bias], output weights,
+``add_positions``       T, position; table fp16, x
+``attend``              T, position, context; x, [before], norm, [bias], qkv weights, scales,
+                        [bias], [norms of query and key heads], output weights, scales, [bias],
                         scales, cosines, sines, keys, values, [key scales, value scales: int8],
                         qkv, qa (hidden), qa (width), span sums, tops, totals
 ``begin_ffn``           T; x, norm, qa (hidden), y
@@ -28,6 +30,7 @@ function                parameters: numbers, then arrays
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import tvm
 from tvm.script.ir_builder import IRBuilder
@@ -49,9 +52,12 @@ from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.neurons import emit_leave_lane_order
+from pi2.backends.kernels.norms import NormWeights, emit_head_norms, emit_normalize
+from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
-from pi2.backends.kernels.quantize import emit_norm, emit_quantize
+from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.reads import emit_read_runs
+from pi2.backends.kernels.rows import emit_add_scaled, emit_copy, emit_scale
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
 
@@ -131,9 +137,17 @@ class Program:
             "logits": self.emit_logits,
             "read_runs": emit_read_runs,
         }
-        if self.spec.gate_rows is not None and self.spec.activation != "silu":
+        if self.spec.has_plain_ffn:
+            del functions["add_neurons"]
+            functions["add_plain_neurons"] = self.emit_add_plain_neurons
+        if self.spec.some_full:
+            functions["attend_all"] = Program(replace(self.spec, window=None)).emit_attend
+        if self.spec.positions:
+            functions["add_positions"] = self.emit_add_positions
+        if self.spec.gate_rows is not None and not self.spec.is_smooth:
             functions["predict_gate"] = self.emit_predict_gate
-            functions["add_open_neurons"] = self.emit_add_open_neurons
+            if not self.spec.has_plain_ffn:
+                functions["add_open_neurons"] = self.emit_add_open_neurons
         for rank in self.spec.ranks:
             functions[f"predict_low_rank_{rank}"] = self._make_low_rank(rank)
         return functions
@@ -146,6 +160,11 @@ class Program:
 
     def _take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         return take.take_activations("hidden", self.spec.hidden, self.spec.planes, count)
+
+    def _take_norm(self, take: Parameters) -> NormWeights:
+        weight = take.take_array("norm", "float32")
+        bias = take.take_array("norm_bias", "float32") if self.spec.norm_bias else None
+        return NormWeights(weight=weight, bias=bias)
 
     def emit_embed(self, take: Parameters) -> None:
         """Set x float32 [T, hidden] to rows ``ids`` of the embedding."""
@@ -164,7 +183,21 @@ class Program:
                 scales_base=v.let(row * scale_bytes(spec.hidden, spec.embedding)),
                 precision=spec.embedding,
             )
-            emit_unpack(vector, spec.hidden, x, v.let(token * spec.hidden))
+            base = v.let(token * spec.hidden)
+            emit_unpack(vector, spec.hidden, x, base)
+            emit_scale(x, base, spec.hidden, spec.embedding_factor)
+
+    def emit_add_positions(self, take: Parameters) -> None:
+        """Add the learned vectors of the positions to x."""
+        spec = self.spec
+        tokens = take.take_number("tokens")
+        position = take.take_number("position")
+        table = take.take_array("table", "uint8")
+        x = take.take_array("x", "float32")
+        with T.serial(tokens) as token, T.serial(spec.hidden // 16) as step:
+            byte = (v.wide(position + token) * spec.hidden + v.wide(step * 16)) * 2
+            place = v.let(token * spec.hidden + step * 16)
+            v.store(x, place, v.load(x, place, 16) + v.load_halves(table, byte, 16), 16)
 
     def emit_attend(self, take: Parameters) -> None:
         """Add the attention block to x; keys and values of the tokens are kept."""
@@ -173,10 +206,16 @@ class Program:
         position = take.take_number("position")
         context = take.take_number("context")
         x = take.take_array("x", "float32")
-        norm = take.take_array("norm", "float32")
+        before = take.take_array("before", "float32") if spec.parallel else None
+        norm = self._take_norm(take)
         project = take.take_matrix("qkv", spec.qkv_rows, spec.hidden, spec.attention)
         bias = take.take_array("bias", "float32") if spec.qkv_bias else None
+        head_norms = None
+        if spec.head_norm:
+            query_norm = take.take_array("query_norm", "float32")
+            head_norms = (query_norm, take.take_array("key_norm", "float32"))
         output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
+        output_bias = take.take_array("output_bias", "float32") if spec.output_bias else None
         cosines = take.take_array("cosines", "float32")
         sines = take.take_array("sines", "float32")
         keys = take.take_array("keys", KV_DTYPES[spec.kv])
@@ -199,12 +238,22 @@ class Program:
 
         def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             place = v.let(token * spec.hidden + row)
-            v.store(x, place, x[place] + value, 1)
+            total = value if output_bias is None else value + output_bias[row]
+            if spec.residual_factor != 1.0:
+                total = total * v.constant(spec.residual_factor, "float32")
+            v.store(x, place, x[place] + total, 1)
 
-        emit_each_token(tokens, lambda t: emit_norm(x, t, norm, spec.epsilon, hidden, t))
+        def prepare(token: v.Expr) -> None:
+            if before is not None:
+                emit_copy(x, before, v.let(token * spec.hidden), spec.hidden)
+            emit_normalize(spec, x, token, norm, hidden, token)
+
+        emit_each_token(tokens, prepare)
         emit_multiply(isa, spec.threads, project, hidden, tokens, store_qkv)
 
         def keep(token: v.Expr) -> None:
+            if head_norms is not None:
+                emit_head_norms(spec, qkv, *head_norms, cache.once, token)
             emit_rope(spec, qkv, cosines, sines, cache.once, token, position)
             emit_append(spec, qkv, cache, token, position)
 
@@ -244,12 +293,12 @@ class Program:
         spec = self.spec
         tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
-        norm = take.take_array("norm", "float32")
+        norm = self._take_norm(take)
         hidden = self._take_hidden(take, tokens)
         y = take.take_array("y", "float32")
 
         def prepare(token: v.Expr) -> None:
-            emit_norm(x, token, norm, spec.epsilon, hidden, token)
+            emit_normalize(spec, x, token, norm, hidden, token)
             with T.serial(spec.hidden // 16) as step:
                 place = token * spec.hidden + step * 16
                 v.store(y, place, v.constant(0.0, "float32", 16), 16)
@@ -289,6 +338,7 @@ class Program:
         neurons = take.take_number("neurons")
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
+        biases = take.take_array("biases", "float32") if spec.ffn_bias else None
         hidden = self._take_hidden(take, neurons)
         scores = take.take_array("scores", "float32")
         indices = take.take_array("indices", "int32")
@@ -298,7 +348,7 @@ class Program:
         )
 
         def keep(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            v.store(scores, row, value, 1)
+            v.store(scores, row, value if biases is None else value + biases[row], 1)
 
         emit_multiply(self.isa, spec.threads, matrix, hidden, None, keep)
         limit = spec.threshold if spec.activation == "fatrelu" else 0.0
@@ -330,6 +380,23 @@ class Program:
             gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
         emit_gathered(self.isa, self.spec, hidden, arena, slots, count, scratch, total, known=gates)
 
+    def emit_add_plain_neurons(self, take: Parameters) -> None:
+        """Add gathered neurons that have biases or no gate to y of one token."""
+        count = take.take_number("count")
+        arena = take.take_array("arena", "uint8")
+        slots = take.take_array("slots", "int32")
+        emit_plain_gathered(
+            self.isa,
+            self.spec,
+            self._take_hidden(take, count),
+            arena,
+            slots,
+            count,
+            partial=take.take_array("partial", "float32"),
+            counts=take.take_array("counts", "int32"),
+            total=take.take_array("y", "float32"),
+        )
+
     def emit_add_dense(self, take: Parameters) -> None:
         """Add contiguous neurons to y of all tokens."""
         count = take.take_number("count")
@@ -355,7 +422,16 @@ class Program:
         tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         y = take.take_array("y", "float32")
-        emit_each_token(tokens, lambda t: emit_leave_lane_order(spec.hidden, spec.ffn, y, x, t))
+        bias = take.take_array("down_bias", "float32") if spec.ffn_bias else None
+
+        def finish(token: v.Expr) -> None:
+            base = v.let(token * spec.hidden)
+            emit_scale(y, base, spec.hidden, spec.residual_factor)
+            emit_leave_lane_order(spec.hidden, spec.ffn, y, x, token)
+            if bias is not None:
+                emit_add_scaled(bias, x, base, spec.hidden, spec.residual_factor)
+
+        emit_each_token(tokens, finish)
 
     def emit_logits(self, take: Parameters) -> None:
         """Set logits float32 [T, vocab] of the tokens from ``first`` on."""
@@ -363,13 +439,17 @@ class Program:
         first = take.take_number("first")
         tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
-        norm = take.take_array("norm", "float32")
+        norm = self._take_norm(take)
         head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
         hidden = self._take_hidden(take, tokens)
         logits = take.take_array("logits", "float32")
 
         def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            if spec.logit_factor != 1.0:
+                value = value * v.constant(spec.logit_factor, "float32")
+            if spec.logit_cap is not None:
+                value = v.take_cap(value, spec.logit_cap, 1)
             v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
 
-        emit_each_token(tokens, lambda t: emit_norm(x, first + t, norm, spec.epsilon, hidden, t))
+        emit_each_token(tokens, lambda t: emit_normalize(spec, x, first + t, norm, hidden, t))
         emit_multiply(self.isa, spec.threads, head, hidden, tokens, keep)

@@ -9,9 +9,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
-from pi2.plan.model import Activation
+from pi2.plan.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.plan import KvType
 
 PANEL = 256
@@ -68,6 +69,27 @@ class KernelSpec:
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_bias: bool = False
+    parallel: bool = False
+    """Whether the FFN reads the layer's input."""
+    positions: bool = False
+    """Whether there are learned position vectors."""
+    output_bias: bool = False
+    head_norm: bool = False
+    """Whether every query and key head has a norm."""
+    score_scale: float | None = None
+    """Of attention scores; None stands for 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """Soft cap of attention scores."""
+    some_full: bool = False
+    """Whether some layers see all tokens although there is a window."""
+    gated: bool = True
+    ffn_bias: bool = False
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)
@@ -88,7 +110,19 @@ class KernelSpec:
     @property
     def bundle(self) -> BundleLayout:
         """Layout of a neuron."""
-        return lay_out_bundle(self.hidden, self.ffn, self.stride)
+        return lay_out_bundle(
+            self.hidden, self.ffn, self.stride, gated=self.gated, bias=self.ffn_bias
+        )
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether no neuron is ever exactly inactive."""
+        return self.activation in SMOOTH_ACTIVATIONS
+
+    @property
+    def has_plain_ffn(self) -> bool:
+        """Whether `pi2.backends.kernels.plain` computes the FFN."""
+        return self.ffn_bias or not self.gated
 
     def to_json(self) -> str:
         """Return canonical JSON."""

@@ -1,0 +1,97 @@
+"""Norms of all kinds: of the residual stream, with activation quantisation, and of single heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations
+from pi2.backends.kernels.kv import count_lanes
+from pi2.backends.kernels.quantize import emit_norm, emit_quantize
+from pi2.backends.kernels.spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormWeights:
+    """float32 [length] each."""
+
+    weight: v.Buffer
+    bias: v.Buffer | None
+
+
+def emit_normalize(
+    spec: KernelSpec,
+    source: v.Buffer,
+    row: v.Expr,
+    norm: NormWeights,
+    target: Activations,
+    token: v.Expr,
+) -> None:
+    """Set ``target.values[token]`` to the norm of ``source[row]`` and quantise it.
+
+    ``source`` float32 [rows, length].  Mean and variance are computed one after the other:
+    subtracting large squares would cancel.
+    """
+    if spec.norm == "rmsnorm" and norm.bias is None:
+        emit_norm(source, row, norm.weight, spec.epsilon, target, token)
+        return
+    length = target.length
+    base = v.let(row * length)
+    zero = v.constant(0.0, "float32", 16)
+    mean = v.constant(0.0, "float32")
+    if spec.norm == "layernorm":
+        total = v.Cell(zero)
+        with T.serial(length // 16 * target.once) as step:
+            total.set(total.get() + v.load(source, base + step * 16, 16))
+        sum_ = v.add_lanes(total.get(), "float32", 16)
+        mean = v.let(sum_ * v.constant(1.0 / length, "float32"))
+    squares = v.Cell(zero)
+    with T.serial(length // 16 * target.once) as step:
+        part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
+        squares.set(T.fma(part, part, squares.get()))
+    factor = _invert_root(spec, squares.get(), length, 16)
+    with T.serial(length // 16 * target.once) as step:
+        part = (v.load(source, base + step * 16, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
+        part = part * v.load(norm.weight, step * 16, 16)
+        if norm.bias is not None:
+            part = part + v.load(norm.bias, step * 16, 16)
+        v.store(target.values, token * length + step * 16, part, 16)
+    emit_quantize(target, token)
+
+
+def emit_head_norms(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    query_weight: v.Buffer,
+    key_weight: v.Buffer,
+    once: v.Expr,
+    token: v.Expr,
+) -> None:
+    """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], in place."""
+    size = spec.head_dim
+    lanes = count_lanes(size)
+    start = v.let(token * spec.qkv_rows)
+    for weight, origin, heads in (
+        (query_weight, 0, spec.heads),
+        (key_weight, spec.heads, spec.kv_heads),
+    ):
+        with T.serial(heads) as head:
+            base = v.let(start + (head + origin) * size)
+            squares = v.Cell(v.constant(0.0, "float32", lanes))
+            with T.serial(size // lanes * once) as step:
+                part = v.let(v.load(qkv, base + step * lanes, lanes))
+                squares.set(T.fma(part, part, squares.get()))
+            factor = _invert_root(spec, squares.get(), size, lanes)
+            with T.serial(size // lanes * once) as step:
+                place = v.let(base + step * lanes)
+                part = v.load(qkv, place, lanes) * v.splat(factor, lanes)
+                v.store(qkv, place, part * v.load(weight, step * lanes, lanes), lanes)
+
+
+def _invert_root(spec: KernelSpec, squares: v.Expr, length: int, lanes: int) -> v.Expr:
+    """1 / sqrt(mean of squares + epsilon)."""
+    total = v.add_lanes(squares, "float32", lanes)
+    mean = total * v.constant(1.0 / length, "float32") + v.constant(spec.epsilon, "float32")
+    return v.let(v.constant(1.0, "float32") / T.sqrt(mean))

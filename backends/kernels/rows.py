@@ -1,0 +1,34 @@
+"""Small loops over a row of the residual stream; ``length`` is a multiple of 16."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+
+
+def emit_copy(source: v.Buffer, target: v.Buffer, base: v.Expr, length: int) -> None:
+    """Copy ``source[base : base + length]`` to the same place of ``target``."""
+    with T.serial(length // 16) as step:
+        place = v.let(base + step * 16)
+        v.store(target, place, v.load(source, place, 16), 16)
+
+
+def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: float) -> None:
+    """Multiply ``target[base : base + length]`` by ``factor``."""
+    if factor == 1.0:
+        return
+    with T.serial(length // 16) as step:
+        place = v.let(base + step * 16)
+        part = v.load(target, place, 16) * v.constant(factor, "float32", 16)
+        v.store(target, place, part, 16)
+
+
+def emit_add_scaled(
+    source: v.Buffer, target: v.Buffer, base: v.Expr, length: int, factor: float
+) -> None:
+    """Add ``factor * source[:length]`` to ``target[base : base + length]``."""
+    with T.serial(length // 16) as step:
+        place = v.let(base + step * 16)
+        part = v.load(source, step * 16, 16) * v.constant(factor, "float32", 16)
+        v.store(target, place, v.load(target, place, 16) + part, 16)
