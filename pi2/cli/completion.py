@@ -1,0 +1,28 @@
+"""Print the lines that teach a shell to complete pi2's commands."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def command(shell: str) -> None:
+    """Print the lines that teach SHELL to complete pi2's commands, options and files.
+
+    For example `pi2 completion bash >> ~/.bashrc`, `pi2 completion zsh >> ~/.zshrc`, or
+    `pi2 completion fish > ~/.config/fish/completions/pi2.fish`.
+    """
+    from click.shell_completion import get_completion_class
+
+    from pi2.cli.main import group
+
+    found = get_completion_class(shell)
+    assert found is not None, shell
+    # Without bash at hand, its version cannot be asked; the lines are the same.
+    text = found(group, {}, "pi2", "_PI2_COMPLETE").source_template % {
+        "complete_func": "_pi2_completion",
+        "complete_var": "_PI2_COMPLETE",
+        "prog_name": "pi2",
+    }
+    click.echo(text.strip())

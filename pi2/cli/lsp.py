@@ -1,0 +1,28 @@
+"""Serve editors: findings, help and completion while a plan is written."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from pi2.diagnostics import UserError
+
+
+@click.command("lsp")
+def command() -> None:
+    """Serve an editor over standard input and output (Language Server Protocol).
+
+    Editors start it themselves; docs/editors.md says how.  It needs `pip install 'pi2[lsp]'`.
+    """
+    try:
+        from pi2.lsp.server import make_server
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("pygls", "lsprotocol"):
+            raise
+        raise UserError.of(
+            "P750", "the language server is not installed", help="`pip install 'pi2[lsp]'`"
+        ) from None
+    # The server closes its streams; those of the process are flushed once more at its end.
+    with os.fdopen(os.dup(0), "rb") as stdin, os.fdopen(os.dup(1), "wb") as stdout:
+        make_server().start_io(stdin, stdout)

@@ -1,0 +1,189 @@
+"""What may be written at a place: keys, tables, values, and names of documents."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from pi2.lsp.checked import Checked
+from pi2.lsp.cursor import Cursor, find_cursor
+from pi2.plan.field_docs import describe_field
+from pi2.plan.fields import find_type, list_known_keys
+from pi2.plan.kinds import DOCUMENTS
+from pi2.plan.paths import KeyPath
+from pi2.plan.references import list_shipped
+from pi2.plan.source import Kind, detect_kind
+from pi2.plan.toml_text import write_text
+
+SUGGESTED = Literal["key", "table", "value", "file"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One thing that may be written."""
+
+    label: str
+    insert: str
+    """What replaces the word at the cursor."""
+    sort: SUGGESTED = "value"
+    detail: str = ""
+    text: str = ""
+    """What it means; Markdown."""
+
+
+def complete(checked: Checked, offset: int) -> tuple[Cursor, list[Item]]:
+    """The place at ``offset``, and what may be written there; editors narrow it by the word."""
+    cursor = find_cursor(checked.text, offset)
+    kind = checked.kind
+    if kind is None or cursor.role == "none":
+        return cursor, []
+    if cursor.role == "key":
+        return cursor, list(_list_keys(checked, kind, cursor))
+    if cursor.role == "header":
+        return cursor, list(_list_tables(checked, kind, cursor))
+    quote = "" if cursor.is_quoted else '"'
+    items = {item.label: item for item in _list_values(checked, kind, cursor, quote)}
+    return cursor, list(items.values())
+
+
+def _list_keys(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
+    """Keys of the table that are not there yet."""
+    present = {path[-1] for path in checked.spans.keys if path[:-1] == cursor.path}
+    for name in _list_names(checked, kind, cursor.path):
+        if name in present and name != cursor.prefix:
+            continue
+        yield _describe_key(kind, (*cursor.path, name), name)
+
+
+def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
+    doc = describe_field(DOCUMENTS[kind], path)
+    found = find_type(DOCUMENTS[kind], path)
+    is_table = isinstance(found, type) and issubclass(found, BaseModel)
+    if doc is None:
+        return Item(label=name, insert=name, sort="key")
+    detail = doc.values + (" (required)" if doc.is_required else "")
+    return Item(
+        label=name,
+        insert=name,
+        sort="table" if is_table else "key",
+        detail=detail,
+        text=doc.text,
+    )
+
+
+def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
+    """Names that keys of a table may have, those of units too."""
+    known = list_known_keys(DOCUMENTS[kind], path)
+    if known:
+        return known
+    if get_origin(find_type(DOCUMENTS[kind], path)) is not dict:
+        return []
+    if path[-1:] == ("split",):
+        return checked.list_units()
+    return ["cpu", "gpu", "npu"] if path in (("units",), ("backends",)) else []
+
+
+def _list_tables(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
+    """Parts of a header: tables, and arrays of tables."""
+    for name in _list_names(checked, kind, cursor.path):
+        found = find_type(DOCUMENTS[kind], (*cursor.path, name))
+        item = get_args(found)[0] if get_origin(found) is tuple else found
+        if get_origin(item) is dict or (isinstance(item, type) and issubclass(item, BaseModel)):
+            yield _describe_key(kind, (*cursor.path, name), name)
+
+
+def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> Iterator[Item]:
+    path = cursor.path
+    if kind == "plan" and path in (("device",), ("model",)):
+        wanted: Kind = "device" if path == ("device",) else "model"
+        yield from _list_documents(checked, wanted, quote)
+        return
+    if path[:1] == ("extends",):
+        yield from _list_documents(checked, kind, quote)
+        return
+    if kind == "plan" and path == ("store",):
+        yield from _list_stores(checked, quote)
+        return
+    found = find_type(DOCUMENTS[kind], path)
+    options = [found]
+    if get_origin(found) in (Union, types.UnionType):
+        options = list(get_args(found))
+    for option in options:
+        if get_origin(option) is Literal:
+            for value in get_args(option):
+                yield from _offer(value, quote, "")
+        elif option is bool:
+            yield from (Item(label=text, insert=text) for text in ("true", "false") if quote)
+    doc = describe_field(DOCUMENTS[kind], path)
+    if doc is not None:
+        examples = [item for item in (doc.default, *doc.examples) if item is not None]
+        for text in examples:
+            if text.startswith('"') or quote:
+                shown = text.strip('"')
+                detail = "default" if text == doc.default else "example"
+                insert = shown if not quote and text.startswith('"') else text
+                yield Item(label=shown, insert=insert, detail=detail)
+
+
+def _offer(value: Any, quote: str, detail: str) -> Iterator[Item]:
+    if isinstance(value, str):
+        insert = write_text(value) if quote else value
+        yield Item(label=value, insert=insert, detail=detail)
+    elif quote:
+        yield Item(label=str(value), insert=str(value), detail=detail)
+
+
+def _list_documents(checked: Checked, kind: Kind, quote: str) -> Iterator[Item]:
+    """Locked references, files nearby, and shipped names."""
+    for reference in _list_locked(checked, kind):
+        yield from _offer_name(reference, quote, "locked")
+    for name in _list_near(checked, kind):
+        yield from _offer_name(name, quote, "file")
+    for name in list_shipped(kind):
+        yield from _offer_name(name, quote, f"{kind} that comes with pi2")
+
+
+def _offer_name(name: str, quote: str, detail: str) -> Iterator[Item]:
+    insert = write_text(name) if quote else name
+    yield Item(label=name, insert=insert, sort="file", detail=detail)
+
+
+def _list_locked(checked: Checked, kind: Kind) -> Iterable[str]:
+    from pi2.diagnostics import UserError
+    from pi2.sharing.lock import find_lock, read_lock
+
+    found = find_lock(checked.path.parent)
+    if found is None:
+        return
+    try:
+        sources = read_lock(found).sources
+    except UserError:
+        return
+    yield from (item.reference for item in sources if detect_kind(item.file_name) == kind)
+
+
+def _list_near(checked: Checked, kind: Kind) -> Iterator[str]:
+    """Files of a kind in the folder, its sister ``devices`` or ``models``, and the one above."""
+    own = checked.path.parent
+    for relative in ("", f"{kind}s/", "../", f"../{kind}s/"):
+        folder = own / relative
+        try:
+            names = sorted(path.name for path in folder.glob(f"*.{kind}.toml"))
+        except OSError:
+            continue
+        for name in names[:100]:
+            if (folder / name).resolve() != checked.path.resolve():
+                yield f"{relative}{name}"
+
+
+def _list_stores(checked: Checked, quote: str) -> Iterator[Item]:
+    """Folders near the plan that hold a finished neuron store."""
+    own = checked.path.parent
+    for pattern in ("*/manifest.json", "stores/*/manifest.json", "../stores/*/manifest.json"):
+        for path in sorted(own.glob(pattern))[:100]:
+            relative = path.parent.as_posix().removeprefix(f"{own.as_posix()}/")
+            yield from _offer_name(relative, quote, "neuron store")

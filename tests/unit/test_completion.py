@@ -1,0 +1,62 @@
+"""`pi2 completion`: what a shell is taught, and what it then answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.commands import list_commands
+from pi2.cli.main import run
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_lines_name_pi2(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert f"_PI2_COMPLETE={shell}_complete" in out
+    assert "%(" not in out
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", "tcsh"]) == 2
+    assert "'tcsh' is not one of" in capsys.readouterr().err
+
+
+def ask(tmp_path: Path, *words: str) -> list[str]:
+    """What bash offers after ``words`` once it was taught."""
+    program = tmp_path / "pi2"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m pi2 "$@"\n')
+    program.chmod(0o755)
+    listed = " ".join(f"'{word}'" for word in words)
+    script = f"""
+        eval "$(pi2 completion bash)"
+        COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}
+        _pi2_completion pi2
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, "--noprofile", "--norc", "-c", script],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_bash_completes_commands(tmp_path: Path) -> None:
+    assert set(ask(tmp_path, "pi2", "")) == set(list_commands())
+    assert set(ask(tmp_path, "pi2", "profile", "ve")) == {"vendor", "verify"}
+
+
+def test_bash_completes_options_and_choices(tmp_path: Path) -> None:
+    assert "--output-format" in ask(tmp_path, "pi2", "validate", "--out")
+    assert ask(tmp_path, "pi2", "validate", "--output-format", "s") == ["sarif"]
