@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import tomli
 
 from pi2.cli.main import run
+from pi2.sharing.lock import read_lock
+from pi2.sharing.references import parse_reference
 from tests.helpers.sharing import (
     DEVICE,
     Repository,
@@ -398,3 +401,27 @@ class TestPublish:
         assert row["codes"] == []
         shown = json.loads(bob.succeed("profile", "show", refer(tap), "--json"))
         assert shown["sha256"] == row["sha256"]
+
+
+class TestTheGuide:
+    TEXT = (Path(__file__).parents[2] / "docs/sharing.md").read_text("utf-8")
+
+    def test_its_commands_and_options_exist(self) -> None:
+        from pi2.cli.profile import command
+
+        for words in re.findall(r"pi2 profile ([^\n`|]+)", self.TEXT):
+            name, *rest = words.split()
+            assert name in command.commands, words
+            options = {text for item in command.commands[name].params for text in item.opts}
+            assert {word for word in rest if word.startswith("--")} <= options, words
+        assert all(f"pi2 profile {name}" in self.TEXT for name in command.commands)
+
+    def test_its_references_and_its_lock_are_sound(self, tmp_path: Path) -> None:
+        pattern = r"(?:gh|git\+\w+):\S*?\.toml@\w+(?=[\s\"`])"
+        for text in re.findall(pattern, self.TEXT):
+            assert parse_reference(text).text == text
+        blocks = re.findall(r"```toml\n(lock_version.*?)```", self.TEXT, re.DOTALL)
+        path = tmp_path / "pi2.lock"
+        path.write_text(blocks[0])
+        (source,) = read_lock(path).sources
+        assert parse_reference(source.reference).path == source.path
