@@ -9,7 +9,6 @@ in a store ordered by hotness makes likely.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from pi2.memory.policy import ABSENT, F32, I32, I64, Bits, carry_over
 
@@ -19,11 +18,12 @@ _PRIOR_TOKENS = 16.0
 """How many tokens the expectation is worth."""
 _UNKNOWN_USE = 0.1
 """Share of the neurons that a token uses, where nothing is known."""
-_CANDIDATES = 32
+_CANDIDATES = 64
 """One slot of so many is a candidate for the next evictions."""
 _MOST_WEIGHT = 1e6
-_RECENCY = 1e-9
-"""Makes the older one go where counts are equal."""
+_TRIFLE = 1e-3
+_EMPTY = -1.0
+"""Score of a slot without a neuron: it goes first."""
 _STEEPNESS = 0.6
 """Exponent of the power law of activations over stored places: that of a layer in which 26 to 43 %
 of the neurons make 80 % of the activations."""
@@ -54,29 +54,39 @@ class LeastFrequentlyUsed:
         self._counts = np.zeros(keys, np.float32)
         self._counts[: len(expected)] = expected * np.float32(_PRIOR_TOKENS)
         self._weight = 1.0
-        self._owners = np.full(capacity, ABSENT, np.int64)
+        self._scores = np.full(capacity, _EMPTY, np.float32)
+        """Counts of what is in the slots."""
         self._used_at = np.zeros(capacity, np.int64)
         self._clock = 1
+        self._in_use: list[I32] = []
+        """Slots of the current request."""
         self._candidates = np.empty(0, np.int32)
         self._listed_at = 0
 
     def adopt(self, keys: I64, order: I32) -> None:
         """See `pi2.memory.policy.Policy`."""
-        self._owners = keys.copy()
-        self._used_at[order] = np.arange(len(order)) - len(order)
+        full = keys != ABSENT
+        self._scores = np.full(len(keys), _EMPTY, np.float32)
+        self._scores[full] = self._counts[keys[full]]
+        # Neurons that are expected alike go in order.
+        self._scores[order] += np.arange(len(order)) * np.float32(_TRIFLE / max(1, len(order)))
         self._candidates = np.empty(0, np.int32)
 
     def touch(self, slots: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
         self._clock += 1
         self._count(keys)
+        self._scores[slots] = self._counts[keys]
         self._used_at[slots] = self._clock
+        self._in_use = [slots]
 
     def _count(self, keys: I64) -> None:
         self._counts[keys] += np.float32(self._weight)
         self._weight *= 1.0 + self._growth * len(keys)
         if self._weight > _MOST_WEIGHT:
-            self._counts *= np.float32(1.0 / self._weight)
+            scale = np.float32(1.0 / self._weight)
+            self._counts *= scale
+            self._scores[self._scores > 0] *= scale
             self._weight = 1.0
 
     def replace(self, keys: I64, held: Bits) -> I32:
@@ -86,8 +96,8 @@ class LeastFrequentlyUsed:
         while len(taken) < count:
             self._list_candidates(count - len(taken), held)
             taken = np.concatenate([taken, self._take(count - len(taken), held)])
-        self._owners[taken] = keys
         self._count(keys)
+        self._scores[taken] = self._counts[keys]
         return taken
 
     def _take(self, count: int, held: Bits) -> I32:
@@ -102,44 +112,42 @@ class LeastFrequentlyUsed:
             taken = np.concatenate([taken, window[fit]])
             self._candidates = self._candidates[done:]
         self._used_at[taken] = self._clock
+        self._in_use.append(taken)
         return taken
 
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
-        capacity = len(self._owners)
-        scores = self._score()
-        barred = held | (self._used_at == self._clock)
-        scores[barred] = np.inf
-        size = min(max(least, capacity // _CANDIDATES), capacity - int(barred.sum()))
-        assert size >= least, "more slots are wanted than may be given away"
+        scores = self._scores.copy()
+        scores[held] = np.inf
+        for slots in self._in_use:
+            scores[slots] = np.inf
+        size = min(max(least, len(scores) // _CANDIDATES), len(scores))
         lowest = np.argpartition(scores, size - 1)[:size]
+        lowest = lowest[scores[lowest] < np.inf]
+        assert len(lowest) >= least, "more slots are wanted than may be given away"
         order = np.lexsort((lowest, scores[lowest]))
         self._candidates = lowest[order].astype(np.int32)
         self._listed_at = self._clock
 
     def drop(self, slots: I32) -> None:
         """See `pi2.memory.policy.Policy`."""
-        self._owners[slots] = ABSENT
+        self._scores[slots] = _EMPTY
         self._used_at[slots] = 0
         self._candidates = np.empty(0, np.int32)
 
-    def _score(self) -> npt.NDArray[np.float64]:
-        """Counts [capacity] of what is in the slots; the older is lower where they are equal."""
-        counts = np.where(self._owners == ABSENT, -1.0, self._counts[self._owners])
-        return np.asarray(counts + self._used_at * _RECENCY)
-
     def list_order(self) -> I32:
         """See `pi2.memory.policy.Policy`."""
-        return np.argsort(self._score(), kind="stable").astype(np.int32)
+        return np.argsort(self._scores, kind="stable").astype(np.int32)
 
     def renumber(self, source: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
-        new = (source == ABSENT) & (keys != ABSENT)
+        known, full = source != ABSENT, keys != ABSENT
         # Hot neurons were not counted: they have been used at least as often as any other.
-        self._counts[keys[new]] = np.maximum(
-            self._counts[keys[new]], self._counts[keys[keys != ABSENT]].max(initial=0.0)
-        )
-        used_at = carry_over(self._used_at, source, 0)
-        used_at[new] = self._clock
-        self._owners, self._used_at = keys.copy(), used_at
+        newcomers = keys[~known & full]
+        most = self._scores.max(initial=0.0)
+        self._counts[newcomers] = np.maximum(self._counts[newcomers], most)
+        self._scores = np.full(len(source), _EMPTY, np.float32)
+        self._scores[full] = self._counts[keys[full]]
+        self._used_at = carry_over(self._used_at, source, 0)
+        self._in_use = []
         self._candidates = np.empty(0, np.int32)
