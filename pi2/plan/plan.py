@@ -98,7 +98,7 @@ class Layers(LayerSettings):
     """Settings of all layers, and exceptions."""
 
     overrides: Annotated[tuple[LayerOverride, ...], Field(max_length=256)] = ()
-    """Exceptions; no two may set the same key of the same layer."""
+    """Exceptions, in order: of two that set the same key of a layer, the later one counts."""
 
 
 class Io(Table):

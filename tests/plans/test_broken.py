@@ -14,7 +14,7 @@ import pytest
 from pi2.plan.rules import load_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
-WARNINGS = {"P214", "P235", "P401", "P402", "P403", "P411", "P412", "P413"}
+WARNINGS = {"P204", "P213", "P214", "P222", "P235", "P237", "P401", "P402", "P403", "P411", "P412", "P413"}
 
 # File: code, line, column, and the file to be changed where it is another one.
 PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
@@ -35,6 +35,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "claim-as-measured.device.toml": ("P402", 25, 10),
     "clusters-of-an-npu.device.toml": ("P252", 13, 1),
     "cold-too-small.plan.toml": ("P202", 16, 8),
+    "cold-below-a-token.plan.toml": ("P204", 16, 8),
     "comments-only.plan.toml": ("P008", 1, 1),
     "context-too-long.plan.toml": ("P231", 48, 11),
     "core-beyond-all.plan.toml": ("P236", 38, 9),
@@ -82,9 +83,10 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "key-under-wrong-table.plan.toml": ("P101", 25, 1),
     "kv-too-small.plan.toml": ("P202", 13, 6),
     "latin-1.plan.toml": ("P006", 2, 10),
-    "layer-covered-twice.plan.toml": ("P213", 31, 10),
+    "layer-covered-twice.plan.toml": ("P213", 27, 10),
     "layer-named-twice.plan.toml": ("P213", 27, 10),
     "layer-out-of-range.plan.toml": ("P212", 31, 10),
+    "left-to-replace.plan.toml": ("P420", 4, 9),
     "long-line.plan.toml": ("P211", 28, 102),
     "look-ahead-of-gates.plan.toml": ("P254", 45, 14),
     "mail-address.device.toml": ("P412", 26, 10),
@@ -117,6 +119,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "quoted-key.plan.toml": ("P101", 44, 1),
     "quoted-wide-key.model.toml": ("P101", 16, 1),
     "rank-not-of-groups.model.toml": ("P242", 19, 8),
+    "reads-behind-attention.plan.toml": ("P237", 45, 14),
     "remove-no-path.plan.toml": ("P023", 3, 11),
     "remove-nothing.plan.toml": ("P023", 3, 11),
     "remove-required.plan.toml": ("P102", 10, 1, "parts/base.plan.toml"),
@@ -124,6 +127,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "rests-on-claims.plan.toml": ("P403", 2, 10),
     "reversed-range.plan.toml": ("P212", 27, 10),
     "same-cluster-twice.device.toml": ("P252", 8, 12),
+    "same-reads-twice.device.toml": ("P256", 28, 1),
     "self-reference.plan.toml": ("P014", 2, 10),
     "serial-number.device.toml": ("P411", 26, 10),
     "share-above-one.plan.toml": ("P104", 24, 7),
@@ -144,6 +148,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "true-for-number.plan.toml": ("P103", 38, 11),
     "true-schema-version.plan.toml": ("P103", 1, 18),
     "two-on-a-line.plan.toml": ("P010", 35, 13),
+    "two-phases-of-one-block.plan.toml": ("P222", 35, 10),
     "unclosed-array.plan.toml": ("P010", 40, 7),
     "unclosed-header.plan.toml": ("P010", 43, 8),
     "unclosed-text.plan.toml": ("P010", 14, 19),

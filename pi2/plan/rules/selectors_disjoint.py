@@ -1,11 +1,12 @@
-"""No two overrides set the same key of the same layer, and no selector names a layer twice.
+"""Every override has an effect, and no selector names a layer twice.
 
-Why: which of the two was meant would depend on the order of the tables, and a slip of the pen
-would go unnoticed.
+Why: of two overrides that set the same key of a layer, the later one counts.  An override whose
+layers are all set again by later ones does nothing, and was meant to do something.
 
-Example: overrides for ``"0-3"`` and ``"3-7"`` that both set ``hot``.
+Example: an override of ``hot`` for ``"0-3"``, followed by one for ``"0-7"``.
 
-Fix: let the selectors be disjoint, or set each key in one of the overrides only.
+Fix: put the general one first, or remove the one that does nothing; name every layer of a selector
+once.
 """
 
 from __future__ import annotations
@@ -16,66 +17,77 @@ from pi2.plan.findings import Facts, Finding, Origin
 from pi2.plan.selectors import parse_selector
 
 CODE = "P213"
-SEVERITY = "error"
+SEVERITY = "warning"
 NEEDS = ("plan",)
 
 Range = tuple[int, int]
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Look for layers that are covered twice."""
+    """Look for overrides that later ones cover, and for layers that are named twice."""
     overrides = facts.plan.layers.overrides
     ranges = [parse_selector(override.select) for override in overrides]
-    for number in range(len(overrides)):
+    for number, override in enumerate(overrides):
+        path = ("layers", "overrides", number, "select")
         repeated = _find_repetition(ranges[number])
         if repeated is not None:
             yield Finding(
-                path=("layers", "overrides", number, "select"),
+                path=path,
                 message=f"the selector names {_name_layers(repeated)} twice",
                 help="name every layer once",
             )
-        for key in ("split", "hot"):
-            yield from _check_earlier(facts, ranges, number, key)
-
-
-def _check_earlier(
-    facts: Facts, ranges: list[list[Range]], number: int, key: str
-) -> Iterator[Finding]:
-    overrides = facts.plan.layers.overrides
-    if getattr(overrides[number], key) is None:
-        return
-    for earlier in range(number):
-        if getattr(overrides[earlier], key) is None:
-            continue
-        common = _intersect(ranges[earlier], ranges[number])
-        if common is not None:
+        keys = [key for key in ("split", "hot") if getattr(override, key) is not None]
+        coverers = [_find_coverers(facts, ranges, number, key) for key in keys]
+        if coverers and all(coverers):
+            last = max(item for found in coverers for item in found)
+            names = " and ".join(f"`{key}`" for key in keys)
             yield Finding(
-                path=("layers", "overrides", number, "select"),
-                message=f"`{key}` of {_name_layers(common)} is set by two overrides",
-                help="let the selectors be disjoint",
+                path=path,
+                message=f"this override does nothing: later ones set {names} of all its layers",
+                help="put it after them, or remove it",
                 origins=(
                     Origin(
                         document="plan",
-                        path=("layers", "overrides", earlier, "select"),
-                        text=f'first set for "{overrides[earlier].select.strip()}"',
+                        path=("layers", "overrides", last, "select"),
+                        text=f'set again for "{overrides[last].select.strip()}"',
                     ),
                 ),
             )
-            return
+
+
+def _find_coverers(facts: Facts, ranges: list[list[Range]], number: int, key: str) -> list[int]:
+    """Later overrides that together set ``key`` of all the layers; empty if some are left."""
+    left = [item for item in ranges[number] if item[0] <= item[1]]
+    found = []
+    overrides = facts.plan.layers.overrides
+    for later in range(number + 1, len(overrides)):
+        if left and getattr(overrides[later], key) is not None:
+            rest = _subtract(left, ranges[later])
+            if rest != left:
+                found.append(later)
+            left = rest
+    return [] if left else found
+
+
+def _subtract(left: list[Range], right: list[Range]) -> list[Range]:
+    """The layers of ``left`` that are not in ``right``."""
+    for first, last in right:
+        rest = []
+        for low, high in left:
+            if last < low or high < first or first > last:
+                rest.append((low, high))
+                continue
+            if low < first:
+                rest.append((low, first - 1))
+            if last < high:
+                rest.append((last + 1, high))
+        left = rest
+    return left
 
 
 def _find_repetition(ranges: list[Range]) -> Range | None:
-    for number, item in enumerate(ranges):
-        common = _intersect(ranges[:number], [item])
-        if common is not None:
-            return common
-    return None
-
-
-def _intersect(left: list[Range], right: list[Range]) -> Range | None:
-    """The first layers that both select."""
-    for first, last in left:
-        for other_first, other_last in right:
+    for number, (first, last) in enumerate(ranges):
+        for other_first, other_last in ranges[:number]:
             low, high = max(first, other_first), min(last, other_last)
             if low <= high:
                 return low, high
