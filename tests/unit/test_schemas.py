@@ -1,0 +1,78 @@
+"""The JSON Schemas are what editors understand, and say something about every key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pi2.plan.json_schema import make_schemas
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS: dict[str, dict[str, Any]] = {
+    name: json.loads(text) for name, text in make_schemas().items()
+}
+
+
+def walk_keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every key of every table, with what the schema says of it."""
+    tables = {"": schema, **schema["definitions"]}
+    for table, item in tables.items():
+        for key, value in item.get("properties", {}).items():
+            yield f"{table}.{key}", value
+
+
+def walk(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from walk(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from walk(item)
+
+
+def leads_to_table(schema: dict[str, Any], value: dict[str, Any]) -> bool:
+    """Whether the value is a table or an array of tables that the schema describes."""
+    item = value.get("items", value)
+    options = item.get("allOf", [item])
+    return any("$ref" in option for option in options) or "patternProperties" in item
+
+
+@pytest.mark.parametrize("file", SCHEMAS)
+def test_every_key_is_described(file: str) -> None:
+    for key, value in walk_keys(SCHEMAS[file]):
+        text = value["description"]
+        assert text[0].isupper() or text[0] in "`*", (key, text)
+        assert text.rstrip().endswith((".", "`)")), (key, text)
+        assert "``" not in text, key
+        assert value["title"], key
+
+
+@pytest.mark.parametrize("file", SCHEMAS)
+def test_every_value_has_examples_that_fit(file: str) -> None:
+    schema = SCHEMAS[file]
+    for key, value in walk_keys(schema):
+        if leads_to_table(schema, value):
+            continue
+        assert value.get("examples"), key
+        rules = {**value, "definitions": schema["definitions"]}
+        for example in value["examples"]:
+            jsonschema.validate(example, rules, jsonschema.Draft7Validator)
+
+
+@pytest.mark.parametrize("file", SCHEMAS)
+def test_it_is_draft_7_of_what_all_editors_know(file: str) -> None:
+    schema = SCHEMAS[file]
+    jsonschema.Draft7Validator.check_schema(schema)
+    for item in walk(schema):
+        assert not {"prefixItems", "$defs", "unevaluatedProperties", "dependentSchemas"} & set(item)
+        assert item.get("type") != "null"
+        if "$ref" in item:
+            assert set(item) == {"$ref"}
+        if isinstance(item.get("properties"), dict):
+            assert item["additionalProperties"] is False
