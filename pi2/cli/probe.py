@@ -1,0 +1,105 @@
+"""Measure this machine and write a device file with what was found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.plan.device import Device
+
+SUFFIX = ".device.toml"
+
+
+@click.command("probe")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="File to write; its name ends in .device.toml.",
+)
+@click.option("--compare", "other", help="Device to compare with: a path or a short name.")
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder on the disk to measure, or a neuron store.  [default: that of the output]",
+)
+@click.option("--force", is_flag=True, help="Overwrite a file.")
+def command(output: Path | None, other: str | None, disk: Path | None, force: bool) -> None:
+    """Measure this machine: memory, pi2's kernels, disk, noise.
+
+    Takes a minute or so, in which nothing else should run.  Compiles kernels first if it has to.
+    A temporary file of up to 1 GiB is written for the disk's figures, unless --disk names a store.
+    With --compare, says of every figure whether it agrees with another device file's.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.probing.comparison import compare_devices, write_rows
+    from pi2.probing.document import NOISY, make_device, write_device
+    from pi2.probing.probe import measure_machine
+
+    if output is None and other is None:
+        raise click.UsageError("give -o FILE, --compare OTHER, or both")
+    name = _check_output(output, force)
+    old = None if other is None else _read_device(other)
+    place = disk or (output.absolute().parent if output is not None else Path())
+    with ProgressBar() as progress:
+        found = measure_machine(place, progress)
+    device = make_device(name, found)
+    if old is not None:
+        rows = compare_devices(old, device)
+        click.echo("\n".join(write_rows(rows)))
+    assert device.noise is not None
+    if device.noise.value > NOISY:
+        click.echo(
+            f"the machine is noisy: equal work took times that differ by {device.noise.value:.0%};"
+            " end other programs and measure again",
+            err=True,
+        )
+    if output is not None:
+        _write(output, write_device(device))
+
+
+def _check_output(output: Path | None, force: bool) -> str:
+    """The device's name; UserError P009, P027 before anything is measured."""
+    if output is None:
+        return "this-machine"
+    name = output.name.removesuffix(SUFFIX)
+    if not output.name.endswith(SUFFIX) or not name:
+        message = f"expected a file name that ends in {SUFFIX}"
+        raise UserError.of("P009", message, file=str(output), help="my.device.toml, for example")
+    if os.path.lexists(output) and not force:
+        raise UserError.of(
+            "P027", "the file is there already", file=str(output), help="--force overwrites it"
+        )
+    return name
+
+
+def _read_device(reference: str) -> Device:
+    from pi2.plan.device import Device
+    from pi2.planning.documents import read_document
+
+    document = read_document(reference, "device").document
+    assert isinstance(document, Device)
+    return document
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the document after checking it, whole or not at all."""
+    from pi2.cli.main import print_diagnostics
+    from pi2.plan.check import check_file
+    from pi2.plan.resolve import make_error
+    from pi2.sharing.files import write_atomically
+    from pi2.sharing.resolver import LockedReferences
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = check_file(path, resolver=LockedReferences(path.parent), text=text)
+    if not report.is_sound:
+        raise make_error(report)
+    print_diagnostics(report.diagnostics, report.sources)
+    write_atomically(path, text.encode())
+    click.echo(f"{path}: written; name it in a plan: device = {str(path)!r}", err=True)

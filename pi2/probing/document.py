@@ -1,0 +1,201 @@
+"""From measurements to a device document."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pi2.machine import Machine
+from pi2.plan.device import Device, IsaFeature
+from pi2.plan.layout import round_up
+from pi2.plan.quantities import (
+    HERTZ_UNITS,
+    RATE_UNITS_OUT,
+    format_bytes,
+    format_quantity,
+)
+from pi2.plan.writing import write_document
+from pi2.probing.kernels import StepFacts
+from pi2.probing.probe import Measurements
+from pi2.probing.series import round_digits, summarise
+from pi2.probing.storage import ReadSpec
+
+MIB = 1 << 20
+NOISY = 0.1
+"""Variation of equal work from which a machine is called noisy."""
+
+
+def make_device(name: str, found: Measurements) -> Device:
+    """The device called ``name`` with everything that was measured; no host or user names."""
+    values = {
+        "schema_version": 1,
+        "id": name,
+        "name": name,
+        "description": describe(found),
+        "units": {"cpu": _describe_cpu(found)},
+        "memory": _describe_memory(found),
+        "storage": _describe_storage(found),
+        "noise": {
+            "value": find_noise(found),
+            **_origin(f"{len(found.steady_s)} times the same projections", len(found.steady_s)),
+        },
+    }
+    return Device.model_validate_json(json.dumps(values))
+
+
+def write_device(device: Device) -> str:
+    """The document as text."""
+    noise = device.noise
+    lines = [
+        "# Written by `pi2 probe`.  A kind of machine: no serial numbers, host names or accounts.",
+        "# Run it again to see what moves: pi2 probe -o OTHER --compare THIS",
+    ]
+    if noise is not None and noise.value > NOISY:
+        lines.append(f"# NOISY: equal work took times that differ by {noise.value:.0%}.")
+    return "\n".join(lines) + "\n" + write_document(device)
+
+
+def describe(found: Measurements) -> str:
+    """A sentence for the reader."""
+    text = f"{found.machine.cpu.name}, {found.threads} cores, measured by pi2 probe."
+    if find_noise(found) > NOISY:
+        text += " The machine was noisy: figures are worth less."
+    return text
+
+
+def find_noise(found: Measurements) -> float:
+    """Variation of equal work: how far the ninth tenth lies above the median."""
+    ordered = sorted(found.steady_s)
+    ninth = ordered[int(len(ordered) * 0.9)]
+    return round(max(ninth / statistics.median(ordered) - 1.0, 0.0), 4)
+
+
+def _describe_cpu(found: Measurements) -> dict[str, Any]:
+    cpu = found.machine.cpu
+    values: dict[str, Any] = {"kind": "cpu", "model": cpu.name[:120]}
+    if cpu.architecture in ("x86-64", "aarch64"):
+        values["architecture"] = cpu.architecture
+        values["features"] = [item for item in get_args(IsaFeature) if item in cpu.features]
+    values["clusters"] = _describe_clusters(found.machine)
+    best = found.bandwidth[max(found.bandwidth)]
+    values["read_bandwidth"] = _rate(best, f"{_count(max(found.bandwidth))}, compiled loop")
+    values["bandwidth_by_threads"] = [
+        {"threads": count, **_rate(rates, f"{_count(count)}, compiled loop")}
+        for count, rates in found.bandwidth.items()
+    ]
+    values["kernels"] = [_describe_step(step, found) for step in found.steps]
+    gemm = next((item for item in reversed(values["kernels"]) if item["kernel"] == "dense"), None)
+    if gemm is not None:
+        values["compute"] = [
+            {
+                "giga_ops": gemm["giga_ops"],
+                "precision": "int8",
+                **{key: gemm[key] for key in ("status", "source", "samples", "spread")},
+            }
+        ]
+    return values
+
+
+def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
+    """Kinds of cores; a container that has fewer cores than the machine states those."""
+    clusters = []
+    left = machine.cores
+    for number, item in enumerate(machine.cpu.clusters):
+        cores = min(item.cores, left)
+        left -= cores
+        if cores <= 0:
+            break
+        values: dict[str, Any] = {"id": f"cores{number or ''}", "cores": cores}
+        if item.max_hz:
+            clock = round(item.max_hz / 1e6) * 10**6
+            values["frequency"] = format_quantity(clock, HERTZ_UNITS)
+        if item.core:
+            values["core"] = item.core
+        clusters.append(values)
+    return clusters
+
+
+def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
+    summary = summarise(found.step_s[step.key])
+    values: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
+    values["time"] = _write_seconds(summary.value)
+    if step.read_bytes is not None:
+        values["bytes"] = f"{step.read_bytes} B"
+    if step.operations is not None:
+        values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
+    what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden 4096"
+    return {**values, **_origin(what, summary.samples), "spread": summary.spread}
+
+
+def _describe_memory(found: Measurements) -> dict[str, Any]:
+    memory = found.machine.memory
+    # Systems keep some for themselves: what people call the machine's size is a bit more.
+    capacity = max(round_up(memory.installed_bytes - 512 * MIB, 1024 * MIB), 512 * MIB)
+    best = found.bandwidth[max(found.bandwidth)]
+    values: dict[str, Any] = {
+        "capacity": format_bytes(capacity),
+        "read_bandwidth": _rate(best, f"{_count(max(found.bandwidth))}, compiled loop"),
+    }
+    if 0 < memory.limit_bytes < memory.installed_bytes:
+        values["usable"] = f"{memory.limit_bytes // MIB} MiB"
+    return values
+
+
+def _describe_storage(found: Measurements) -> dict[str, Any]:
+    storage = found.storage
+    latency = summarise(found.latency_s)
+    values: dict[str, Any] = {"latency": _write_seconds(latency.value)}
+    block = storage.direct.align_bytes or storage.block_bytes
+    if block is not None:
+        values["block_size"] = f"{block} B"
+    direct = "direct" if storage.direct.works else "buffered"
+    values["reads"] = [
+        _describe_read(spec, found.read_bytes_s[spec.key], direct) for spec in found.reads
+    ]
+    return values
+
+
+def _describe_read(spec: ReadSpec, rates: Sequence[float], direct: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"pattern": spec.pattern, "block": format_bytes(spec.block_bytes)}
+    values["rate"] = _write_rate(summarise(rates).value)
+    if spec.range_bytes is not None:
+        values["range"] = format_bytes(spec.range_bytes)
+    if spec.depth is not None:
+        values["depth"] = spec.depth
+    values["threads"] = spec.threads
+    engine = "io_uring" if spec.depth is not None else "pread"
+    summary = summarise(rates)
+    return {**values, **_origin(f"{direct} reads, {engine}", summary.samples)} | {
+        "spread": summary.spread
+    }
+
+
+def _rate(rates: Sequence[float], source: str) -> dict[str, Any]:
+    summary = summarise(rates)
+    return {
+        "value": _write_rate(summary.value),
+        **_origin(source, summary.samples),
+        "spread": summary.spread,
+    }
+
+
+def _count(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _origin(source: str, samples: int) -> dict[str, Any]:
+    version = importlib.metadata.version("pi2")
+    return {"status": "measured", "source": f"pi2 probe {version}: {source}", "samples": samples}
+
+
+def _write_rate(value: float) -> str:
+    return format_quantity(round(round_digits(value)), RATE_UNITS_OUT)
+
+
+def _write_seconds(value: float) -> str:
+    return (
+        format_quantity(round(value * 1e9), {"ns": 1, "us": 1000, "ms": 10**6}) if value else "0 ns"
+    )

@@ -1,0 +1,296 @@
+"""Times of the engine's steps: the cpu backend's kernels as the engine calls them.
+
+A step is measured from Python and back, on a model of a 7B's sizes, so that what a plan's token
+takes is the sum of such times.  Weights are read from four layers in turn, more than caches hold.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+
+from pi2.backends.protocol import Backend, Executor
+from pi2.memory.cache import NeuronCache
+from pi2.plan.device import KernelName
+from pi2.plan.layout import matrix_bytes
+from pi2.probing import model as synthetic
+from pi2.probing.series import Key, Progress, collect_rounds
+from pi2.probing.storage import ReadSpec, StorageBench
+
+GATHERED = (64, 256, 1024, 2048)
+"""Neurons of a call."""
+DENSE_NEURONS = 512
+TOKENS = (8, 128)
+CONTEXTS = (2048,)
+MISSING = (0, 32, 128)
+VARIANTS = 16
+ROUND_S = 0.15
+"""Time that a kernel is called for in a round; the round's figure is the median call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step reads and computes; sent between processes."""
+
+    kernel: KernelName
+    size: int
+    read_bytes: int | None
+    operations: float | None
+
+    @property
+    def key(self) -> Key:
+        """Its name among the measurements."""
+        return (self.kernel, str(self.size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(StepFacts):
+    """What is measured."""
+
+    run: Callable[[int], None]
+    base: Callable[[int], None] | None = None
+    """Its time is taken away: what the step adds to another one is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRecipe:
+    """Makes a `KernelBench` in a process of its own: its 700 MB are nobody else's memory."""
+
+    threads: int
+    features: frozenset[str]
+    architecture: str
+
+    def __call__(self, progress: Progress) -> KernelBench:
+        return KernelBench(self, progress)
+
+
+class KernelBench:
+    """Kernels, weights and a neuron cache."""
+
+    def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
+        backend = cast(Backend, import_module("pi2.backends.cpu"))
+        self._model = synthetic.make_model()
+        request = synthetic.make_request(
+            self._model,
+            threads=recipe.threads,
+            features=recipe.features,
+            architecture=recipe.architecture,
+            progress=progress,
+        )
+        self._executor: Executor = backend.build(request)
+        self._arena = synthetic.make_arena(self._model)
+        self._used_bytes = request.bundle.used_bytes
+        self._many = np.arange(synthetic.CHUNK, dtype=np.int32)
+        self._one = self._many[:1]
+        self._steps = self._list_steps()
+        self._storage: StorageBench | None = None
+
+    def list_steps(self) -> list[StepFacts]:
+        """What is measured."""
+        return [
+            StepFacts(
+                kernel=step.kernel,
+                size=step.size,
+                read_bytes=step.read_bytes,
+                operations=step.operations,
+            )
+            for step in self._steps
+        ]
+
+    def measure(self, rounds: int) -> dict[Key, list[float]]:
+        """Seconds per call of each step, ``rounds`` medians."""
+        measures = [(step.key, _make_timer(step)) for step in self._steps]
+        return collect_rounds(measures, rounds, lambda label, share: None, "")
+
+    def measure_steady(self, pieces: int) -> list[float]:
+        """Seconds that the same work takes, over and over: what differs is the machine's noise."""
+        step = next(item for item in self._steps if item.kernel == "project")
+        times = []
+        for piece in range(pieces):
+            start = time.perf_counter()
+            for index in range(VARIANTS):
+                step.run(piece * VARIANTS + index)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def open_storage(self, path: str, size_bytes: int) -> None:
+        """Take the file for the reads that `measure_reads` times."""
+        self._storage = StorageBench(path, size_bytes, self._executor.read_runs)
+
+    def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+        """Bytes per second of each kind of reads, ``rounds`` times."""
+        assert self._storage is not None, "open_storage comes first"
+        return self._storage.measure(specs, rounds)
+
+    def measure_latency(self, rounds: int) -> list[float]:
+        """Seconds of one small read in an idle queue."""
+        assert self._storage is not None, "open_storage comes first"
+        return self._storage.measure_latency(rounds)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._storage is not None:
+            self._storage.close()
+        self._executor.close()
+
+    def _list_steps(self) -> list[Step]:
+        model, executor, layers = self._model, self._executor, synthetic.LAYERS
+        shape, precision = model.shape, model.quantization
+        query = shape.heads * shape.head_dim
+        qkv = query + 2 * shape.kv_heads * shape.head_dim
+        attention = matrix_bytes(qkv, shape.hidden, precision.attention)
+        attention += matrix_bytes(shape.hidden, query, precision.attention)
+        weights = qkv * shape.hidden + shape.hidden * query
+        predictor = matrix_bytes(synthetic.RANK, shape.hidden, precision.predictor)
+        predictor += matrix_bytes(shape.ffn, synthetic.RANK, precision.predictor)
+
+        def attend(position: int, tokens: Any) -> Callable[[int], None]:
+            def run(index: int) -> None:
+                if index == 0:
+                    executor.embed(tokens)
+                executor.attend(index % layers, position)
+
+            return run
+
+        def norm(index: int) -> None:
+            if index == 0:
+                executor.embed(self._one)
+            executor.begin_ffn(index % layers)
+            executor.end_ffn(index % layers)
+
+        def multiply(index: int) -> None:
+            if index == 0:
+                executor.embed(self._one)
+            executor.logits(0)
+
+        def predict(index: int) -> None:
+            if index == 0:
+                executor.embed(self._one)
+                executor.begin_ffn(0)
+            executor.predict_low_rank(index % layers, 0.0)
+
+        steps = [
+            Step(
+                kernel="multiply",
+                size=shape.vocab,
+                read_bytes=matrix_bytes(shape.vocab, shape.hidden, precision.head),
+                operations=None,
+                run=multiply,
+            ),
+            Step(
+                kernel="project",
+                size=qkv + shape.hidden,
+                read_bytes=attention,
+                operations=None,
+                run=attend(0, self._one),
+            ),
+            Step(kernel="norm", size=shape.hidden, read_bytes=None, operations=None, run=norm),
+            Step(
+                kernel="predict",
+                size=shape.ffn,
+                read_bytes=predictor,
+                operations=None,
+                run=predict,
+            ),
+            Step(
+                kernel="project-many",
+                size=synthetic.CHUNK,
+                read_bytes=None,
+                operations=2.0 * synthetic.CHUNK * weights,
+                run=attend(0, self._many),
+            ),
+        ]
+        for context in CONTEXTS:
+            steps.append(
+                Step(
+                    kernel="attend",
+                    size=context,
+                    read_bytes=2 * 2 * context * shape.kv_heads * shape.head_dim,
+                    operations=None,
+                    run=attend(context, self._one),
+                    base=attend(0, self._one),
+                )
+            )
+        steps += [self._gather(count) for count in GATHERED]
+        steps += [self._dense(tokens) for tokens in TOKENS]
+        return steps + [self._look_up(missing) for missing in MISSING]
+
+    def _gather(self, count: int) -> Step:
+        executor, arena = self._executor, self._arena
+        slots = synthetic.choose_slots(count, VARIANTS)
+
+        def run(index: int) -> None:
+            if index == 0:
+                executor.embed(self._one)
+                executor.begin_ffn(0)
+            executor.add_neurons(0, arena, slots[index % VARIANTS])
+
+        size = count * self._used_bytes
+        return Step(kernel="gather", size=count, read_bytes=size, operations=None, run=run)
+
+    def _dense(self, tokens: int) -> Step:
+        executor, chunk = self._executor, self._many[:tokens]
+        pieces = [
+            self._arena[start : start + DENSE_NEURONS]
+            for start in range(0, VARIANTS * DENSE_NEURONS, DENSE_NEURONS)
+        ]
+
+        def run(index: int) -> None:
+            if index == 0:
+                executor.embed(chunk)
+                executor.begin_ffn(0)
+            executor.add_dense(0, pieces[index % VARIANTS])
+
+        operations = 2.0 * 3 * DENSE_NEURONS * self._model.shape.hidden * tokens
+        size = DENSE_NEURONS * self._used_bytes
+        return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
+
+    def _look_up(self, missing: int) -> Step:
+        """1500 neurons that were predicted, ``missing`` of which are not in memory."""
+        arena = np.zeros((8000, 64), np.uint8)
+        cache = NeuronCache(arena, [4000], synthetic.NEURONS, policy="lfu")
+        hot = np.arange(0, 4000, 3, dtype=np.int32)[: 1500 - missing]
+        random = np.random.default_rng(2)
+        cold = [
+            np.sort(random.choice(np.arange(4000, synthetic.NEURONS), missing, replace=False))
+            for _ in range(4 * VARIANTS)
+        ]
+        wanted = [np.concatenate([hot, item]).astype(np.int32) for item in cold]
+
+        def run(index: int) -> None:
+            found = cache.look_up(0, wanted[index % len(wanted)])
+            cache.hold(found.resident_slots)
+            cache.hold(found.missing_slots)
+            cache.release(found.resident_slots)
+            cache.release(found.missing_slots)
+
+        return Step(kernel="look-up", size=missing, read_bytes=None, operations=None, run=run)
+
+
+def _make_timer(step: Step) -> Callable[[], float]:
+    def measure() -> float:
+        taken = _time_calls(step.run)
+        return taken if step.base is None else max(taken - _time_calls(step.base), 1e-9)
+
+    return measure
+
+
+def _time_calls(run: Callable[[int], None]) -> float:
+    """Median seconds of a call; the first ones make ready and do not count."""
+    run(0)
+    run(1)
+    times: list[float] = []
+    end = time.perf_counter() + ROUND_S
+    index = 2
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run(index)
+        times.append(time.perf_counter() - start)
+        index += 1
+    return statistics.median(times)

@@ -1,0 +1,237 @@
+"""Read rates of the storage, with the reader that plans use.
+
+Random reads come in large batches through `pi2.memory.flash`, so that what is measured is what a
+plan's missing neurons can reach; sequential ones are one thread's, block after block, as the
+prefill streams layers.  Everything goes past the page cache where the file system allows it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from pi2.diagnostics import UserError
+from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.io_engine import EngineName, RunRead
+from pi2.probing.model import allocate, fill
+from pi2.probing.series import Key, collect_rounds
+
+MIB = 1 << 20
+FILE_BYTES = 1024 * MIB
+"""Of the temporary file; less where there is little space or writing is slow."""
+LEAST_BYTES = 128 * MIB
+WRITE_S = 12.0
+"""Writing stops after so long."""
+ROUND_S = 0.3
+_BATCH_BYTES = 8 * MIB
+_MOST_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSpec:
+    """One kind of reads."""
+
+    pattern: Literal["sequential", "random"]
+    block_bytes: int
+    depth: int | None = None
+    """Requests in flight, from one thread (io_uring)."""
+    threads: int = 1
+    range_bytes: int | None = None
+    """Stretch of the file that they fall into; all of it if None."""
+
+    @property
+    def key(self) -> Key:
+        """Its name among the measurements."""
+        return (
+            self.pattern,
+            str(self.block_bytes),
+            str(self.depth),
+            str(self.threads),
+            str(self.range_bytes),
+        )
+
+
+def list_reads(file_bytes: int) -> list[ReadSpec]:
+    """What is measured: the rate over each setting, the others being usual."""
+    kib = 1024
+    specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in (4, 128, 1024)]
+    blocks = [4, 8, 16, 64, 512]
+    specs += [ReadSpec(pattern="random", block_bytes=size * kib, depth=128) for size in blocks]
+    depths = [1, 8, 32]
+    specs += [ReadSpec(pattern="random", block_bytes=8 * kib, depth=depth) for depth in depths]
+    counts = [1, 4, 16]
+    specs += [ReadSpec(pattern="random", block_bytes=8 * kib, threads=count) for count in counts]
+    if file_bytes > LEAST_BYTES:
+        for size in (4, 8):
+            specs.append(
+                ReadSpec(
+                    pattern="random", block_bytes=size * kib, depth=128, range_bytes=LEAST_BYTES
+                )
+            )
+    return specs
+
+
+@contextmanager
+def open_sample(place: Path) -> Iterator[tuple[Path, int]]:
+    """A file to read from, and its bytes: the largest of a store, or a temporary one in a folder.
+
+    UserError P341 where there is no room, or nothing can be written.
+    """
+    layers = sorted(place.glob("layers/*"), key=lambda item: -item.stat().st_size)
+    if layers:
+        yield layers[0], layers[0].stat().st_size // MIB * MIB
+        return
+    name = place / f".pi2-probe-{os.getpid()}"
+    try:
+        room = os.statvfs(place)
+        size = min(FILE_BYTES, room.f_bavail * room.f_frsize // 2 // MIB * MIB)
+        if size < LEAST_BYTES:
+            raise UserError.of(
+                "P341",
+                f"{place} has no room for a file of {LEAST_BYTES // MIB} MiB to read from",
+                help="--disk FOLDER names another place, or a neuron store",
+            )
+        try:
+            yield name, _write_sample(name, size)
+        finally:
+            name.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError.of(
+            "P341",
+            f"cannot make a file to read from in {place}: {error.strerror}",
+            help="--disk FOLDER names another place, or a neuron store",
+        ) from None
+
+
+def _write_sample(path: Path, size: int) -> int:
+    """Write random bytes, as many as there is time for; return how many."""
+    piece = fill(8 * MIB)
+    done, end = 0, time.monotonic() + WRITE_S
+    with path.open("wb", buffering=0) as file:
+        while done < size and (done < LEAST_BYTES or time.monotonic() < end):
+            piece[: 4096 * 8].view(np.int64)[:] = done  # no two pieces are equal
+            file.write(piece.data)
+            done += len(piece)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return done
+
+
+class StorageBench:
+    """Reads of one file."""
+
+    def __init__(self, path: str, size_bytes: int, read_runs: RunRead) -> None:
+        self._path = Path(path)
+        self._size = size_bytes
+        self._read_runs = read_runs
+        self._random = np.random.default_rng(3)
+        self._readers: dict[Key, FlashReader] = {}
+        self._long = allocate("", MIB)
+        self._at = 0
+
+    def measure(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+        """Bytes per second of each, ``rounds`` times; queued ones only where there are queues."""
+        if not self._has_queue():
+            specs = [spec for spec in specs if spec.depth is None]
+        measures = [(spec.key, lambda spec=spec: self._measure(spec)) for spec in specs]
+        return collect_rounds(measures, rounds, lambda label, share: None, "")
+
+    def measure_latency(self, rounds: int) -> list[float]:
+        """Median seconds of one read of 4 KiB in an idle queue."""
+        fd = self._open()
+        found = []
+        try:
+            for _ in range(rounds):
+                places = self._random.integers(0, self._size // 4096, 200) * 4096
+                times = []
+                for place in places.tolist():
+                    start = time.perf_counter()
+                    os.preadv(fd, [self._long[:4096].data], place)
+                    times.append(time.perf_counter() - start)
+                found.append(statistics.median(times))
+        finally:
+            os.close(fd)
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _has_queue(self) -> bool:
+        """Whether this system has io_uring for us."""
+        spec = ReadSpec(pattern="random", block_bytes=4096, depth=1)
+        reader = self._make_reader(spec, 1)
+        try:
+            return reader.engine == "io_uring"
+        finally:
+            reader.close()
+
+    def _measure(self, spec: ReadSpec) -> float:
+        if spec.pattern == "sequential":
+            return self._read_in_order(spec.block_bytes)
+        return self._read_at_random(spec)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except OSError:
+            return os.open(self._path, os.O_RDONLY)
+
+    def _read_in_order(self, block: int) -> float:
+        fd = self._open()
+        target = self._long[:block].data
+        done, start = 0, time.perf_counter()
+        try:
+            while time.perf_counter() - start < ROUND_S:
+                if self._at + block > self._size:
+                    self._at = 0
+                done += os.preadv(fd, [target], self._at)
+                self._at += block
+            return done / (time.perf_counter() - start)
+        finally:
+            os.close(fd)
+
+    def _read_at_random(self, spec: ReadSpec) -> float:
+        reader = self._readers.get(spec.key)
+        batch = min(_MOST_BATCH, max(64, _BATCH_BYTES // spec.block_bytes))
+        if reader is None:
+            reader = self._make_reader(spec, batch)
+            self._readers[spec.key] = reader
+        count = min(spec.range_bytes or self._size, self._size) // spec.block_bytes
+        slots = np.arange(batch, dtype=np.int32)
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < ROUND_S:
+            indices = self._random.choice(count, batch, replace=False)
+            pending = reader.start(0, np.sort(indices).astype(np.int32), slots)
+            for number in range(len(pending.clusters)):
+                reader.finish(pending, number)
+            done += batch
+        return done * spec.block_bytes / (time.perf_counter() - start)
+
+    def _make_reader(self, spec: ReadSpec, batch: int) -> FlashReader:
+        engine: EngineName = "pread" if spec.depth is None else "io_uring"
+        settings = ReadSettings(
+            engine=engine,
+            threads=spec.threads,
+            depth=spec.depth or 1,
+            # With threads, a batch is divided among them; with a queue, it stays in one piece.
+            cluster=1 << 20 if spec.depth is not None else -(-batch // spec.threads),
+        )
+        file = BundleFile(
+            path=self._path,
+            bundles_offset=0,
+            stride=spec.block_bytes,
+            count=self._size // spec.block_bytes,
+        )
+        arena = allocate("", batch * spec.block_bytes).reshape(batch, spec.block_bytes)
+        return FlashReader([file], arena, settings, read_runs=self._read_runs)

@@ -1,0 +1,229 @@
+"""`pi2 probe`: what is measured becomes a device document that plans can name."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import mmap
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
+from pi2.machine.storage import DirectReads
+from pi2.plan.check import check_file
+from pi2.plan.device import Device
+from pi2.probing.comparison import compare_devices, write_rows
+from pi2.probing.document import make_device, write_device
+from pi2.probing.kernels import StepFacts
+from pi2.probing.probe import Measurements
+from pi2.probing.series import collect_rounds, round_digits, summarise
+from pi2.probing.storage import ReadSpec, StorageBench, list_reads, open_sample
+
+MIB = 1 << 20
+STEPS = (
+    StepFacts(kernel="gather", size=256, read_bytes=256 * 6912, operations=None),
+    StepFacts(kernel="dense", size=128, read_bytes=512 * 6912, operations=1.6e9),
+    StepFacts(kernel="look-up", size=0, read_bytes=None, operations=None),
+)
+READS = (
+    ReadSpec(pattern="sequential", block_bytes=MIB),
+    ReadSpec(pattern="random", block_bytes=8192, depth=128),
+    ReadSpec(pattern="random", block_bytes=8192, depth=128, range_bytes=128 * MIB),
+)
+
+
+def make_measurements(**changes: Any) -> Measurements:
+    machine = Machine(
+        system="Linux 6.1",
+        cpu=Cpu(
+            name="Acme Server",
+            architecture="x86-64",
+            features=frozenset({"avx2", "fma"}),
+            cores_online=8,
+            cores=2,
+            quota_cores=2.0,
+            clusters=(CpuCores(cores=8, max_hz=2.5004e9),),
+        ),
+        memory=Memory(installed_bytes=25 << 30, limit_bytes=8 << 30, available_bytes=8 << 30),
+    )
+    storage = Storage(
+        path=Path("/data"),
+        filesystem="ext4",
+        device="vda",
+        block_bytes=512,
+        free_bytes=1 << 40,
+        direct=DirectReads(works=True, align_bytes=512),
+    )
+    found = Measurements(
+        machine=machine,
+        storage=storage,
+        threads=2,
+        bandwidth={1: [10e9, 11e9, 12e9], 2: [19e9, 20e9, 21e9]},
+        steps=STEPS,
+        step_s={step.key: [1.0e-4, 1.1e-4, 1.2e-4] for step in STEPS},
+        reads=READS,
+        read_bytes_s={spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS},
+        latency_s=[33e-6, 34e-6, 35e-6],
+        steady_s=[1.0] * 95 + [1.5] * 5,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def test_a_summary_is_the_median_with_the_relative_spread() -> None:
+    found = summarise([1.0, 2.0, 3.0])
+    assert (found.value, found.samples) == (2.0, 3)
+    assert found.spread == pytest.approx(0.5)
+    assert summarise([5.0]).spread == 0.0
+    assert round_digits(123456.0) == 123500.0
+
+
+def test_rounds_measure_everything_in_turn() -> None:
+    order: list[str] = []
+
+    def make(name: str) -> Any:
+        return lambda: float(len(order)) if not order.append(name) else 0.0
+
+    found = collect_rounds([(("a",), make("a")), (("b",), make("b"))], 2, lambda *_: None, "x")
+    assert order == ["a", "b", "a", "b"]
+    assert found == {("a",): [1.0, 3.0], ("b",): [2.0, 4.0]}
+
+
+def test_the_document_is_sound_and_every_figure_says_how_it_was_measured(tmp_path: Path) -> None:
+    device = make_device("my", make_measurements())
+    path = tmp_path / "my.device.toml"
+    report = check_file(path, text=write_device(device))
+    assert report.is_sound, report.diagnostics
+    assert not report.diagnostics, "no warnings either: figures have spread and samples"
+    assert report.document == device
+    assert device.units["cpu"].read_bandwidth is not None
+    assert device.units["cpu"].read_bandwidth.value == 20e9
+    assert device.units["cpu"].clusters[0].cores == 2, "the container's cores, not the machine's"
+    assert device.units["cpu"].clusters[0].frequency == 2.5e9
+    assert device.memory.usable == 8 << 30
+    assert device.storage.block_size == 512
+
+
+def test_a_plan_can_name_the_document(tmp_path: Path) -> None:
+    (tmp_path / "my.device.toml").write_text(write_device(make_device("my", make_measurements())))
+    shipped = Path(__file__).parents[2] / "plans/cloud-vm-zen5/bamboo-7b.plan.toml"
+    text = shipped.read_text().replace('device = "cloud-vm-zen5"', 'device = "./my.device.toml"')
+    text = text.replace("../stores", "./stores").replace("25 MiB", "40 MiB").replace("5242", "5300")
+    (tmp_path / "some.plan.toml").write_text(text)
+    assert run(["validate", str(tmp_path / "some.plan.toml")]) == 0
+
+
+def test_nothing_in_the_document_tells_whose_machine_it_is() -> None:
+    text = write_device(make_device("my", make_measurements()))
+    words = set(text.replace('"', " ").replace("/", " ").split())
+    assert not words & {socket.gethostname(), getpass.getuser(), str(Path.home())}
+
+
+@pytest.mark.parametrize(("steady", "noisy"), [([1.0] * 10, False), ([1.0] * 5 + [1.4] * 5, True)])
+def test_a_noisy_machine_is_called_noisy(steady: list[float], noisy: bool) -> None:
+    text = write_device(make_device("my", make_measurements(steady_s=steady)))
+    assert ("NOISY" in text) is noisy
+
+
+def test_the_same_measurements_agree_and_a_doubled_one_does_not() -> None:
+    old = make_device("my", make_measurements())
+    rows = compare_devices(old, old)
+    assert len(rows) > 8 and all(row.agrees for row in rows)
+    doubled = make_device("my", make_measurements(bandwidth={1: [11e9] * 3, 2: [40e9] * 3}))
+    differing = {row.label for row in compare_devices(old, doubled) if not row.agrees}
+    assert differing == {
+        "units.cpu.read_bandwidth (B/s)",
+        "units.cpu.bandwidth_by_threads threads 2 (B/s)",
+        "memory.read_bandwidth (B/s)",
+    }
+
+
+def test_spread_explains_a_difference_that_is_within_it() -> None:
+    old = make_device("my", make_measurements(bandwidth={2: [18e9, 20e9, 22e9]}))
+    new = make_device("my", make_measurements(bandwidth={2: [20e9, 22e9, 24e9]}))
+    rows = {row.label: row for row in compare_devices(old, new)}
+    assert rows["memory.read_bandwidth (B/s)"].agrees
+    assert "agree within their spreads" in write_rows(list(rows.values()))[-1]
+
+
+def test_figures_that_one_document_lacks_are_not_compared() -> None:
+    old = Device.model_validate_json(
+        '{"schema_version": 1, "id": "x", "units": {"cpu": {"kind": "cpu"}}}'
+    )
+    assert compare_devices(old, make_device("my", make_measurements())) == []
+
+
+def read_plainly(
+    fd: int, vectors: Any, firsts: Any, counts: Any, offsets: Any, results: Any, start: int, _: int
+) -> None:
+    """Stands for the compiled loop."""
+    for i in range(start, len(firsts)):
+        size = int(vectors[firsts[i] : firsts[i] + counts[i], 1].sum())
+        with mmap.mmap(-1, size) as room:  # direct reads want an aligned place
+            results[i] = os.preadv(fd, [room], int(offsets[i]))
+
+
+def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi2.probing.storage.ROUND_S", 0.005)
+    path = tmp_path / "sample"
+    path.write_bytes(np.random.default_rng(0).bytes(8 * MIB))
+    bench = StorageBench(str(path), 8 * MIB, read_plainly)
+    specs = [
+        ReadSpec(pattern="sequential", block_bytes=65536),
+        ReadSpec(pattern="random", block_bytes=4096, threads=2),
+        ReadSpec(pattern="random", block_bytes=4096, threads=1, range_bytes=4 * MIB),
+    ]
+    found = bench.measure(specs, 2)
+    latency = bench.measure_latency(2)
+    bench.close()
+    assert set(found) == {spec.key for spec in specs}
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in found.values())
+    assert len(latency) == 2 and min(latency) > 0
+
+
+def test_the_temporary_file_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi2.probing.storage.FILE_BYTES", 16 * MIB)
+    monkeypatch.setattr("pi2.probing.storage.LEAST_BYTES", 8 * MIB)
+    with open_sample(tmp_path) as (path, size):
+        assert size == path.stat().st_size == 16 * MIB
+        data = path.read_bytes()
+        assert data[: 8 * MIB] != data[8 * MIB :], "a drive cannot store it once"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_is_read_instead_of_a_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers/0.arrow").write_bytes(bytes(3 * MIB + 5))
+    with open_sample(tmp_path) as (path, size):
+        assert (path.name, size) == ("0.arrow", 3 * MIB)
+    assert path.exists()
+
+
+def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi2.probing.storage.LEAST_BYTES", 1 << 62)
+    with pytest.raises(UserError) as caught, open_sample(tmp_path):
+        pass
+    assert caught.value.diagnostics[0].code == "P341"
+
+
+def test_narrow_ranges_are_left_out_where_the_file_is_no_larger() -> None:
+    assert any(spec.range_bytes for spec in list_reads(1024 * MIB))
+    assert not any(spec.range_bytes for spec in list_reads(128 * MIB))
+
+
+def test_an_output_that_cannot_be_is_refused_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["probe", "-o", str(tmp_path / "my.toml")]) == 2
+    assert "P009" in capsys.readouterr().err
+    (tmp_path / "my.device.toml").write_text("kept")
+    assert run(["probe", "-o", str(tmp_path / "my.device.toml")]) == 2
+    assert (tmp_path / "my.device.toml").read_text() == "kept"
