@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,3 +81,50 @@ def test_it_is_draft_7_of_what_all_editors_know(file: str) -> None:
             assert set(item) == {"$ref"}
         if isinstance(item.get("properties"), dict):
             assert item["additionalProperties"] is False
+
+
+def lint(folder: Path, *files: str) -> tuple[int, str]:
+    """What Tombi, the editors' checker of TOML, says of files; it finds schemas by their lines."""
+    program = Path(sys.executable).parent / "tombi"
+    done = subprocess.run(
+        [str(program), "lint", "--offline", *files],
+        cwd=folder,
+        env={**os.environ, "NO_COLOR": "1", "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """Schemas as they are made now, and shipped documents beside them."""
+    (tmp_path / "schemas").mkdir()
+    for name, text in make_schemas().items():
+        (tmp_path / "schemas" / name).write_text(text, "utf-8")
+    shutil.copytree(ROOT / "plans", tmp_path / "plans", ignore=shutil.ignore_patterns("stores"))
+    return tmp_path
+
+
+def test_tombi_takes_every_shipped_document(copied: Path) -> None:
+    files = sorted(str(path.relative_to(copied)) for path in copied.rglob("plans/**/*.toml"))
+    code, output = lint(copied, *files)
+    assert code == 0, output
+    assert f"{len(files)} files linted" in output
+
+
+def test_tombi_points_at_mistakes(copied: Path) -> None:
+    path = copied / "plans/demo.plan.toml"
+    text = path.read_text("utf-8")
+    mistakes = {'\nbudget = "': '\nbudgte = "', "\nhot = 0": "\nhot = 9", '"low-rank"': '"low"'}
+    places = []
+    for old, new in mistakes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+        places.append(text[: text.index(new) + (new[0] == "\n")].count("\n") + 1)
+    path.write_text(text, "utf-8")
+    code, output = lint(copied, "plans/demo.plan.toml")
+    assert code != 0
+    found = re.findall(r"demo\.plan\.toml:(\d+):", output)
+    assert sorted({int(line) for line in found}) == sorted(places), output
