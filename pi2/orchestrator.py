@@ -112,6 +112,8 @@ def build(
             executor = wrap_executor(executor, request)
         reader = open_reader(resolved, store, cache, executor)
         cleanup.callback(reader.close)
+        if store is not None:
+            store.check_unchanged()
         staging = allocate_staging(resolved, budget)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)

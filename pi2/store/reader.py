@@ -114,6 +114,23 @@ class NeuronStore:
         tokenizer = model.tokenizer if model is not None else Tokenizer()
         return cls(folder, manifest, tokenizer.file)
 
+    def check_unchanged(self) -> None:
+        """UserError P509 if the folder has another manifest than when it was opened.
+
+        To be called when all files that will be read are open: from then on another store that
+        takes this one's place does no harm.
+        """
+        try:
+            unchanged = read_manifest(self.path) == self.manifest
+        except UserError:
+            unchanged = False
+        if not unchanged:
+            raise UserError.of(
+                "P509",
+                f"the neuron store {self.path} was replaced while it was being opened",
+                help="run again when whatever writes it is done",
+            )
+
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """Dense tensors by name (`pi2.plan.tensor_names`), mapped."""
