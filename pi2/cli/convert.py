@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 
+PLAN = "default.plan.toml"
+
+
 @click.command("convert")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--model", required=True, metavar="FILE", help="Model document, or a short name.")
+@click.option(
+    "--model",
+    metavar="FILE",
+    help="Model document, or a short name.  [default: made from config.json]",
+)
 @click.option(
     "-o",
     "--output",
@@ -25,6 +32,11 @@ MIB = 1024 * 1024
     metavar="STORE",
     type=click.Path(path_type=Path),
     help="Folder of the new neuron store.",
+)
+@click.option(
+    "--quantization",
+    type=click.Choice(["int4", "int8", "fp16"]),
+    help="Type of the weights, instead of what the model document says.",
 )
 @click.option(
     "--predictors",
@@ -41,21 +53,34 @@ MIB = 1024 * 1024
 @click.option("--replace", is_flag=True, help="Replace a neuron store that exists.")
 def command(
     checkpoint: Path,
-    model: str,
+    model: str | None,
     output: Path,
+    quantization: Literal["int4", "int8", "fp16"] | None,
     predictors: Path | None,
     activations: Path | None,
     replace: bool,
 ) -> None:
     """Turn the Hugging Face folder CHECKPOINT into the neuron store STORE.
 
-    The folder needs config.json, safetensors files and tokenizer.json.  Nothing is left behind
-    if it fails; after Ctrl-C the same command goes on where it was.
+    The folder needs config.json, weights (safetensors; PyTorch files where torch is installed) and
+    tokenizer.json.  The store's folder also gets the model document and a plan for this machine, so
+    that the model can be run at once.  Nothing is left behind if it fails; after Ctrl-C the same
+    command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.new_model import describe_checkpoint, write_model
 
-    document = read_model(model)
+    if model is None:
+        document, origin = describe_checkpoint(checkpoint).model, f"{checkpoint.name}/config.json"
+    else:
+        document, origin = read_model(model), model
+    if quantization is not None:
+        document = choose_precision(document, quantization)
+    notes = {f"{document.id}.model.toml": write_model(document, origin).encode()}
+    plan, refusal = draft_default_plan(document)
+    if plan is not None:
+        notes[PLAN] = plan.encode()
     with ProgressBar() as progress:
         manifest = convert_checkpoint(
             checkpoint,
@@ -63,11 +88,43 @@ def command(
             output,
             predictors=predictors,
             activations=activations,
+            notes=notes,
             replace=replace,
             progress=progress,
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
+    if plan is not None:
+        click.echo(f"next: pi2 run {output / PLAN}", err=True)
+    else:
+        click.echo(f"no plan was written for this machine: {refusal}", err=True)
+
+
+def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -> Model:
+    """The model with weights of one type; tables, heads and predictors have 8 bits at least."""
+    from pi2.plan.model import Quantization
+
+    careful = "int8" if precision == "int4" else precision
+    chosen = Quantization(
+        ffn=precision, attention=precision, embedding=careful, head=careful, predictor=careful
+    )
+    return model.model_copy(update={"quantization": chosen})
+
+
+def draft_default_plan(model: Model) -> tuple[str | None, str]:
+    """A plan for this machine, or None and why there is none."""
+    from pi2.importing.first_plan import draft_first_plan
+    from pi2.machine import detect_machine
+    from pi2.plan.check import check_file
+    from pi2.plan.device import Device
+    from pi2.plan.references import find_document
+
+    device = check_file(find_document("host", "device", Path.cwd())).document
+    assert isinstance(device, Device)
+    try:
+        return draft_first_plan(model, device, detect_machine().memory.available_bytes, "."), ""
+    except UserError as error:
+        return None, error.diagnostics[0].message
 
 
 def read_model(reference: str) -> Model:

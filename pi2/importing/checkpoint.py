@@ -11,8 +11,11 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+"""Weight files that are a whole checkpoint; safetensors files are preferred."""
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PICKLED = (".bin", ".pt", ".pth")
+"""Endings of PyTorch files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
-        for name, tensor in list_safetensors(file).items():
+        for name, tensor in list_tensors(file).items():
             if name in tensors:
                 raise UserError.of(
                     "P536",
@@ -55,30 +58,47 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def find_weight_files(folder: Path) -> list[Path]:
     """The single weight file, or those that the index names, in order of their names."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if (folder / INDEX).exists():
-        names = sorted(set(_read_weight_map(folder).values()))
-        return [folder / name for name in names]
+    for single, index in zip(SINGLES, INDEXES, strict=True):
+        if (folder / single).exists():
+            return [folder / single]
+        if (folder / index).exists():
+            names = sorted(set(_read_weight_map(folder / index).values()))
+            return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        found = sorted(file for ending in PICKLED for file in folder.glob(f"*{ending}"))
     if len(found) == 1:
         return found
     if found:
-        names = [file.name for file in found]
-        problem = f"{len(names)} weight files and no {INDEX}"
-        raise UserError.of("P531", f"{folder} has {problem}", help=f"add {INDEX}")
-    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        problem = f"{len(found)} weight files and no {INDEXES[0]}"
+        raise UserError.of("P531", f"{folder} has {problem}", help=f"add {INDEXES[0]}")
     raise UserError.of(
         "P531",
         f"{folder} has no safetensors files",
-        help="save the model as safetensors; pickled weights are not read"
-        if pickles
-        else "give the folder that has config.json and model.safetensors",
+        help="give the folder that has config.json and model.safetensors",
     )
 
 
-def _read_weight_map(folder: Path) -> dict[str, str]:
-    file = folder / INDEX
+def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
+    """Tensors of a weight file by name; raises as the reader of its format does."""
+    if file.suffix in PICKLED:
+        from pi2.importing.torch_file import list_torch_file
+
+        return list_torch_file(file)
+    return list_safetensors(file)
+
+
+def find_index(folder: Path) -> Path | None:
+    """The index of a checkpoint in several files."""
+    for single, index in zip(SINGLES, INDEXES, strict=True):
+        if (folder / single).exists():
+            return None
+        if (folder / index).exists():
+            return folder / index
+    return None
+
+
+def _read_weight_map(file: Path) -> dict[str, str]:
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError.of("P532", f"{file} has no weight_map", file=str(file))
@@ -95,13 +115,14 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
     """Each tensor must be in the file that the index names, where there is one."""
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+    index = find_index(folder)
+    if index is None:
         return
-    for name, file in _read_weight_map(folder).items():
+    for name, file in _read_weight_map(index).items():
         if name not in tensors or tensors[name].file.name != file:
             raise UserError.of(
                 "P533",
-                f"{folder / file} has no tensor {name!r}, although {INDEX} says so",
+                f"{folder / file} has no tensor {name!r}, although {index.name} says so",
                 help="download or export the checkpoint again",
             )
 

@@ -64,6 +64,7 @@ def convert_checkpoint(
     predictors: Path | None = None,
     activations: Path | None = None,
     extras: Mapping[str, Path] | None = None,
+    notes: Mapping[str, bytes] | None = None,
     stride: int | None = None,
     replace: bool = False,
     progress: Progress = ignore_progress,
@@ -72,7 +73,9 @@ def convert_checkpoint(
 
     ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
-    file is kept in the store.  ``extras``: further files to keep, by their path in the store.
+    file is kept in the store.  ``extras``: further files to keep, by their path in the store;
+    ``notes``: contents of files that people may change later, such as a plan, by their path; what
+    a replaced store has there is kept with the ending ``.old``.
     ``progress`` is called with a label and the share of bytes read.
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
@@ -100,6 +103,8 @@ def convert_checkpoint(
             writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
         for path, content in files.items():
             writer.add_file(path, content)
+        for path, content in _keep_old_notes(output, notes or {}).items():
+            writer.add_note(path, content)
         manifest = writer.finish()
     progress("converting", 1.0)
     return manifest
@@ -289,6 +294,19 @@ def _read_extra_files(
             raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
     _check_tokenizer(source.folder / name, contents[name], model)
     return contents
+
+
+def _keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The notes, and what stands in their place now, if it is something else."""
+    kept = dict(notes)
+    for path, content in notes.items():
+        try:
+            old = (output / path).read_bytes()
+        except OSError:
+            continue
+        if old != content:
+            kept[f"{path}.old"] = old
+    return kept
 
 
 def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:

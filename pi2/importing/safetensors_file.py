@@ -44,13 +44,7 @@ class SourceTensor:
 
         Raises `UserError` P535 for a type that is not a float, P532 if the bytes are missing.
         """
-        storage = _STORAGE.get(self.dtype)
-        if storage is None:
-            raise UserError.of(
-                "P535",
-                f"tensor {self.name!r} in {self.file} has the type {self.dtype}",
-                help=f"convert it to one of {', '.join(_STORAGE)}",
-            )
+        storage = self.check_type()
         stop = self.shape[0] if stop is None else stop
         width = math.prod(self.shape[1:])
         skip = start * width * np.dtype(storage).itemsize
@@ -64,6 +58,17 @@ class SourceTensor:
         if len(flat) != count:
             raise UserError.of("P532", f"{self.file} ends inside tensor {self.name!r}")
         return flat.reshape(stop - start, *self.shape[1:])
+
+    def check_type(self) -> str:
+        """numpy's name of the type; `UserError` P535 if it is not a float."""
+        storage = _STORAGE.get(self.dtype)
+        if storage is None:
+            raise UserError.of(
+                "P535",
+                f"tensor {self.name!r} in {self.file} has the type {self.dtype}",
+                help=f"convert it to one of {', '.join(_STORAGE)}",
+            )
+        return storage
 
     def widen(self, raw: Raw) -> F32:
         """Turn what `read_raw` returned, or rows of it, into float32."""

@@ -221,9 +221,10 @@ def _need_workspace(resolved: Resolved) -> Need:
 
     Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
-    floats; 264 floats of dense FFN; its id.  V floats of logits for up to 16 tokens.  Rotary
-    positions (context w floats), 16 spans of attention of w + 2 floats per head, eight numbers per
-    neuron of a layer, d floats and 16 KiB per thread.  Two staging buffers of min(f, 512) neurons.
+    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals.  V floats of
+    logits for up to 16 tokens.  Rotary positions (context w floats), 16 spans of attention of w + 2
+    floats per head, eight numbers per neuron of a layer, d floats and 16 KiB per thread.  Two
+    staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -237,6 +238,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     tables = 4 * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
+    if model.residual == "parallel":
+        activations += chunk * 4 * shape.hidden
     tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
         activations + logits + tables + staging,

@@ -156,6 +156,12 @@ class StoreWriter:
             file.write(content)
             self._record(path, file)
 
+    def add_note(self, path: str, content: bytes) -> None:
+        """Write a file that people may change, such as a plan: the manifest does not list it."""
+        with self._create(path) as file:
+            file.write(content)
+            file.finish()
+
     def finish(self) -> Manifest:
         """Write the manifest and make the store visible under its name."""
         manifest = self._describe()

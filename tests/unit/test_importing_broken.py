@@ -174,11 +174,6 @@ def test_no_weights(job: Job) -> None:
     job.expect("P531", "no safetensors files")
 
 
-def test_pickled_weights_alone_are_not_read(job: Job) -> None:
-    job.file.rename(job.checkpoint / "pytorch_model.bin")
-    job.expect("P531", "pickled weights are not read")
-
-
 def test_several_files_without_index(job: Job) -> None:
     job.file.rename(job.checkpoint / "a.safetensors")
     (job.checkpoint / "b.safetensors").write_bytes(b"")

@@ -1,0 +1,57 @@
+"""Describe a checkpoint: write its model document."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from pi2.diagnostics import UserError
+
+SUFFIX = ".model.toml"
+
+
+@click.group("model")
+def command() -> None:
+    """Work with model documents."""
+
+
+@command.command("new")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File to write; its name ends in .model.toml.  [default: the model's name, here]",
+)
+@click.option("--force", is_flag=True, help="Overwrite a file.")
+def new(checkpoint: Path, output: Path | None, force: bool) -> None:
+    """Write the model document of the Hugging Face folder CHECKPOINT.
+
+    It is made from config.json, and every number in it is checked against the tensors.
+    """
+    from pi2.importing.new_model import describe_checkpoint
+    from pi2.sharing.files import write_atomically
+
+    name = None
+    if output is not None:
+        name = output.name.removesuffix(SUFFIX)
+        if name == output.name or not name:
+            raise UserError.of(
+                "P009", f"expected a file name that ends in {SUFFIX}", file=str(output)
+            )
+    made = describe_checkpoint(checkpoint, name)
+    path = output or Path(f"{made.model.id}{SUFFIX}")
+    if os.path.lexists(path) and not force:
+        raise UserError.of(
+            "P027", "the file is there already", file=str(path), help="--force overwrites it"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise UserError.of("P003", message, file=str(path)) from None
+    write_atomically(path, made.text.encode())
+    click.echo(f"{path}: written; `pi2 show {path}` prints everything", err=True)

@@ -1,0 +1,38 @@
+"""The plan of a first run: everything in memory if this machine has it, else as much as fits."""
+
+from __future__ import annotations
+
+import tomllib
+
+from pi2.plan.device import Device
+from pi2.plan.drafting import Wish, draft_plan
+from pi2.plan.model import Model
+from pi2.plan.quantities import BYTE_UNITS, parse_quantity
+
+MEMORY_SHARE = 0.8
+"""Of the memory that is free now: other programs go on meanwhile."""
+_ROOM = 1 << 50
+"""More memory than any model needs."""
+
+
+def draft_first_plan(model: Model, device: Device, available_bytes: int, store: str) -> str:
+    """Text of a plan for ``model``, whose file and ``store`` lie beside it.
+
+    ``available_bytes`` is the memory that is free, 0 if that is not known.  Raises `UserError` P026
+    if not even the smallest plan fits into `MEMORY_SHARE` of it.
+    """
+
+    def draft(budget_bytes: int) -> str:
+        wish = Wish(
+            device=device.id,
+            model=f"./{model.id}.model.toml",
+            store=store,
+            budget_bytes=budget_bytes,
+            name=(model.name or model.id)[:120],
+        )
+        return draft_plan(wish, device, model)
+
+    segments = tomllib.loads(draft(_ROOM))["memory"]["segments"]
+    whole = sum(int(parse_quantity(size, BYTE_UNITS)) for size in segments.values())
+    free = int(available_bytes * MEMORY_SHARE) if available_bytes else whole
+    return draft(min(whole, free))

@@ -1,0 +1,191 @@
+"""`pi2 model new`, and what `pi2 convert` leaves beside a store for a first run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pi2
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.importing.new_model import describe_checkpoint, make_id
+from pi2.plan.check import check_file
+from pi2.plan.model import Model
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.goldens import copy_checkpoint, list_goldens
+from tests.helpers.models import draw_weights, make_model
+
+
+def change_config(checkpoint: Path, **values: Any) -> None:
+    """Replace values of config.json; None removes a key."""
+    file = checkpoint / "config.json"
+    config = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def rename_tensors(checkpoint: Path, old: str, new: str) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = {name.replace(old, new, 1): values for name, values in load_file(file).items()}
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("name", list_goldens())
+def test_the_document_is_sound_and_says_everything(tmp_path: Path, name: str) -> None:
+    made = describe_checkpoint(copy_checkpoint(name, tmp_path / name))
+    file = tmp_path / f"{made.model.id}.model.toml"
+    file.write_text(made.text)
+    report = check_file(file)
+    assert report.is_sound, report.diagnostics
+    assert report.document == made.model
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("llama", {"model_type": "nobody"}, "the family 'nobody' is unknown"),
+        ("llama", {"model_type": None}, "does not state model_type"),
+        ("llama", {"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
+        ("llama", {"hidden_act": "mish"}, "the activation 'mish' is unknown"),
+        ("llama", {"rope_parameters": {"rope_type": "warp"}}, "position scaling 'warp'"),
+        ("llama", {"num_attention_heads": 0}, "heads"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("falcon-7b-relu", {"alibi": True}, "alibi is True"),
+        ("qwen3", {"num_key_value_heads": 3}, "kv_heads"),
+    ],
+)
+def test_what_cannot_be_described(
+    tmp_path: Path, name: str, changes: dict[str, Any], problem: str
+) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / name)
+    change_config(checkpoint, **changes)
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert problem in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor"),
+    [
+        ({"intermediate_size": 81}, "mlp.down_proj.weight"),
+        ({"vocab_size": 97}, "model.embed_tokens.weight"),
+        ({"num_key_value_heads": 4}, "self_attn.k_proj.weight"),
+        ({"head_dim": 16}, "self_attn.q_proj.weight"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors(
+    tmp_path: Path, changes: dict[str, Any], tensor: str
+) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    change_config(checkpoint, **changes)
+    with pytest.raises(UserError, match="P534") as caught:
+        describe_checkpoint(checkpoint)
+    assert tensor in str(caught.value)
+    assert "config.json says" in str(caught.value)
+
+
+def test_a_bias_that_the_config_promises_and_the_checkpoint_lacks(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    change_config(checkpoint, attention_bias=True)
+    with pytest.raises(UserError, match=r"P533.*self_attn\.q_proj\.bias"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("opt", "model."), ("falcon-40b", "transformer."), ("llama", "model.")]
+)
+def test_names_may_lack_their_first_part(tmp_path: Path, name: str, prefix: str) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / name)
+    rename_tensors(checkpoint, prefix, "")
+    tensors = describe_checkpoint(checkpoint).model.tensors
+    assert not tensors.embedding.startswith(prefix)
+
+
+def test_predictors_in_the_checkpoint_are_described(tmp_path: Path) -> None:
+    model = make_model({"ffn": {"activation": "relu"}})
+    checkpoint = write_checkpoint(tmp_path / "sparse", model, draw_weights(model))
+    change_config(checkpoint, hidden_act="relu", max_position_embeddings=64, bos_token_id=256)
+    made = describe_checkpoint(checkpoint).model
+    assert made.predictor is not None and made.predictor.rank == 32
+    assert made.tokenizer.bos == 256
+
+
+def test_ends_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert describe_checkpoint(checkpoint).model.tokenizer.eos == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Llama-2-7b hf", "llama-2-7b-hf"), ("..x", "x"), ("日本", "model"), ("a" * 80, "a" * 64)],
+)
+def test_short_names(name: str, expected: str) -> None:
+    assert make_id(name) == expected
+
+
+# Commands
+
+
+def test_the_command_writes_a_file_and_overwrites_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copy_checkpoint("qwen3", tmp_path / "checkpoint")
+    file = tmp_path / "mine.model.toml"
+    assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 0
+    report = check_file(file)
+    assert isinstance(report.document, Model)
+    assert report.document.id == "mine"
+    assert report.document.attention.head_norm
+    assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 2
+    assert "P027" in capsys.readouterr().err
+    assert run(["model", "new", str(checkpoint), "-o", str(file), "--force"]) == 0
+    assert run(["model", "new", str(checkpoint), "-o", str(tmp_path / "mine.toml")]) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_the_plan_beside_a_store_runs(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / name)
+    output = tmp_path / "out"
+    assert run(["convert", str(checkpoint), "-o", str(output)]) == 0
+    plan = output / "default.plan.toml"
+    assert f"pi2 run {plan}" in capsys.readouterr().err
+    assert run(["validate", str(plan)]) == 0
+    assert run(["store", "verify", str(output)]) == 0
+    with pi2.load(plan, set={"backends.cpu": "reference"}) as model:
+        assert np.isfinite(model.logits([1, 5, 9])).all()
+
+
+def test_quantisation_may_be_chosen(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    output = tmp_path / "out"
+    assert run(["convert", str(checkpoint), "-o", str(output), "--quantization", "fp16"]) == 0
+    document = check_file(output / "llama.model.toml").document
+    assert isinstance(document, Model)
+    assert set(document.quantization.model_dump().values()) == {"fp16"}
+
+
+def test_replacing_a_store_keeps_the_plan_that_was_changed(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    output = tmp_path / "out"
+    command = ["convert", str(checkpoint), "-o", str(output)]
+    assert run(command) == 0
+    plan = output / "default.plan.toml"
+    plan.write_text(plan.read_text() + "# mine\n")
+    assert run([*command, "--replace"]) == 0
+    assert "# mine" not in plan.read_text()
+    assert (output / "default.plan.toml.old").read_text().endswith("# mine\n")
+
+
+def test_a_broken_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    change_config(checkpoint, intermediate_size=81)
+    assert run(["convert", str(checkpoint), "-o", str(tmp_path / "out")]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"llama"}
