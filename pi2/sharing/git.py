@@ -102,7 +102,12 @@ def _open_repository(url: str, timeout_s: float) -> Iterator[_Repository]:
     program = shutil.which("git")
     if program is None:
         raise UserError.of("P728", "git is not installed", help="install git, then try again")
-    with tempfile.TemporaryDirectory(prefix="pi2-git-") as name:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="pi2-git-", ignore_cleanup_errors=True)
+    except OSError as error:
+        message = f"no temporary folder can be made: {error.strerror}"
+        raise UserError.of("P003", message, help="is the disk full?") from None
+    with folder as name:
         repository = _Repository(program, Path(name), url, timeout_s)
         repository.create()
         yield repository

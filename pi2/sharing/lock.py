@@ -102,13 +102,21 @@ class Lock:
 
 def find_lock(folder: Path) -> Path | None:
     """The nearest lock at or above ``folder``; the search ends at the repository's root."""
-    folder = folder.absolute()
-    for place in (folder, *folder.parents):
-        if (place / FILE_NAME).is_file():
+    for place in _list_folders(folder):
+        if os.path.isfile(place / FILE_NAME):
             return place / FILE_NAME
-        if (place / ".git").exists():
+        if os.path.lexists(place / ".git"):
             return None
     return None
+
+
+def _list_folders(folder: Path) -> list[Path]:
+    """The folder and those above it; none where the working directory is gone."""
+    try:
+        whole = folder.absolute()
+    except OSError:
+        return []
+    return [whole, *whole.parents]
 
 
 def choose_lock(folder: Path) -> Path:
@@ -116,9 +124,8 @@ def choose_lock(folder: Path) -> Path:
     found = find_lock(folder)
     if found is not None:
         return found
-    folder = folder.absolute()
-    for place in (folder, *folder.parents):
-        if (place / ".git").exists():
+    for place in _list_folders(folder):
+        if os.path.lexists(place / ".git"):
             return place / FILE_NAME
     return folder / FILE_NAME
 
@@ -183,8 +190,12 @@ def edit_lock(path: Path) -> Iterator[_Edit]:
 
     A lock that did not change is not written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise UserError.of("P003", message, file=display_path(path)) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         edit = _Edit(read_lock(path))

@@ -15,6 +15,7 @@ from pi2.plan.check import check_file
 from pi2.plan.device import Device
 from pi2.plan.privacy import find_private, strip_private
 from pi2.plan.source import detect_kind, display_path, read_source
+from pi2.sharing.cache import read_regular
 from pi2.sharing.files import hash_bytes, write_atomically
 
 FOLDER = "devices"
@@ -62,9 +63,12 @@ def prepare_profile(path: Path) -> Prepared:
     assert not isinstance(source, list), name
     _check_alone(source.values, name)
     text, found = strip_private(source.text)
+    home = os.path.expanduser("~")
+    at_home = len(home) > 1 and home in text
+    if at_home:
+        text = text.replace(home, "~")
     text = _drop_local_schema(text)
-    values = tomli.loads(text)
-    if find_private(text) or _list_keys(values) != _list_keys(source.values):
+    if find_private(text) or not _is_same_document(path, name, text, source.values):
         raise UserError.of(
             "P740",
             "what is private in it cannot be taken out by a program",
@@ -78,6 +82,8 @@ def prepare_profile(path: Path) -> Prepared:
         line = source.text.count("\n", 0, item.start) + 1
         assert line <= len(lines)
         stripped.append(f"{name}:{line}: {_WORDS[item.kind]} {item.shortened}")
+    if at_home:
+        stripped.append(f"{name}: your home folder")
     return Prepared(
         id=report.document.id, data=data, sha256=hash_bytes(data), stripped=tuple(stripped)
     )
@@ -96,6 +102,13 @@ def _check_alone(values: dict[str, object], name: str) -> None:
                 file=name,
                 help="publish that first and name it by its reference, or take over its tables",
             )
+
+
+def _is_same_document(path: Path, name: str, text: str, values: dict[str, object]) -> bool:
+    """Whether ``text`` is still sound, and differs from the document in texts only."""
+    if not check_file(path, name=name, text=text).is_sound:
+        return False
+    return _list_keys(tomli.loads(text)) == _list_keys(values)
 
 
 def _drop_local_schema(text: str) -> str:
@@ -135,7 +148,7 @@ def write_profile(
         raise UserError.of("P724", "is a symbolic link", file=str(folder))
     path = folder / prepared.file_name
     if os.path.lexists(path) and not replace:
-        if path.is_symlink() or path.read_bytes() != prepared.data:
+        if read_regular(path) != prepared.data:
             raise UserError.of(
                 "P741",
                 "another profile has this name",

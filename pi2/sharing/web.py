@@ -66,7 +66,8 @@ def _fetch(url: str, timeout_s: float) -> bytes:
                     return bytes(data)
     except httpx2.TimeoutException:
         _refuse_time(url, timeout_s)
-    except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+    # A proxy or certificate that the environment names may be at fault too.
+    except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError) as error:
         raise UserError.of(
             "P720",
             f"{url} cannot be fetched",
