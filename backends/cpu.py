@@ -102,6 +102,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         stride=request.bundle.stride,
         threads=request.threads,
         planes=PLANES,
+        chunk_planes=1 if request.chunk_type == "int8" else PLANES,
         architecture=request.architecture,
         features=tuple(sorted(request.features)),
         norm=model.norm.kind,
@@ -190,6 +191,7 @@ class CpuExecutor:
         x = space.wrap(space.make("float32", chunk, spec.hidden))
         y = space.wrap(space.make("float32", chunk, spec.hidden))
         hidden = space.make_activations(chunk, spec.hidden, spec.planes)
+        self._ffn_input = np.from_dlpack(hidden[-1]).reshape(chunk, spec.hidden)
         mixed = space.make_activations(chunk, spec.width, spec.planes)
         qkv = space.wrap(space.make("float32", chunk, spec.qkv_rows))
         tables = compute_rope_tables(request.model.rope, spec.head_dim, request.context)
@@ -434,6 +436,10 @@ class CpuExecutor:
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
         self._end(self._tokens, *self._end_arguments[layer])
+
+    def read_ffn_input(self) -> _F32:
+        """Return what the FFN reads, before it was rounded to integers."""
+        return self._ffn_input[: self._tokens]
 
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pi2.plan.layout import BundleLayout, Precision
 from pi2.plan.model import Model
-from pi2.plan.plan import KvType
+from pi2.plan.plan import ActivationType, KvType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +69,9 @@ class BuildRequest:
     """Tokens that the KV cache holds."""
     kv_type: KvType = "fp16"
     """What its elements are: ``int8`` has a scale for every head's vector of a token."""
+    chunk_type: ActivationType = "int16"
+    """What the inputs of projections are rounded to where several tokens go through a layer
+    together, by backends that round them: integers with a scale for 32 of them."""
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, resident; needed by ``predict_gate`` only."""
@@ -149,6 +152,14 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back threads and memory."""
+
+
+@runtime_checkable
+class InputReader(Protocol):
+    """An executor that shows what its FFNs read, for statistics; a backend need not have it."""
+
+    def read_ffn_input(self) -> F32:
+        """u [T, hidden] of the last ``begin_ffn``; valid until the next call."""
 
 
 class Backend(Protocol):

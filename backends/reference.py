@@ -270,6 +270,10 @@ class ReferenceExecutor:
     def end_ffn(self, layer: int) -> None:
         self._x = self._x + self._y * np.float32(self._model.multipliers.residual)
 
+    def read_ffn_input(self) -> _F32:
+        """See `pi2.backends.protocol.InputReader`."""
+        return self._u
+
     def logits(self, first: int) -> _F32:
         head = EMBEDDING if self._model.tied_head else HEAD
         x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -73,6 +73,17 @@ class LoadedModel:
                 help="use the cpu or the reference backend to work with text",
             )
         return self._parts.tokenizer
+
+    @property
+    def store(self) -> NeuronStore:
+        """The open neuron store; UserError P605 where the backend needs none."""
+        if self._parts.store is None:
+            raise UserError.of(
+                "P605",
+                "this run has no weights: the null backend opens no neuron store",
+                help="use the cpu or the reference backend",
+            )
+        return self._parts.store
 
     @property
     def load_s(self) -> float:
@@ -193,13 +204,22 @@ class LoadedModel:
         ``prefill`` runs them through in chunks, every neuron computed; ``decode`` one by one with
         the plan's predictor, as a generation does.
         """
-        ids = list(token_ids)
-        self._check_ids(ids, answer=0)
-        forward = self._parts.forward
+        return np.concatenate(list(self.iterate_logits(token_ids, mode=mode)))
+
+    def iterate_logits(
+        self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """The same in pieces [n, vocab], n at most a chunk: a long text would fill the memory."""
+        ids = np.array(token_ids, np.int32)
+        self._check_ids(ids.tolist(), answer=0)
+        forward, chunk = self._parts.forward, self.plan.plan.prefill.chunk
         forward.reset()
         if mode == "prefill":
-            return forward.prefill(np.array(ids, np.int32), all_logits=True)
-        return np.stack([forward.decode(token).copy() for token in ids])
+            for start in range(0, len(ids), chunk):
+                yield forward.prefill(ids[start : start + chunk], all_logits=True)
+        else:
+            for token in ids.tolist():
+                yield forward.decode(token)[None].copy()
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:

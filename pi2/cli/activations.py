@@ -1,0 +1,136 @@
+"""Record which neurons a text activates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+from pi2.plan.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.statistics.recording import Statistics
+
+
+@click.command("activations")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    "files",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="UTF-8 text; may be given again.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="STATS",
+    type=click.Path(path_type=Path),
+    help="Folder of the statistics.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Tokens of a window; default: kv.context, at most 512.",
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    help="Windows to run, spread over the text; default: all.",
+)
+@click.option(
+    "--largest",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Count this share of a token's neurons as active, the largest ones: for SiLU and GELU.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0, max=4096),
+    default=256,
+    show_default=True,
+    help="Neurons of a layer whose pairs are counted.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a picture (needs the extra `plot`).",
+)
+@click.option("--replace", is_flag=True, help="Replace the statistics of another run.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    plan: Path,
+    files: tuple[Path, ...],
+    output: Path,
+    context: int | None,
+    windows: int | None,
+    largest: float | None,
+    samples: int,
+    plot: Path | None,
+    replace: bool,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Run PLAN's model over texts and record in STATS how often each neuron fires.
+
+    STATS gets activations.parquet, which `pi2 convert --activations` takes, coactivations.parquet
+    and statistics.json.  After Ctrl-C the same command goes on where it was.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.statistics.recording import RecordingOptions, record_activations
+    from pi2.statistics.texts import read_texts
+
+    options = RecordingOptions(context=context, windows=windows, largest=largest, samples=samples)
+    with ProgressBar() as progress:
+        statistics = record_activations(
+            plan,
+            read_texts(files),
+            output,
+            overrides=parse_assignments(settings),
+            options=options,
+            replace=replace,
+            progress=progress,
+        )
+    if plot is not None:
+        write_plot(plot, output, statistics)
+    click.echo(write_json(statistics) if as_json else write_table(statistics))
+
+
+def write_plot(path: Path, folder: Path, statistics: Statistics) -> None:
+    """Write a picture; UserError P631 if it cannot be written, P632 without matplotlib."""
+    from pi2.statistics.plot import draw_activations
+
+    data = draw_activations(folder, statistics, path.suffix.lstrip(".") or "png")
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
+
+
+def write_json(statistics: Statistics) -> str:
+    """The summary for programs."""
+    from dataclasses import asdict
+
+    return json.dumps(asdict(statistics), indent=2)
+
+
+def write_table(statistics: Statistics) -> str:
+    """The summary for people, as Markdown."""
+    lines = [
+        f"{statistics.model}: {statistics.tokens} tokens",
+        "",
+        "| layer | active | of 2 tokens | of 3 | of 4 | neurons for 80 % | never active |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for number, layer in enumerate(statistics.layers):
+        shares = (*layer.batches, layer.skew, layer.never)
+        lines.append(f"| {number} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+    lines.append("")
+    lines.append(f"mean: active {statistics.active:.1%}, neurons for 80 % {statistics.skew:.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Measure how well a plan's model predicts text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from pi2.plan.overrides import parse_assignments
+
+
+@click.command("evaluate")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    "files",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="UTF-8 text that the model was not trained on; may be given again.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Tokens of a window; default: kv.context, at most 512.",
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    help="Tokens from one window to the next; default: no overlap.",
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    help="Windows to run, spread over the text; default: all.",
+)
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="WHAT",
+    help="Also run reference, gate, low-rank, or another plan; may be given again.",
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    plan: Path,
+    files: tuple[Path, ...],
+    context: int | None,
+    stride: int | None,
+    windows: int | None,
+    against: tuple[str, ...],
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of PLAN's model on texts.
+
+    Every neuron is computed first (dense), then those that the plan's predictor names.  The two
+    are compared token by token; for low-rank predictors, their recall is counted layer by layer.
+    A token is scored once, with at least CONTEXT - STRIDE tokens before it.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.evaluation.evaluation import evaluate_plan
+    from pi2.evaluation.report import describe_evaluation, write_markdown
+    from pi2.statistics.texts import read_texts
+
+    with ProgressBar() as progress:
+        evaluation = evaluate_plan(
+            plan,
+            read_texts(files),
+            overrides=parse_assignments(settings),
+            context=context,
+            stride=stride,
+            windows=windows,
+            against=against,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(describe_evaluation(evaluation), indent=2))
+    else:
+        click.echo(write_markdown(evaluation))

@@ -1,0 +1,94 @@
+"""Looks over an executor's shoulder: what each FFN reads, and what its neurons answer.
+
+Any backend can be observed that shows its FFN's input (`pi2.backends.protocol.InputReader`): the
+activations are computed once more, in float32, from the bundles that pass by.  Only dense layers
+(prompts) are observed, since sparse ones leave neurons out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest, Executor, InputReader
+from pi2.backends.reference import activate
+from pi2.diagnostics import UserError
+from pi2.plan.packing import slice_bias, unpack_part
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+
+FfnObserver = Callable[[int, F32, F32], None]
+"""Called with a layer, its FFN's input [T, hidden] and its activations [T, neurons] in stored
+order, of the tokens of a chunk."""
+
+
+class ObservedExecutor:
+    """An executor that tells ``observer`` of every dense layer; all else is the inner one's."""
+
+    def __init__(self, inner: Executor, request: BuildRequest, observer: FfnObserver) -> None:
+        """UserError P662 if the backend does not show its FFN's input."""
+        if not isinstance(inner, InputReader):
+            raise UserError.of(
+                "P662",
+                "this backend does not show what its neurons do",
+                help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
+            )
+        self._inner = inner
+        self._input: InputReader = inner
+        self._request = request
+        self._observer = observer
+        self._pieces: list[F32] = []
+        self.enabled = True
+        """Whether the observer is called."""
+
+    if TYPE_CHECKING:
+        embed: Any
+        attend: Any
+        predict_low_rank: Any
+        predict_gate: Any
+        add_neurons: Any
+        logits: Any
+        count_active: Any
+        read_runs: Any
+        close: Any
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    def begin_ffn(self, layer: int) -> None:
+        """Begin a layer."""
+        self._inner.begin_ffn(layer)
+        self._pieces.clear()
+
+    def add_dense(self, layer: int, bundles: U8) -> None:
+        """Compute neurons, and compute their activations."""
+        if self.enabled:
+            self._pieces.append(compute_activations(self._request, self._read_input(), bundles))
+        self._inner.add_dense(layer, bundles)
+
+    def end_ffn(self, layer: int) -> None:
+        """End a layer; tell the observer of it if all its neurons were computed."""
+        if self._pieces:
+            # Hot neurons come first, the others in stored order.
+            self._observer(layer, self._read_input(), np.concatenate(self._pieces, axis=1))
+            self._pieces.clear()
+        self._inner.end_ffn(layer)
+
+    def _read_input(self) -> F32:
+        return self._input.read_ffn_input()
+
+
+def compute_activations(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
+    """Activations [T, n] of the neurons of ``bundles`` [n, stride] for ``inputs`` [T, hidden]."""
+    layout = request.bundle
+    values = []
+    for index in range(2 if layout.is_gated else 1):
+        value = inputs @ unpack_part(bundles, layout, index).T
+        values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
+    return activate(request.model, values[0], values[1] if layout.is_gated else None)

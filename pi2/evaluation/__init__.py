@@ -1,0 +1,1 @@
+"""How well a plan's model predicts text: perplexity, agreement with the dense model, recall."""

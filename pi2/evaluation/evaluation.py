@@ -1,0 +1,229 @@
+"""Runs a plan over text in several ways and compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pi2.backends.protocol import BuildRequest, Executor
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.observation import ObservedExecutor
+from pi2.evaluation.scores import Mode, Scores, score_windows
+from pi2.orchestrator import load
+from pi2.plan.tensor_names import name_layer_tensor
+from pi2.statistics.prediction import LayerRecall, RecallCounter
+from pi2.statistics.texts import Window, encode_windows
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One way of running over the text."""
+
+    name: str
+    """``dense``, the plan's predictor, or what it was compared with."""
+    backend: str
+    predictor: str
+    """``none`` is dense."""
+    digest: str
+    """SHA-256 of the plan as it was run."""
+    perplexity: float
+    """exp of the mean loss of a token."""
+    bits_per_byte: float
+    agreement: float
+    """Share of tokens for which it finds the same token most likely as the dense run."""
+    loss_change: float
+    """Mean loss less that of the dense run, in nats."""
+    loss_change_error: float
+    """Standard error of ``loss_change``, token by token."""
+    predicted: float | None
+    """Share of neurons that were computed; None where all were."""
+    active: float | None
+    """Share of neurons with a non-zero activation among all, if only some were computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """All runs of a plan over a text."""
+
+    plan: str
+    model: str
+    digest: str
+    tokens: int
+    """Scored tokens."""
+    bytes: int
+    """UTF-8 bytes of their text."""
+    windows: int
+    context: int
+    """Tokens of the longest window."""
+    runs: tuple[Run, ...]
+    layers: tuple[LayerRecall, ...]
+    """Predictors by layer, on the inputs of the dense run; empty without low-rank predictors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The text, as the first model that was loaded cut it."""
+
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    """Tokens of each text."""
+    windows: list[Window]
+    scored_bytes: int
+    dense: Scores
+
+
+def evaluate_plan(
+    plan: Path,
+    texts: Sequence[str],
+    *,
+    overrides: Mapping[str, object] | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    windows: int | None = None,
+    against: Sequence[str] = (),
+    with_layers: bool = True,
+    progress: Progress = lambda label, share: None,
+) -> Evaluation:
+    """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
+
+    ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
+    (the plan with that predictor), or the path of another plan with the same tokenizer, such as
+    one whose store has another quantisation.  ``with_layers`` also compares low-rank predictors
+    with what neurons do.  Raises `UserError` as loading does, P660 and P661 for the text, P663 for
+    a plan that cannot be compared.
+    """
+    settings = dict(overrides or {})
+    counter: RecallCounter | None = None
+    observed: ObservedExecutor | None = None
+
+    def observe(executor: Executor, request: BuildRequest) -> Executor:
+        nonlocal counter, observed
+        if not with_layers or name_layer_tensor(0, "predictor_in") not in request.tensors:
+            return executor
+        counter = RecallCounter(request)
+        observed = ObservedExecutor(executor, request, counter)
+        return observed
+
+    with load(plan, set=settings, progress=progress, wrap_executor=observe) as model:
+        cut = encode_windows(model, texts, context=context, stride=stride, count=windows)
+        if counter is not None:
+            counter.threshold = model.plan.plan.decode.threshold
+        dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))
+        ids = [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
+        runs = [_describe(model, "dense", "none", dense, text)]
+        if observed is not None:
+            observed.enabled = False
+        predictor = model.plan.plan.decode.predictor
+        if predictor != "none":
+            runs.append(_run(model, predictor, "decode", text, progress))
+        digest, model_id = model.plan.digest, model.plan.model.id
+        kinds = list(model.plan.plan.backends)
+    for item in against:
+        runs += _compare(plan, settings, kinds, item, text, progress)
+    return Evaluation(
+        plan=str(plan),
+        model=model_id,
+        digest=digest,
+        tokens=len(dense.losses),
+        bytes=text.scored_bytes,
+        windows=len(cut),
+        context=max(len(window.tokens) for window in cut),
+        runs=tuple(runs),
+        layers=tuple(counter.describe_layers()) if counter is not None else (),
+    )
+
+
+def _compare(
+    plan: Path,
+    settings: Mapping[str, object],
+    kinds: Sequence[str],
+    item: str,
+    text: _Text,
+    progress: Progress,
+) -> list[Run]:
+    """The runs of one entry of ``against``."""
+    if item == "reference":
+        backends = {f"backends.{kind}": "reference" for kind in kinds}
+        with load(plan, set={**settings, **backends}, progress=progress) as model:
+            return [_run(model, "reference", "prefill", text, progress)]
+    if item in ("gate", "low-rank"):
+        with load(plan, set={**settings, "decode.predictor": item}, progress=progress) as model:
+            return [_run(model, item, "decode", text, progress)]
+    other = Path(item)
+    if not other.exists():
+        raise UserError.of(
+            "P663",
+            f"cannot compare with {item!r}",
+            help="say reference, gate, low-rank, or the path of another plan",
+        )
+    with load(other, progress=progress) as model:
+        _check_tokens(model, text, other)
+        runs = [_run(model, other.name, "prefill", text, progress)]
+        predictor = model.plan.plan.decode.predictor
+        if predictor != "none":
+            name = f"{other.name}, {predictor}"
+            runs.append(_run(model, name, "decode", text, progress))
+        return runs
+
+
+def _check_tokens(model: LoadedModel, text: _Text, path: Path) -> None:
+    """Another plan's windows must be the same, token by token."""
+    context = max(len(window.tokens) for window in text.windows)
+    same = model.plan.plan.kv.context >= context and all(
+        model.tokenizer.encode(piece, add_special_tokens=False).ids == ids
+        for piece, ids in zip(text.texts, text.ids, strict=True)
+    )
+    if not same:
+        raise UserError.of(
+            "P663",
+            f"{path} cuts the text into other tokens, or holds fewer than {context} of them",
+            help="compare plans of models with the same tokenizer, and give a smaller --context",
+        )
+
+
+def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progress) -> Run:
+    before = model.stats
+    scores = score_windows(model, text.windows, mode, lambda share: progress(name, share))
+    counted = model.stats - before
+    predictor = model.plan.plan.decode.predictor if mode == "decode" else "none"
+    shares = (counted.predicted_share, counted.active_share)
+    return _describe(model, name, predictor, scores, text, shares)
+
+
+def _describe(
+    model: LoadedModel,
+    name: str,
+    predictor: str,
+    scores: Scores,
+    text: _Text,
+    shares: tuple[float | None, float | None] = (None, None),
+) -> Run:
+    change = scores.losses - text.dense.losses
+    return Run(
+        name=name,
+        backend=", ".join(dict.fromkeys(model.plan.plan.backends.values())),
+        predictor=predictor,
+        digest=model.plan.digest,
+        perplexity=scores.perplexity,
+        bits_per_byte=float(scores.losses.sum() / np.log(2) / text.scored_bytes),
+        agreement=float((scores.choices == text.dense.choices).mean()),
+        loss_change=float(change.mean()),
+        loss_change_error=float(change.std() / np.sqrt(len(change))),
+        predicted=shares[0],
+        active=shares[1],
+    )
+
+
+def _count_bytes(model: LoadedModel, windows: Sequence[Window]) -> int:
+    """UTF-8 bytes of the scored tokens' text."""
+    texts = model.tokenizer.decode_batch(
+        [list(window.tokens[window.first_scored :]) for window in windows]
+    )
+    return max(1, sum(len(text.encode()) for text in texts))

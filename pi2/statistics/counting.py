@@ -1,0 +1,83 @@
+"""Counts which neurons fire, alone, in batches of tokens, and together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+BATCHES = (1, 2, 3, 4)
+"""Sizes of batches whose unions of active neurons are counted."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over the tokens so far, neurons in stored order."""
+
+    fired: I64
+    """Batches in which a neuron fired at least once [layers, batch sizes, neurons]."""
+    groups: I64
+    """Batches [layers, batch sizes]; of size 1 these are the tokens."""
+    together: I64
+    """Tokens in which two sampled neurons fired both [layers, samples, samples]; on the diagonal,
+    tokens in which one fired."""
+    samples: I32
+    """Stored indices of the sampled neurons [samples], the same in every layer."""
+
+    @classmethod
+    def make(cls, layers: int, neurons: int, samples: int) -> Counts:
+        """Nothing counted yet; ``samples`` neurons, spread evenly over the stored order."""
+        chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
+        return cls(
+            fired=np.zeros((layers, len(BATCHES), neurons), np.int64),
+            groups=np.zeros((layers, len(BATCHES)), np.int64),
+            together=np.zeros((layers, len(chosen), len(chosen)), np.int64),
+            samples=chosen,
+        )
+
+
+class ActivationCounter:
+    """An observer of FFNs (`pi2.engine.observation`) that adds to ``counts``."""
+
+    def __init__(self, counts: Counts, largest: float | None) -> None:
+        """``largest``: this share of a token's neurons, those of the largest magnitude, counts
+        as active; None counts activations that are not zero."""
+        self.counts = counts
+        self._largest = largest
+
+    def __call__(self, layer: int, inputs: F32, activations: F32) -> None:
+        active = find_active(activations, self._largest)
+        for place, batch in enumerate(BATCHES):
+            groups = len(active) // batch
+            # Tokens of a batch stand far apart, as those of different sequences do.
+            united = active[: groups * batch].reshape(batch, groups, -1).any(axis=0)
+            self.counts.fired[layer, place] += united.sum(axis=0)
+            self.counts.groups[layer, place] += groups
+        sampled = active[:, self.counts.samples].astype(np.float32)
+        self.counts.together[layer] += (sampled.T @ sampled).astype(np.int64)
+
+
+def find_active(activations: F32, largest: float | None) -> Bools:
+    """Which of ``activations`` [T, neurons] count as active."""
+    if largest is None:
+        return activations != 0
+    magnitudes = np.abs(activations)
+    neurons = activations.shape[1]
+    place = neurons - max(1, round(largest * neurons))
+    cuts = np.partition(magnitudes, place, axis=1)[:, place]
+    return np.asarray(magnitudes >= cuts[:, None])
+
+
+def measure_skew(fired: I64, share: float = 0.8) -> float:
+    """Smallest share of neurons that makes ``share`` of all activations ``fired`` [neurons]."""
+    total = int(fired.sum())
+    if total == 0:
+        return 0.0
+    sums = np.cumsum(np.sort(fired)[::-1])
+    return float(np.searchsorted(sums, share * total) + 1) / len(fired)

@@ -1,0 +1,308 @@
+"""Runs a plan over text and records what its neurons do; goes on where it was interrupted.
+
+In the folder, all written beside their places and renamed, ``statistics.json`` last:
+
+- ``activations.parquet``: layer, neuron (of the checkpoint), count, count_2, count_3, count_4: the
+  tokens, and the batches of that many tokens, in which the neuron fired.  `pi2 convert
+  --activations` stores neurons in this order.
+- ``coactivations.parquet``: layer, first, second, count: tokens in which two sampled neurons of the
+  checkpoint fired both.
+- ``statistics.json``: what was run, and a summary by layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest, Executor
+from pi2.diagnostics import UserError
+from pi2.engine.observation import ObservedExecutor
+from pi2.orchestrator import load
+from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
+from pi2.statistics.texts import encode_windows
+
+I32 = npt.NDArray[np.int32]
+Progress = Callable[[str, float], None]
+
+SUMMARY = "statistics.json"
+ACTIVATIONS = "activations.parquet"
+COACTIVATIONS = "coactivations.parquet"
+UNFINISHED = "unfinished.npz"
+
+SAVE_S = 20.0
+"""Time between two savings of an unfinished recording."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStatistics:
+    """A layer in short."""
+
+    active: float
+    """Mean share of neurons that a token activates."""
+    skew: float
+    """Smallest share of neurons that makes 80 % of the activations."""
+    never: float
+    """Share of neurons that never fired."""
+    batches: tuple[float, ...]
+    """Mean share of neurons that some token of a batch of 1, 2, 3, 4 tokens activates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A finished recording in short: ``statistics.json``."""
+
+    model: str
+    job: str
+    """Digest of plan, text and options: the same call has the same."""
+    tokens: int
+    active: float
+    """Means over layers."""
+    skew: float
+    layers: tuple[LayerStatistics, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingOptions:
+    """What is run, and how it is counted."""
+
+    context: int | None = None
+    windows: int | None = None
+    largest: float | None = None
+    """Share of a token's neurons that counts as active; None counts what is not zero."""
+    samples: int = 256
+    """Neurons of a layer whose pairs are counted."""
+
+
+def record_activations(
+    plan: Path,
+    texts: Sequence[str],
+    folder: Path,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    options: RecordingOptions | None = None,
+    replace: bool = False,
+    progress: Progress = lambda label, share: None,
+) -> Statistics:
+    """Run ``plan`` over ``texts`` and write the statistics into ``folder``.
+
+    Raises `UserError` as loading does, P660-P662 for text and backend, P664 if the folder has other
+    statistics and ``replace`` is not said, P665 for a model whose neurons never rest, P666 if the
+    folder cannot be written.
+    """
+    chosen = options or RecordingOptions()
+    counter: ActivationCounter | None = None
+
+    def observe(executor: Executor, request: BuildRequest) -> Executor:
+        nonlocal counter
+        if request.model.is_smooth and chosen.largest is None:
+            raise UserError.of(
+                "P665",
+                f"the neurons of model {request.model.id!r} ({request.model.ffn.activation}) are "
+                "never exactly zero",
+                help="say --largest 0.5 to count the larger half of a token's neurons as active",
+            )
+        counts = Counts.make(request.model.shape.layers, request.neurons, chosen.samples)
+        counter = ActivationCounter(counts, chosen.largest)
+        return ObservedExecutor(executor, request, counter)
+
+    with load(plan, set=overrides, progress=progress, wrap_executor=observe) as model:
+        assert counter is not None
+        windows = encode_windows(
+            model, texts, context=chosen.context, stride=None, count=chosen.windows
+        )
+        job = _describe_job(model.plan.digest, texts, chosen)
+        known = _prepare_folder(folder, job, replace=replace)
+        if known is not None:
+            return known
+        first = _restore(folder, job, counter.counts)
+        saved = time.monotonic()
+        for number in range(first, len(windows)):
+            for _ in model.iterate_logits(windows[number].tokens):
+                pass
+            progress("recording", (number + 1) / len(windows))
+            if time.monotonic() - saved > SAVE_S:
+                _save(folder, job, number + 1, counter.counts)
+                saved = time.monotonic()
+        original = np.stack([layer.original for layer in model.store.layers])
+        summary = summarise_counts(counter.counts, model.plan.model.id, job)
+        _write(folder / ACTIVATIONS, encode_activations(counter.counts, original))
+        _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original))
+        _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1).encode() + b"\n")
+        (folder / UNFINISHED).unlink(missing_ok=True)
+    return summary
+
+
+def summarise_counts(counts: Counts, model: str, job: str) -> Statistics:
+    """Shares by layer."""
+    neurons = counts.fired.shape[2]
+    layers = tuple(
+        LayerStatistics(
+            active=float(fired[0].sum() / (groups[0] * neurons)),
+            skew=measure_skew(fired[0]),
+            never=float((fired[0] == 0).mean()),
+            batches=tuple(
+                float(fired[place].sum() / (groups[place] * neurons)) if groups[place] else 0.0
+                for place in range(len(BATCHES))
+            ),
+        )
+        for fired, groups in zip(counts.fired, counts.groups, strict=True)
+    )
+    return Statistics(
+        model=model,
+        job=job,
+        tokens=int(counts.groups[0, 0]),
+        active=float(np.mean([layer.active for layer in layers])),
+        skew=float(np.mean([layer.skew for layer in layers])),
+        layers=layers,
+    )
+
+
+def read_statistics(folder: Path) -> Statistics | None:
+    """The summary in ``folder``; None if there is none that can be read."""
+    try:
+        found: dict[str, Any] = json.loads((folder / SUMMARY).read_bytes())
+        layers = tuple(
+            LayerStatistics(**{**layer, "batches": tuple(layer["batches"])})
+            for layer in found.pop("layers")
+        )
+        return Statistics(**found, layers=layers)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def encode_activations(counts: Counts, original: I32) -> bytes:
+    """Parquet of the counts by layer and neuron of the checkpoint."""
+    import pyarrow as pa
+
+    layers, _, neurons = counts.fired.shape
+    sorted_counts = np.empty_like(counts.fired)
+    for layer in range(layers):
+        sorted_counts[layer][:, original[layer]] = counts.fired[layer]
+    columns = {
+        "layer": np.repeat(np.arange(layers, dtype=np.int16), neurons),
+        "neuron": np.tile(np.arange(neurons, dtype=np.int32), layers),
+        "count": sorted_counts[:, 0].reshape(-1),
+    }
+    notes = {"tokens": str(int(counts.groups[0, 0]))}
+    for place, batch in enumerate(BATCHES[1:], 1):
+        columns[f"count_{batch}"] = sorted_counts[:, place].reshape(-1)
+        notes[f"batches_{batch}"] = str(int(counts.groups[0, place]))
+    return _encode(pa.table(columns).replace_schema_metadata(notes))
+
+
+def encode_coactivations(counts: Counts, original: I32) -> bytes:
+    """Parquet of the pairs of sampled neurons, ``first`` below ``second``."""
+    import pyarrow as pa
+
+    left, right = np.triu_indices(len(counts.samples), 1)
+    layers = len(counts.together)
+    pairs = np.stack([original[:, counts.samples[left]], original[:, counts.samples[right]]])
+    columns = {
+        "layer": np.repeat(np.arange(layers, dtype=np.int16), len(left)),
+        "first": pairs.min(axis=0).reshape(-1),
+        "second": pairs.max(axis=0).reshape(-1),
+        "count": counts.together[:, left, right].reshape(-1),
+    }
+    notes = {"tokens": str(int(counts.groups[0, 0]))}
+    return _encode(pa.table(columns).replace_schema_metadata(notes))
+
+
+def _encode(table: Any) -> bytes:
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _describe_job(digest: str, texts: Sequence[str], options: RecordingOptions) -> str:
+    parts = [digest, asdict(options), [hashlib.sha256(text.encode()).hexdigest() for text in texts]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | None:
+    """Make the folder; returns the statistics if this very job has finished before."""
+    known = read_statistics(folder)
+    if known is not None and not replace:
+        if known.job == job:
+            return known
+        raise UserError.of(
+            "P664",
+            f"{folder} has the statistics of another run",
+            help="choose another folder, or say --replace",
+        )
+    try:
+        if folder.is_dir() and any(
+            path.name not in (SUMMARY, ACTIVATIONS, COACTIVATIONS, UNFINISHED)
+            and not path.name.startswith(".")
+            for path in folder.iterdir()
+        ):
+            raise UserError.of(
+                "P664", f"{folder} holds other files", help="choose a folder of its own"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _explain(folder, error) from None
+    return None
+
+
+def _save(folder: Path, job: str, done: int, counts: Counts) -> None:
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        job=np.array(job),
+        done=np.array(done),
+        fired=counts.fired,
+        groups=counts.groups,
+        together=counts.together,
+    )
+    _write(folder / UNFINISHED, buffer.getvalue())
+
+
+def _restore(folder: Path, job: str, counts: Counts) -> int:
+    """Fill ``counts`` from an interrupted run of the same job; returns the windows it has done."""
+    try:
+        with np.load(folder / UNFINISHED) as found:
+            if str(found["job"]) != job:
+                return 0
+            counts.fired[:] = found["fired"]
+            counts.groups[:] = found["groups"]
+            counts.together[:] = found["together"]
+            return int(found["done"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        for array in (counts.fired, counts.groups, counts.together):
+            array[:] = 0
+        return 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; UserError P666 if the system refuses."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _explain(path, error) from None
+
+
+def _explain(path: Path, error: OSError) -> UserError:
+    return UserError.of(
+        "P666",
+        f"cannot write {path}: {error.strerror}",
+        help="free disk space, or choose a folder that can be written",
+    )

@@ -1,0 +1,102 @@
+"""Text files as token ids, cut into windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens that are run as a sequence of their own."""
+
+    tokens: tuple[int, ...]
+    """Ids, the begin token first where the model wants one."""
+    first_scored: int
+    """Index of the first token that counts; those before it are context."""
+
+
+def read_texts(files: Sequence[Path]) -> list[str]:
+    """Read UTF-8 files; UserError P660 if one cannot be read or has no text."""
+    texts = []
+    for file in files:
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise UserError.of("P660", f"cannot read the text {file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError.of(
+                "P660",
+                f"the text {file} is not UTF-8: byte {error.start}",
+                help="save the text as UTF-8",
+            ) from None
+        if not text.strip():
+            raise UserError.of("P660", f"the text {file} is empty", help="give a few pages of text")
+        texts.append(text)
+    return texts
+
+
+def encode_windows(
+    model: LoadedModel,
+    texts: Sequence[str],
+    *,
+    context: int | None,
+    stride: int | None,
+    count: int | None,
+) -> list[Window]:
+    """Cut ``texts`` into windows of at most ``context`` tokens, ``stride`` apart.
+
+    ``context`` defaults to what the plan holds, at most 512, ``stride`` to ``context``; ``count``
+    keeps that many windows, spread evenly.  Raises `UserError` P660 if no token could be scored,
+    P661 if context and stride do not go together.
+    """
+    room = model.plan.plan.kv.context
+    size = min(512, room) if context is None else context
+    step = size if stride is None else stride
+    if not 2 <= size <= room or not 1 <= step <= size:
+        raise UserError.of(
+            "P661",
+            f"a context of {size} tokens and a stride of {step} do not fit kv.context = {room}",
+            help="the context is at most kv.context, the stride at most the context",
+        )
+    settings = model.plan.model.tokenizer
+    begin = settings.bos if settings.add_bos else None
+    windows: list[Window] = []
+    for text in texts:
+        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        windows += cut_windows(ids, begin=begin, context=size, stride=step)
+    if not windows:
+        raise UserError.of(
+            "P660", "the text has fewer than two tokens", help="give a few pages of text"
+        )
+    if count is None or count >= len(windows):
+        return windows
+    chosen = np.linspace(0, len(windows) - 1, count).round().astype(int)
+    return [windows[index] for index in chosen]
+
+
+def cut_windows(
+    ids: Sequence[int], *, begin: int | None, context: int, stride: int
+) -> list[Window]:
+    """Windows over ``ids``, each with ``begin`` first if there is one.
+
+    Every token is scored once, at most: the first window scores all of its tokens that have one
+    before them, each later one its last ``stride``.  A last piece shorter than a window is left
+    out unless it is all there is.
+    """
+    head = () if begin is None else (begin,)
+    body = context - len(head)
+    step = min(stride, body)
+    windows = []
+    for start in range(0, max(1, len(ids) - body + 1), step):
+        tokens = (*head, *ids[start : start + body])
+        first = 1 if start == 0 else max(1, len(tokens) - step)
+        if first < len(tokens):
+            windows.append(Window(tokens, first))
+    return windows
