@@ -55,6 +55,8 @@ class LlamaRecipe:
     context: int
     threads: int
     folder: Path
+    repack: bool = True
+    """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
 
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
@@ -76,9 +78,9 @@ class LlamaContestant:
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         start = time.perf_counter()
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
+        settings = llama_cpp.llama_model_default_params()
+        settings.use_extra_bufts = recipe.repack
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         if not self._model:
             raise UserError.of(
                 "P652",
@@ -107,7 +109,10 @@ class LlamaContestant:
             threads=self._recipe.threads,
             synthetic=True,
             load_s=self._load_s,
-            notes=("default settings", "dense, SiLU"),
+            notes=(
+                "default settings" if self._recipe.repack else "mapped, not repacked",
+                "dense, SiLU",
+            ),
         )
 
     def run(self, workload: Workload) -> Sample:
