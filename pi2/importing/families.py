@@ -352,7 +352,6 @@ FAMILIES: dict[str, Callable[[Config], Tables]] = {
     "sparsellama": _describe_llama,
     "stablelm": _describe_stablelm,
     "starcoder2": _describe_starcoder2,
-    "turbosparsemistral": _describe_bamboo,
 }
 """By ``model_type``."""
 

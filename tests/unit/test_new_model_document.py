@@ -1,0 +1,89 @@
+"""docs/new-model.md: a family is added by its TOML text alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pi2
+from pi2.cli.main import run
+from pi2.importing.families import FAMILIES
+from pi2.plan.check import check_file
+from pi2.plan.model import Model
+from tests.helpers.goldens import FOLDER, make_small_tokenizer, measure_error, read_golden
+
+TEXT = (Path(__file__).parents[2] / "docs/new-model.md").read_text("utf-8")
+ACORN = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)[0]
+
+
+def write_acorn(folder: Path) -> Path:
+    """A checkpoint with Acorn's names: the weights of a golden model, query to value in one."""
+    old = load_file(FOLDER / "stablelm-parallel/model.safetensors")
+    new = {
+        "tokens": old["model.embed_tokens.weight"],
+        "norm.scale": old["model.norm.weight"],
+        "norm.shift": old["model.norm.bias"],
+        "logits": old["lm_head.weight"],
+    }
+    for layer in range(2):
+        here, there = f"block.{layer}", f"model.layers.{layer}"
+        query, key, value = (
+            old[f"{there}.self_attn.{name}_proj.weight"].reshape(2, -1, 32) for name in "qkv"
+        )
+        fused = np.concatenate([query, key, value], axis=1).reshape(-1, 32)
+        new[f"{here}.attention.qkv"] = np.ascontiguousarray(fused)
+        new[f"{here}.attention.out"] = old[f"{there}.self_attn.o_proj.weight"]
+        new[f"{here}.norm.scale"] = old[f"{there}.input_layernorm.weight"]
+        new[f"{here}.norm.shift"] = old[f"{there}.input_layernorm.bias"]
+        for name in ("gate", "up", "down"):
+            new[f"{here}.ffn.{name}"] = old[f"{there}.mlp.{name}_proj.weight"]
+    folder.mkdir()
+    save_file(new, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "acorn"}')
+    (folder / "tokenizer.json").write_bytes(make_small_tokenizer(96))
+    return folder
+
+
+def test_the_example_runs_and_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "acorn.model.toml"
+    file.write_text(ACORN)
+    assert run(["validate", str(file)]) == 0
+    checkpoint = write_acorn(tmp_path / "checkpoint")
+    output = tmp_path / "store"
+    command = ["convert", str(checkpoint), "--model", str(file), "-o", str(output)]
+    assert run([*command, "--quantization", "fp16"]) == 0
+    golden = read_golden("stablelm-parallel")
+    plan = output / "default.plan.toml"
+    with pi2.load(plan, set={"backends.cpu": "reference"}) as model:
+        logits = model.logits(golden.prompt)
+    assert measure_error(logits, golden.logits) <= 1e-4
+
+
+def test_without_the_document_the_family_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = write_acorn(tmp_path / "checkpoint")
+    assert run(["convert", str(checkpoint), "-o", str(tmp_path / "store")]) == 2
+    assert "P544" in capsys.readouterr().err
+
+
+def test_the_document_lists_the_families() -> None:
+    listed = re.search(r"\(`model_type`\): (.*?)\.", TEXT, re.DOTALL)
+    assert listed is not None
+    assert re.split(r",\s+", listed[1]) == sorted(FAMILIES)
+
+
+def test_every_table_is_listed() -> None:
+    for table in ("shape", "norm", "rope", "positions", "attention", "ffn", "multipliers", "moe"):
+        assert f"`[{table}]`" in TEXT
+        assert table in Model.model_fields
+
+
+def test_acorn_is_sound(tmp_path: Path) -> None:
+    file = tmp_path / "acorn.model.toml"
+    file.write_text(ACORN)
+    assert check_file(file).diagnostics == ()
