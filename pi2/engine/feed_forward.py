@@ -47,6 +47,8 @@ class _Wave:
     pending: PendingRead | None
     rest: I32
     """Stored indices that the cold cache has no room for until this wave is computed."""
+    held: bool
+    """Whether the cache holds their slots; those of a layer that is all hot never leave."""
 
 
 class FeedForward:
@@ -110,14 +112,15 @@ class FeedForward:
         if wave is None:
             executor.begin_ffn(layer)
             wave = self._begin_wave(layer, self._predict(layer))
-        try:
-            if self._look_ahead == "layer" and layer + 1 < self._layers and not len(wave.rest):
-                executor.begin_ffn(layer + 1)
-                self._wave = self._begin_wave(layer + 1, self._predict(layer + 1))
-            executor.begin_ffn(layer)
-        except BaseException:
-            self._abandon_wave(wave)
-            raise
+        else:
+            try:
+                if self._look_ahead == "layer" and layer + 1 < self._layers and not len(wave.rest):
+                    executor.begin_ffn(layer + 1)
+                    self._wave = self._begin_wave(layer + 1, self._predict(layer + 1))
+                executor.begin_ffn(layer)
+            except BaseException:
+                self._abandon_wave(wave)
+                raise
         self._compute_wave(wave)
         while len(wave.rest):
             wave = self._begin_wave(layer, wave.rest)
@@ -140,6 +143,9 @@ class FeedForward:
         Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
+        if len(cache.hot_slots[layer]) == cache.neurons:
+            found = cache.look_up(layer, indices)
+            return _Wave(layer, found, pending=None, rest=indices[:0], held=False)
         end = len(indices)
         free = cache.free_capacity
         if end > free:
@@ -151,7 +157,7 @@ class FeedForward:
         if len(found.missing):
             cache.hold(found.missing_slots)
             pending = self._reader.start(layer, found.missing, found.missing_slots)
-        return _Wave(layer, found, pending, indices[end:].copy())
+        return _Wave(layer, found, pending=pending, rest=indices[end:].copy(), held=True)
 
     def _compute_wave(self, wave: _Wave) -> None:
         found = wave.found
@@ -164,8 +170,9 @@ class FeedForward:
         except BaseException:
             self._abandon_wave(wave)
             raise
-        self._cache.release(found.resident_slots)
-        self._cache.release(found.missing_slots)
+        if wave.held:
+            self._cache.release(found.resident_slots)
+            self._cache.release(found.missing_slots)
 
     def _add_neurons(self, layer: int, slots: I32) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
@@ -176,7 +183,8 @@ class FeedForward:
         self._executor.add_neurons(layer, cache.arena, slots, indices)
 
     def _abandon_wave(self, wave: _Wave) -> None:
-        self._cache.release(wave.found.resident_slots)
+        if wave.held:
+            self._cache.release(wave.found.resident_slots)
         if wave.pending is not None:
             self._reader.abandon(wave.pending)
             self._cache.forget(wave.layer, wave.found.missing)
