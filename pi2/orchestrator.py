@@ -279,6 +279,7 @@ def describe_build(
         chunk=resolved.plan.prefill.chunk,
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
+        chunk_type=resolved.plan.prefill.activations,
         gate_rows=gate_rows,
         gate_biases=gate_biases,
         threads=resolved.plan.threads.compute or cores,

@@ -70,6 +70,7 @@ def make_spec(threads: int, features: Sequence[str], planes: int) -> KernelSpec:
         stride=lay_out_bundle(HIDDEN, "int4").stride,
         threads=threads,
         planes=planes,
+        chunk_planes=planes,
         architecture="x86-64",
         features=tuple(sorted(features)),
     )

@@ -13,7 +13,7 @@ Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -40,6 +40,20 @@ class Activations:
     once: v.Expr
     """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
     unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
+    several: v.Expr | None = None
+    """Whether there is more than one token, where those of a chunk have other planes."""
+    chunk_planes: int = 0
+    """Their planes; the arrays are large enough for either."""
+
+    def for_chunk(self) -> Activations:
+        """Return the same arrays as several tokens have them."""
+        if self.several is None:
+            return self
+        return replace(self, planes=self.chunk_planes, several=None)
+
+    def for_one(self) -> Activations:
+        """Return the same arrays as one token has them."""
+        return replace(self, several=None)
 
 
 Prefetch = Callable[[int, v.Expr, int], None]

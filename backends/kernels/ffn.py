@@ -112,7 +112,7 @@ def _emit_activations(
                 for token, gate, up in zip(named, gates, ups, strict=True):
                     v.store(values, token * PANEL + neuron, activate(spec, gate, up), 1)
 
-    emit_token_tiles(isa, tokens, emit_tile)
+    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
 def _emit_unit_sum(

@@ -28,7 +28,7 @@ class Isa:
     tile_rows: int = 4
     """Rows that are multiplied together with several tokens: accumulators fit the registers."""
     tile_tokens: int = 2
-    """Tokens of that tile: their activations, two planes of 4096, fit the first-level cache."""
+    """Tokens of that tile, in two planes: 4096 elements of each fit the first-level cache."""
 
 
 _X86 = (

@@ -102,7 +102,7 @@ def emit_multiply(
         begin, end = emit_split(thread, threads, matrix.rows)
         with T.serial(end - begin) as step:
             row = v.let(begin + step)
-            emit_row(isa, matrix.take_row(row), activations, T.int32(0), row, finish)
+            emit_row(isa, matrix.take_row(row), activations.for_one(), T.int32(0), row, finish)
 
     def emit_several(thread: v.Expr) -> None:
         begin, end = emit_split(thread, threads, matrix.rows)
@@ -112,7 +112,7 @@ def emit_multiply(
                 matrix.take_row,
                 v.let(begin + tile * ROW_TILE),
                 v.let(T.min(begin + (tile + 1) * ROW_TILE, end)),
-                activations,
+                activations.for_chunk(),
                 tokens,
                 finish,
             )
@@ -166,16 +166,18 @@ def emit_row_tile(
                         with T.If(first + index < tokens), T.Then():
                             finish(token, row, dots[offset][index])
 
-    emit_token_tiles(isa, tokens, emit_tile)
+    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
 def emit_token_tiles(
-    isa: Isa, tokens: v.Expr, emit: Callable[[v.Expr, list[v.Expr]], None]
+    isa: Isa, planes: int, tokens: v.Expr, emit: Callable[[v.Expr, list[v.Expr]], None]
 ) -> None:
-    """Call ``emit(first, tokens of the tile)`` for all tiles.
+    """Call ``emit(first, tokens of the tile)`` for all tiles of activations of ``planes``.
 
     The last tile repeats the last token instead of needing a kernel of its own.
     """
-    with T.serial(T.floordiv(tokens + isa.tile_tokens - 1, isa.tile_tokens)) as tile:
-        first = v.let(tile * isa.tile_tokens)
-        emit(first, [v.let(T.min(first + index, tokens - 1)) for index in range(isa.tile_tokens)])
+    # With one plane instead of two, the registers hold the sums of twice as many tokens.
+    together = isa.tile_tokens * 2 // planes
+    with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
+        first = v.let(tile * together)
+        emit(first, [v.let(T.min(first + index, tokens - 1)) for index in range(together)])

@@ -94,7 +94,7 @@ def emit_plain_activations(
                 for token, value in zip(named, row, strict=True):
                     v.store(values, token * PANEL + neuron, value, 1)
 
-    emit_token_tiles(isa, tokens, emit_tile)
+    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
 def _emit_values(

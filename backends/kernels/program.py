@@ -86,9 +86,17 @@ class Parameters:
             precision=precision,
         )
 
-    def take_activations(self, name: str, length: int, planes: int, count: v.Expr) -> Activations:
-        """Declare the four arrays of quantised activations; ``count`` is a positive parameter."""
+    def take_activations(
+        self, name: str, length: int, planes: int, count: v.Expr, chunk_planes: int | None = None
+    ) -> Activations:
+        """Declare the four arrays of quantised activations; ``count`` is a positive parameter.
+
+        With ``chunk_planes`` it is the number of tokens, and more than one have those planes.
+        """
+        differs = chunk_planes is not None and chunk_planes != planes
         return Activations(
+            several=count > 1 if differs else None,
+            chunk_planes=chunk_planes or planes,
             once=T.min(count, 1),
             length=length,
             planes=planes,
@@ -159,7 +167,13 @@ class Program:
         )
 
     def _take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
+        """Declare the activations of one token; ``count`` is any positive parameter."""
         return take.take_activations("hidden", self.spec.hidden, self.spec.planes, count)
+
+    def _take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
+        """Declare the activations of one token or a chunk."""
+        spec = self.spec
+        return take.take_activations(name, length, spec.planes, tokens, spec.chunk_planes)
 
     def _take_norm(self, take: Parameters) -> NormWeights:
         weight = take.take_array("norm", "float32")
@@ -225,8 +239,8 @@ class Program:
             names = ("key_scales", "value_scales")
             scales = (take.take_array(names[0], "float16"), take.take_array(names[1], "float16"))
         qkv = take.take_array("qkv", "float32")
-        hidden = self._take_hidden(take, tokens)
-        mixed = take.take_activations("mixed", spec.width, spec.planes, tokens)
+        hidden = self._take_chunk(take, "hidden", spec.hidden, tokens)
+        mixed = self._take_chunk(take, "mixed", spec.width, tokens)
         sums, tops, totals = (
             take.take_array(f"span_{name}", "float32") for name in ("sums", "tops", "totals")
         )
@@ -294,7 +308,7 @@ class Program:
         tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         norm = self._take_norm(take)
-        hidden = self._take_hidden(take, tokens)
+        hidden = self._take_chunk(take, "hidden", spec.hidden, tokens)
         y = take.take_array("y", "float32")
 
         def prepare(token: v.Expr) -> None:
@@ -402,7 +416,8 @@ class Program:
         count = take.take_number("count")
         tokens = take.take_number("tokens")
         bundles = take.take_array("bundles", "uint8")
-        hidden = self._take_hidden(take, count)
+        spec = self.spec
+        hidden = take.take_activations("hidden", spec.hidden, spec.chunk_planes, count)
         emit_dense(
             self.isa,
             self.spec,

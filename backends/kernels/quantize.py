@@ -49,6 +49,13 @@ def emit_norm(
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
     """Set codes, scales and sums of ``target`` from its values."""
+    if target.several is not None:
+        with T.If(target.several):
+            with T.Then():
+                emit_quantize(target.for_chunk(), token)
+            with T.Else():
+                emit_quantize(target.for_one(), token)
+        return
     for lanes, first, count in list_runs(target.length):
         with T.serial(count * target.once) as block, T.serial(lanes * target.once) as lane:
             _emit_group(target, token, v.let(first + block * lanes), lane, lanes)

@@ -66,6 +66,8 @@ class KernelSpec:
     threads: int
     planes: int
     """Bytes of a quantised activation: 2 (int16 as two int8 planes) or 1 (int8)."""
+    chunk_planes: int
+    """The same, where several tokens go through a layer together."""
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
@@ -94,7 +96,8 @@ class KernelSpec:
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
-        assert self.planes in (1, 2) and self.threads >= 1
+        assert self.planes in (1, 2) and self.chunk_planes in (1, 2) and self.threads >= 1
+        assert self.chunk_planes <= self.planes, "arrays are made for one token's planes"
         assert list(self.features) == sorted(set(self.features))
 
     @property

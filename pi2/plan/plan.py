@@ -142,11 +142,17 @@ class Threads(Table):
     move them.  Threads that read from flash are never bound."""
 
 
+ActivationType = Literal["int8", "int16"]
+
+
 class Prefill(Table):
     """How a prompt is processed: dense, in chunks."""
 
     chunk: Annotated[int, Field(ge=1, le=1024)] = 128
     """Tokens that go through a layer together."""
+    activations: ActivationType = "int16"
+    """What the cpu backend rounds the inputs of matrices to, with a scale for 32 of them: ``int8``
+    takes half of the arithmetic, and moves logits by up to 1 % of the largest."""
 
 
 class Decode(Table):

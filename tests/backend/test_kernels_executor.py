@@ -121,6 +121,22 @@ def test_active_neurons_are_counted_once() -> None:
     assert ours.count_active() == 0
 
 
+def test_chunks_may_be_rounded_to_8_bits_and_single_tokens_are_not() -> None:
+    options = MODELS["demo-like"]
+    coarse = RandomModel(**options, chunk_type="int8")
+    fine = RandomModel(**options)
+    ids = list(range(20))
+    expected = feed(reference.build(fine.request), fine, ids[:16], 0)
+    found = feed(cpu.build(coarse.request), coarse, ids[:16], 0)
+    assert 3e-4 < measure_error(found, expected) < 1e-2
+    for mode in ("none", "gate"):
+        runs = []
+        for model in (coarse, fine):
+            executor = cpu.build(model.request)
+            runs.append([feed(executor, model, [i], at, mode)[0] for at, i in enumerate(ids[:5])])
+        assert np.array_equal(runs[0], runs[1])
+
+
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
     model = RandomModel(**MODELS["demo-like"])
     runs = []

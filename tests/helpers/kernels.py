@@ -16,7 +16,7 @@ from pi2.machine.cpu import detect_cpu
 from pi2.plan.layout import GROUP, Precision, lay_out_bundle
 from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
 from pi2.plan.packing import pack_bundles, pack_codes, quantize, slice_part
-from pi2.plan.plan import KvType
+from pi2.plan.plan import ActivationType, KvType
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 F32 = npt.NDArray[np.float32]
@@ -168,6 +168,7 @@ def make_spec(**changes: Any) -> KernelSpec:
         "stride": lay_out_bundle(hidden, ffn).stride,
         "threads": 2,
         "planes": 2,
+        "chunk_planes": 2,
         "architecture": "x86-64",
         "features": tuple(sorted(find_own_features() - {"avx512vnni"})),
     }
@@ -198,6 +199,7 @@ class RandomModel:
         rank: int | None = 32,
         rope: Rope | None = None,
         kv_type: KvType = "fp16",
+        chunk_type: ActivationType = "int16",
         precision: Mapping[str, Precision] | None = None,
         features: frozenset[str] | None = None,
         seed: int = 0,
@@ -265,6 +267,7 @@ class RandomModel:
             chunk=chunk,
             context=context,
             kv_type=kv_type,
+            chunk_type=chunk_type,
             gate_rows=gates,
             threads=threads,
             features=find_own_features() if features is None else features,

@@ -136,6 +136,7 @@ def test_gathered_and_dense_sums_are_those_of_float64(
         threshold=0.2 if activation == "fatrelu" else 0.0,
         threads=threads,
         planes=planes,
+        chunk_planes=planes,
     )
     layer = Layer(spec, neurons, tokens, data.draw(st.integers(0, 2**32 - 1)))
     slots = np.array(
