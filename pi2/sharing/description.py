@@ -47,22 +47,21 @@ def describe_profile(project: Project, profile: str) -> dict[str, Any]:
 
 def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, Any]]:
     lock = project.read_lock()
-    names = [profile, f"tap:{profile}"] if not has_scheme(profile) else []
-    if has_scheme(profile):
-        names = [name_in_lock(parse_reference(profile), project.folder, lock.folder)]
-    for name in names:
-        source = lock.find(name)
-        if source is not None:
-            path = find_copy(source, lock, project.cache)
-            if path is None:
-                raise UserError.of(
-                    "P715",
-                    f"`{profile}` is locked, but its file is not here",
-                    help="`pi2 profile add` fetches what is locked",
-                )
-            kept = {"url", "path", "revision", "revision_kind", "vendored"}
-            origin = source.model_dump(mode="json", include=kept, exclude_defaults=True)
-            return path, name, origin
+    if not has_scheme(profile):
+        source = lock.find_name(profile)
+    else:
+        source = lock.find(name_in_lock(parse_reference(profile), project.folder, lock.folder))
+    if source is not None:
+        path = find_copy(source, lock, project.cache)
+        if path is None:
+            raise UserError.of(
+                "P715",
+                f"`{profile}` is locked, but its file is not here",
+                help="`pi2 profile add` fetches what is locked",
+            )
+        kept = {"url", "path", "revision", "revision_kind", "vendored"}
+        origin = source.model_dump(mode="json", include=kept, exclude_defaults=True)
+        return path, source.reference, origin
     shipped = list_shipped("device")
     if profile in shipped:
         return shipped[profile], None, {"origin": "comes with pi2"}

@@ -93,6 +93,14 @@ class Lock:
         """The source of ``reference``, if it is locked."""
         return next((item for item in self.sources if item.reference == reference), None)
 
+    def find_name(self, name: str) -> Source | None:
+        """The source of a name of the tap, at whatever revision if there is but one."""
+        exact = self.find(f"tap:{name}")
+        if exact is not None:
+            return exact
+        found = [item for item in self.sources if item.reference.startswith(f"tap:{name}@")]
+        return found[0] if len(found) == 1 else None
+
     def replace(self, *sources: Source) -> Lock:
         """The lock with ``sources`` in place of those of the same reference."""
         known = {item.reference: item for item in (*self.sources, *sources)}

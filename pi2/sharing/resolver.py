@@ -50,9 +50,8 @@ class LockedReferences:
             found = find_lock(self._folder)
             self._lock = None if found is None else read_lock(found)
         if not has_scheme(reference):
-            name = f"tap:{reference}"
-            known = self._lock is not None and self._lock.find(name) is not None
-            return self._locate(name, kind) if known else None
+            known = None if self._lock is None else self._lock.find_name(reference)
+            return None if known is None else self._locate(known.reference, kind)
         if self._lock is None:
             raise UserError.of(
                 "P710",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 DEVICE = """\
 schema_version = 1
@@ -130,9 +134,27 @@ class Server:
         self.serve(path, b"", 302, Location=target)
 
 
+def make_certificate(folder: Path) -> Path:
+    """A certificate for ``localhost`` that signs itself, with its key in the same file."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("openssl is not here")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        + ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+        + ["-keyout", str(key), "-out", str(certificate)],
+        capture_output=True,
+        check=True,
+    )
+    both = folder / "both.pem"
+    both.write_text(key.read_text() + certificate.read_text())
+    return both
+
+
 @contextmanager
-def start_server() -> Iterator[Server]:
-    """A server on a free port."""
+def start_server(certificate: Path | None = None) -> Iterator[Server]:
+    """A server on a free port; one with a certificate speaks TLS."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -152,6 +174,10 @@ def start_server() -> Iterator[Server]:
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listener.daemon_threads = True
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        listener.socket = context.wrap_socket(listener.socket, server_side=True)
     server = Server(port=listener.server_address[1])
     thread = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -16,7 +16,15 @@ from pi2.diagnostics import UserError
 from pi2.plan.source import MAX_BYTES
 from pi2.sharing.git import read_git_file, read_git_folder, resolve_revision
 from pi2.sharing.web import fetch_url
-from tests.helpers.sharing import DEVICE, Repository, Server, make_repository, run_git, start_server
+from tests.helpers.sharing import (
+    DEVICE,
+    Repository,
+    Server,
+    make_certificate,
+    make_repository,
+    run_git,
+    start_server,
+)
 
 PATH = "devices/acme-12.device.toml"
 TIMEOUT_S = 30.0
@@ -210,6 +218,25 @@ class TestWeb:
         server.redirect("/a.device.toml", "/a.device.toml")
         assert refuse_url(server.locate("/a.device.toml")) == "P723"
         assert len(server.asked) < 10
+
+    def test_a_certificate_that_nobody_trusts_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with start_server(make_certificate(tmp_path)) as server:
+            server.serve("/a.device.toml", DEVICE)
+            url = f"https://localhost:{server.port}/a.device.toml"
+            monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+            assert refuse_url(url) == "P720"
+            assert server.asked == []
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+            assert fetch_url(url, timeout_s=10).decode() == DEVICE
+            other = url.replace("localhost", "127.0.0.1")
+            assert refuse_url(other) == "P720"
+
+    @pytest.mark.parametrize("proxy", ["nonsense", "http://[", "http://127.0.0.1:1"])
+    def test_a_proxy_that_is_none(self, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+        assert refuse_url("https://h.example/a.device.toml") == "P720"
 
     @pytest.mark.parametrize(("status", "code"), [(404, "P725"), (500, "P720"), (401, "P720")])
     def test_an_error_of_the_server(self, server: Server, status: int, code: str) -> None:
