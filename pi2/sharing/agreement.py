@@ -8,7 +8,6 @@ from pathlib import Path
 from pi2.diagnostics import UserError
 from pi2.plan.source import display_path
 from pi2.sharing.cache import Cache, read_regular, report_tampering
-from pi2.sharing.fetching import ask_revision, find_place, read_local
 from pi2.sharing.files import hash_bytes
 from pi2.sharing.lock import Lock, Source
 from pi2.sharing.references import Reference
@@ -79,6 +78,8 @@ def check_drift(reference: Reference, source: Source, lock: Lock, settings: Sett
 
     Reads this machine only.
     """
+    from pi2.sharing.fetching import ask_revision, find_place, read_local
+
     if reference.scheme == "tap":
         if settings.tap is not None:  # without one, the lock says it all
             place = find_place(reference, base=lock.folder, settings=settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from pi2.diagnostics import UserError
@@ -20,6 +19,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     Raises `UserError` P003 where the system refuses.
     """
+    import tempfile
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)

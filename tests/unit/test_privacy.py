@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.plan.privacy import find_private, strip_private
+from pi2.plan.privacy_patterns import find_matches
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,7 @@ def test_what_is_private(text: str, kind: str, left: str) -> None:
         "PowerInfer-2, 10:20:30 on 2026-11-02",
         "gh:acme/profiles//devices/acme-12.device.toml@v1",
         "git+https://h.example/a//b@v1",
+        "gh:acme/profiles//devices/acme-12.device.toml@release.main",
         "a quiet host",
     ],
 )
@@ -79,6 +81,11 @@ def test_nothing_is_left_and_nothing_else_is_taken(text: str) -> None:
         assert text[item.start : item.end] == item.text
     if not found:
         assert stripped == text
+
+
+@given(st.text(alphabet='aAfZ19@./:-_ =\\"~', max_size=60))
+def test_what_needs_no_further_look_has_nothing(text: str) -> None:
+    assert bool(find_private(text)) == bool(list(find_matches(text)))
 
 
 def test_long_texts_take_no_time() -> None:
