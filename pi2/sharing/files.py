@@ -42,13 +42,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_report(path: Path, text: str) -> None:
     """Write ``text`` to the file that ``path`` leads to, or into the pipe or terminal."""
-    real = Path(os.path.realpath(path))
     data = text.encode("utf-8", errors="surrogateescape")
-    if real.is_file() or not real.exists():
-        write_atomically(real, data)
+    if os.path.isfile(path) or not os.path.exists(path):
+        write_atomically(Path(os.path.realpath(path)), data)
         return
     try:
-        with real.open("wb") as file:
+        with path.open("wb") as file:
             file.write(data)
     except OSError as error:
         reason = error.strerror or str(error)
