@@ -52,16 +52,17 @@ def command(
     """
     from pi2.plan.check import check_file
     from pi2.plan.listing import list_documents
+    from pi2.plan.reuse import Reuse
     from pi2.plan.source import CANNOT_READ, display_path
     from pi2.sharing.resolver import LockedReferences
 
     del offline  # a promise that is kept without it
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
-    paths = list_documents(files)
+    paths, reuse = list_documents(files), Reuse()
     for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
-        report = check_file(path, name=display_path(path), resolver=resolver)
+        report = check_file(path, name=display_path(path), resolver=resolver, reuse=reuse)
         found.update(dict.fromkeys(report.diagnostics))
         sources.update(report.sources)
     diagnostics = tuple(found)

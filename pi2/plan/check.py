@@ -26,6 +26,7 @@ from pi2.plan.resolved import (
     lay_out_plan_bundle,
     resolve_layers,
 )
+from pi2.plan.reuse import ReadDocument, Reuse, make_key
 from pi2.plan.rules import load_rules
 from pi2.plan.schema_check import check_schema
 from pi2.plan.source import (
@@ -68,8 +69,9 @@ class Report:
 class _Check:
     """Gathers the sources, documents and findings of one check."""
 
-    def __init__(self, resolver: Resolver | None = None) -> None:
+    def __init__(self, resolver: Resolver | None = None, reuse: Reuse | None = None) -> None:
         self.resolver = resolver
+        self.reuse = reuse
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
@@ -129,6 +131,30 @@ class _Check:
         if document is not None and whole:
             self.documents[kind] = document
 
+    def read_again(self, located: Located, kind: Kind) -> None:
+        """Take a device or model from an earlier check, or read it."""
+        key = None if self.reuse is None else make_key(located, kind)
+        if self.reuse is None or key is None:
+            self.read(located, kind)
+            return
+        known = self.reuse.documents.get(key)
+        if known is None:
+            before = len(self.diagnostics)
+            self.read(located, kind)
+            file = self.files.get(kind)
+            if file is not None and type(file) is SourceFile:
+                found = tuple(self.diagnostics[before:])
+                known = ReadDocument(file, self.documents.get(kind), found)
+                self.reuse.documents[key] = known
+            return
+        self.diagnostics += known.diagnostics
+        self.sources[located.name] = known.file.text
+        self.files[kind] = known.file
+        self.file_names[kind] = Path(located.file_name)
+        self.references[kind] = None
+        if known.document is not None:
+            self.documents[kind] = known.document
+
     def compose(
         self, source: SourceFile, kind: Kind, reference: str | None
     ) -> tuple[SourceFile, bool]:
@@ -172,7 +198,7 @@ class _Check:
             )
             return
         before, name = len(self.diagnostics), located.name
-        self.read(located, kind)
+        self.read_again(located, kind)
         for number in range(before, len(self.diagnostics)):
             item = self.diagnostics[number]
             if item.code in _ABOUT_REFERENCES:
@@ -185,13 +211,38 @@ class _Check:
                 )
 
     def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
-        """Run the rules whose needs are met and that did not run before."""
-        known = Facts(known=facts, files=self.file_names)
+        """Run the rules whose needs are met and that did not run before.
+
+        A rule without needs looks at each document alone.
+        """
         for rule in load_rules():
             if rule.code in done or not set(rule.needs) <= set(facts):
                 continue
             done.add(rule.code)
-            self.diagnostics += (self.locate(rule, finding) for finding in rule.check(known))
+            if not rule.needs:
+                for kind, document in self.documents.items():
+                    self.diagnostics += self.run_alone(rule, kind, document)
+            elif rule.needs[0] in self.documents and len(rule.needs) == 1:
+                kind = rule.needs[0]
+                self.diagnostics += self.run_alone(rule, kind, self.documents[kind])
+            else:
+                self.diagnostics += self.run_rule(rule, facts)
+
+    def run_rule(self, rule: Rule, facts: Mapping[Fact, object]) -> tuple[Diagnostic, ...]:
+        known = Facts(known=facts, files=self.file_names)
+        return tuple(self.locate(rule, finding) for finding in rule.check(known))
+
+    def run_alone(self, rule: Rule, kind: Kind, document: Document) -> tuple[Diagnostic, ...]:
+        """What a rule finds in one document, from an earlier check if there was one."""
+        if self.reuse is None or kind == "plan":
+            return self.run_rule(rule, {kind: document})
+        key = (rule.code, id(document))
+        if key not in self.reuse.findings:
+            found = self.run_rule(rule, {kind: document})
+            if not any(item.document is document for item in self.reuse.documents.values()):
+                return found  # it may go, and another one get its identity
+            self.reuse.findings[key] = found
+        return self.reuse.findings[key]
 
     def locate(self, rule: Rule, finding: Finding) -> Diagnostic:
         """Find the places of a finding and of its origins."""
@@ -230,8 +281,6 @@ class _Check:
         )
         if resolved is None or not report.is_sound:
             return report
-        from pi2.plan.digest import compute_digest
-
         path = self.files["plan"].path
         runnable = ResolvedPlan(
             plan=resolved.plan,
@@ -241,7 +290,6 @@ class _Check:
             bundle=resolved.bundle,
             path=path,
             store_path=path.parent / resolved.plan.store,
-            digest=compute_digest(resolved),
             warnings=diagnostics,
         )
         return replace(report, resolved=runnable)
@@ -254,16 +302,19 @@ def check_file(
     resolver: Resolver | None = None,
     reference: str | None = None,
     text: str | None = None,
+    reuse: Reuse | None = None,
 ) -> Report:
     """Check the file at ``path``; its suffix says what it is.
 
     ``reference`` is the one that the file came by, where that has a scheme; ``text`` is what an
-    editor has instead of the file's.
+    editor has instead of the file's; ``reuse`` is given to the checks of many files.
     """
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":
-        return check_plan(path, name=shown, resolver=resolver, reference=reference, text=text)
+        return check_plan(
+            path, name=shown, resolver=resolver, reference=reference, text=text, reuse=reuse
+        )
     check = _Check(resolver)
     if kind is None:
         check.diagnostics += _report_suffix(path, shown)
@@ -296,13 +347,14 @@ def check_plan(
     resolver: Resolver | None = None,
     reference: str | None = None,
     text: str | None = None,
+    reuse: Reuse | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
-    ``resolver`` finds references with a scheme; without it, they are findings.  ``reference`` and
-    ``text`` are as in `check_file`.
+    ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
+    ``text`` and ``reuse`` are as in `check_file`.
     """
-    check = _Check(resolver)
+    check = _Check(resolver, reuse)
     if overrides:
         check.override(overrides)
     shown = name or str(path)

@@ -78,5 +78,6 @@ class Rule:
     code: str
     severity: Literal["error", "warning"]
     needs: tuple[Fact, ...]
+    """Without any, it looks at each document alone."""
     check: Callable[[Facts], Iterator[Finding]]
     documentation: str

@@ -56,10 +56,16 @@ class ResolvedPlan(Resolved):
     """The plan's file."""
     store_path: Path
     """The neuron store's folder."""
-    digest: str
-    """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
     warnings: tuple[Diagnostic, ...] = ()
     """Findings that do not keep it from running."""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
+        # Checking many plans needs no digests, and they take a tenth of the time.
+        from pi2.plan.digest import compute_digest
+
+        return compute_digest(self)
 
 
 def has_packable_shape(model: Model) -> bool:

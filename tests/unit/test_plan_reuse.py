@@ -1,0 +1,85 @@
+"""Checking many plans reads their devices and models once, and finds the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.plan import check
+from pi2.plan.check import check_file
+from pi2.plan.listing import list_documents
+from pi2.plan.reuse import Reuse
+
+ROOT = Path(__file__).parents[2]
+BROKEN = ROOT / "tests/plans/broken"
+PARTS = BROKEN / "parts"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("phone.device.toml", "small.model.toml", "base.plan.toml"):
+        shutil.copy(PARTS / name, tmp_path)
+    for number in range(5):
+        shutil.copy(PARTS / "base.plan.toml", tmp_path / f"{number}.plan.toml")
+    return tmp_path
+
+
+def test_the_same_is_found_with_and_without() -> None:
+    reuse = Reuse()
+    paths = [*list_documents([BROKEN]), *list_documents([ROOT / "plans"])]
+    assert len(paths) > 150
+    for path in paths:
+        alone, together = check_file(path), check_file(path, reuse=reuse)
+        assert together.diagnostics == alone.diagnostics, path
+        assert together.sources == alone.sources
+        assert together.document == alone.document
+        assert (together.resolved is None) == (alone.resolved is None)
+        if together.resolved is not None and alone.resolved is not None:
+            assert together.resolved.digest == alone.resolved.digest
+
+
+def test_devices_and_models_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    original = check.read_source
+
+    def count(path: Path, name: str) -> object:
+        read.append(path.name)
+        return original(path, name)
+
+    monkeypatch.setattr(check, "read_source", count)
+    reuse = Reuse()
+    for path in sorted(folder.glob("*.plan.toml")):
+        assert check_file(path, reuse=reuse).is_sound
+    assert read.count("phone.device.toml") == read.count("small.model.toml") == 1
+    assert len(read) == 8
+
+
+def test_a_file_that_changes_is_read_again(folder: Path) -> None:
+    reuse, device = Reuse(), folder / "phone.device.toml"
+    assert check_file(folder / "0.plan.toml", reuse=reuse).is_sound
+    device.write_text(device.read_text().replace("cores = 3", "cores = 0 "))
+    os.utime(device, ns=(1, 1))
+    found = check_file(folder / "1.plan.toml", reuse=reuse).diagnostics
+    assert [item.code for item in found] == ["P104"]
+
+
+def test_folders_stand_for_the_documents_below(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / ".git").mkdir()
+    (folder / ".git/x.plan.toml").write_text("no = 1")
+    (folder / "deep/er").mkdir(parents=True)
+    (folder / "deep/er/y.plan.toml").write_text("no = 1")
+    (folder / "notes.toml").write_text("no = 1")
+    assert run(["validate", ".", "0.plan.toml"]) == 1
+    captured = capsys.readouterr()
+    assert "deep/er/y.plan.toml" in captured.out
+    assert captured.err.startswith("\n9 files, ")
+    (folder / "empty").mkdir()
+    assert run(["validate", "empty"]) == 2
+    assert "P002" in capsys.readouterr().out or "P009" in capsys.readouterr().out
