@@ -1,0 +1,198 @@
+"""How often a layer's neurons are used, and how many of them are missing from memory.
+
+A layer's neurons are taken in classes of equal hotness (`pi2.simulate.activations`), whose chances
+follow from two numbers: the share that a token uses, and the share that makes 80 % of all uses.
+They come from the store's statistics, layer by layer, else from the model's document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pi2.plan.model import Model
+from pi2.planning.counted import make_counted, read_counts
+from pi2.simulate.activations import CLASSES, Hotness, find_spread, weigh_hot
+from pi2.simulate.cache import compute_hit_chances
+from pi2.simulate.constants import Constants
+
+Floats = NDArray[np.float64]
+PredictorMode = Literal["none", "gate", "low-rank"]
+Policy = Literal["lfu", "lru"]
+
+CHURN = 0.5
+"""Part of a token's misses in a layer whose slots are lost to the neurons that stay: what is read
+takes a slot for about a token, whether or not it will be used again.  Counted with `NeuronCache`
+(tests/unit/test_planning_activity.py)."""
+MISCOUNT = 1.1
+"""Misses of ``lfu`` over those of a cache that knows how often every neuron is used: counts of the
+last tokens take some neurons for others.  Counted in the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivity:
+    """Uses of the neurons of one layer."""
+
+    named: Hotness
+    """Of what the engine computes: the neurons that the predictor names."""
+    chosen: float
+    """Chance of an expert to compute a token; 1 without experts."""
+    neurons: int
+    """Of the layer, all experts together."""
+
+    @property
+    def used(self) -> float:
+        """Mean neurons that a token computes."""
+        return self.named.active * self.neurons * self.chosen
+
+    def count_within(self, share: float) -> float:
+        """Mean neurons that a token uses of the hottest ``share`` of the layer."""
+        return float((self._chances * weigh_hot(share)).sum()) * self._class_uses
+
+    def count_missing(self, hot: float, cold: float, policy: Policy) -> float:
+        """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
+        ``cold`` (shares of the layer's neurons).
+
+        ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons that follow the hot
+        ones, less the slots that a token's misses go through; it is never worse than ``lru``.
+        """
+        if hot + cold >= 1.0:
+            return 0.0
+        hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
+        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
+        by_recency = float(chances.sum()) * self._class_uses
+        if policy == "lru":
+            return by_recency
+        kept = hot + cold
+        for _ in range(8):  # a fixed point: the misses decide what is lost
+            lost = min(CHURN * self._count_beyond(kept) / self.neurons, cold)
+            kept = hot + cold - lost
+        return min(self._count_beyond(kept) * MISCOUNT, by_recency)
+
+    def _count_beyond(self, share: float) -> float:
+        return max(self.used - self.count_within(share), 0.0)
+
+    @property
+    def _chances(self) -> Floats:
+        return average_chances(self.named)
+
+    @property
+    def _class_uses(self) -> float:
+        """Neurons of a class that may be used by a token."""
+        return self.neurons * self.chosen / CLASSES
+
+
+@lru_cache(maxsize=512)
+def average_chances(hotness: Hotness) -> Floats:
+    """Mean chance of each class [CLASSES] over tokens, some of which use more neurons than others:
+    rare neurons gain by it, and they are the ones that are missing."""
+    if hotness.active >= 1.0:
+        return np.ones(CLASSES)
+    points, weights = np.polynomial.hermite_e.hermegauss(9)
+    shifts = points * Constants().token_variation
+    rows = np.stack([hotness.compute_chances(float(shift)) for shift in shifts])
+    chances = (rows * (weights / weights.sum())[:, None]).sum(axis=0)
+    chances *= hotness.active / float(chances.mean())
+    chances.flags.writeable = False
+    return np.asarray(np.minimum(chances, 1.0))
+
+
+def describe_activity(
+    model: Model,
+    mode: PredictorMode,
+    store: Path | None = None,
+    constants: Constants | None = None,
+) -> tuple[tuple[LayerActivity, ...], str]:
+    """Activity of every layer, and where it is known from.
+
+    ``store``: a neuron store's folder; its ``statistics.json`` counts where it has one.
+    """
+    constants = constants or Constants()
+    chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
+    known = read_statistics(store, model.shape.layers) if store is not None else None
+    counts = None
+    if known is not None and store is not None and mode != "none":
+        counts = read_counts(store, model.shape.layers, model.layer_neurons)
+    if known is not None and counts is not None:
+        named = [item.named(mode) for item in known]
+        return tuple(
+            LayerActivity(
+                named=make_counted(row, share), chosen=chosen, neurons=model.layer_neurons
+            )
+            for row, share in zip(counts, named, strict=True)
+        ), "the store's counted activations"
+    if known is not None:
+        pairs = [(item.named(mode), item.skew) for item in known]
+        source = "the store's statistics"
+    else:
+        pairs = [_read_model(model, mode, constants)] * model.shape.layers
+        stated = model.sparsity.source if model.sparsity is not None else "assumed"
+        source = f"the model's document ({stated})"
+    return tuple(
+        LayerActivity(named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons)
+        for active, skew in pairs
+    ), source
+
+
+@lru_cache(maxsize=512)
+def make_hotness(active: float, skew: float) -> Hotness:
+    """The distribution for a mean share of uses and the share that makes 80 % of them."""
+    if active >= 1.0:
+        return Hotness(active=1.0, spread=0.0)
+    return Hotness(active=active, spread=find_spread(active, skew))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStatistics:
+    """What a store says of a layer."""
+
+    active: float
+    gate_positive: float
+    predicted: float
+    skew: float
+
+    def named(self, mode: PredictorMode) -> float:
+        """Share of neurons that the engine computes for a token."""
+        return {"none": 1.0, "gate": self.gate_positive, "low-rank": self.predicted}[mode]
+
+
+def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | None:
+    """Layers of ``statistics.json``; None where there is no such file, or not for this model."""
+    try:
+        document = json.loads((store / "statistics.json").read_text("utf-8"))
+        found = [
+            LayerStatistics(
+                active=float(item["active"]),
+                gate_positive=float(item.get("gate_positive", item["active"])),
+                predicted=float(item.get("predicted", item["active"])),
+                # Rounded, so that layers that are nearly alike share their distribution.
+                skew=round(float(item["skew"]), 3),
+            )
+            for item in document["layers"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if len(found) == layers else None
+
+
+def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:
+    """Share that the engine computes and skew, from the document or the usual values."""
+    smooth = constants.smooth_skew if model.is_smooth else constants.default_skew
+    skew = smooth
+    if model.sparsity is not None and model.sparsity.skew is not None:
+        skew = model.sparsity.skew
+    if mode == "none":
+        return 1.0, skew
+    predictor = model.predictor
+    if mode == "low-rank" and predictor is not None and predictor.active is not None:
+        return predictor.active, skew
+    active = constants.default_active if model.sparsity is None else model.sparsity.active
+    ratio = constants.named_per_active if mode == "low-rank" and not model.is_smooth else 1.0
+    return min(1.0, active * ratio), skew

@@ -1,0 +1,373 @@
+"""Time of a generated token and of a prompt, as a sum of terms that can be looked at.
+
+Every term names where it comes from; docs/planning.md explains them.  A layer of a token:
+
+    attention  weights of the projections, and keys and values of the context
+    norm       what the FFN begins and ends with
+    predict    finding the active neurons
+    look up    the neuron cache: a fixed part, and one for every missing neuron
+    compute    active neurons in memory, then those that were read
+    dense      neurons that an NPU or GPU computes beside the CPU
+    read       missing neurons from flash
+    wait       the part of ``read`` that no computation hides
+
+A layer takes attention + norm + predict + look up + max(compute, dense) + wait.  Expected values
+stand for what varies from token to token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+from pi2.plan.layout import matrix_bytes, weight_bytes
+from pi2.plan.model import Model
+from pi2.plan.plan import KvType
+from pi2.plan.resolved import Resolved, ResolvedPlan
+from pi2.planning.activity import LayerActivity, Policy, PredictorMode, describe_activity
+from pi2.planning.rates import Rates, check_flash, find_stream_rate, read_rates
+from pi2.planning.storage_choice import find_neuron_s
+
+LookAhead = Literal["none", "attention", "layer"]
+POSITION = 256
+"""Tokens of context that a mean token is taken to have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes that a layer reads for a token."""
+
+    projections: int
+    kv_token: float
+    predictor: float
+    neuron: int
+    """Weights and scales of a neuron that is computed."""
+    dense_neuron: int
+    """The same on a dense unit."""
+    stride: int
+    head: int
+    projection_weights: int
+    """Number of weights of attention, for arithmetic."""
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A plan's choices, as far as time depends on them."""
+
+    predictor: PredictorMode
+    kv: KvType
+    threads: int
+    look_ahead: LookAhead
+    policy: Policy
+    neuron_s: float
+    """Reading one of many neurons; 0 where nothing is read."""
+    clusters: int
+    """Most parts that a layer's reads are computed in."""
+    cluster: int
+    """Fewest neurons of a part."""
+    position: int = POSITION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Seconds of one layer of a token, and the neurons behind them."""
+
+    attention_s: float
+    norm_s: float
+    predict_s: float
+    look_up_s: float
+    compute_s: float
+    dense_s: float
+    read_s: float
+    wait_s: float
+    used: float
+    missing: float
+    hot_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        """The layer's part of the token."""
+        shared = self.attention_s + self.norm_s + self.predict_s + self.look_up_s
+        return shared + max(self.compute_s, self.dense_s) + self.wait_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a plan costs."""
+
+    layers: tuple[LayerCost, ...]
+    head_s: float
+    prefill_tokens_s: float | None
+    """None where no arithmetic rate is known."""
+    memory_bytes: int
+    """Expected peak: everything that is resident once the caches are full."""
+    activity: str
+    """Where the activity of neurons is known from."""
+    sources: dict[str, str]
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a generated token."""
+        return sum(layer.total_s for layer in self.layers) + self.head_s
+
+    @property
+    def tokens_s(self) -> float:
+        """Generated tokens per second."""
+        return 1.0 / self.token_s
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the neurons used that are in memory."""
+        used = sum(layer.used for layer in self.layers)
+        return 1.0 - sum(layer.missing for layer in self.layers) / used if used else 1.0
+
+
+def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) -> Sizes:
+    """Bytes of a layer: of its active experts, where it has experts."""
+    shape, precision = model.shape, model.quantization
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    active = 1 if model.moe is None else model.moe.active_experts
+    projections = matrix_bytes(qkv, shape.hidden, precision.attention)
+    projections += matrix_bytes(shape.hidden, query, precision.attention)
+    bundle = model.lay_out_bundle(stride)
+    neuron = bundle.used_bytes
+    predictor = 0
+    if mode == "gate":
+        predictor = active * matrix_bytes(shape.ffn, shape.hidden, precision.ffn)
+        neuron -= neuron // len(bundle.parts)  # gates are known then
+    elif mode == "low-rank" and model.predictor is not None:
+        rank = model.predictor.rank
+        predictor = matrix_bytes(rank, shape.hidden, precision.predictor)
+        predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
+        predictor *= active
+    vector = shape.head_dim * 2 if kv == "fp16" else shape.head_dim + 2
+    head = precision.embedding if model.tied_head else precision.head
+    return Sizes(
+        projections=projections,
+        kv_token=2 * shape.kv_heads * vector,
+        predictor=predictor,
+        neuron=neuron,
+        dense_neuron=len(bundle.parts) * weight_bytes(shape.hidden, precision.ffn),
+        stride=stride,
+        head=matrix_bytes(shape.vocab, shape.hidden, head),
+        projection_weights=qkv * shape.hidden + shape.hidden * query,
+        hidden=shape.hidden,
+    )
+
+
+def cost_layer(
+    rates: Rates,
+    sizes: Sizes,
+    settings: Settings,
+    activity: LayerActivity,
+    *,
+    hot: float,
+    cold: float,
+    dense: float = 0.0,
+) -> LayerCost:
+    """One layer of a token: ``hot`` of its neurons stay, a cache holds ``cold``, a dense unit
+    computes the hottest ``dense``."""
+    speed = rates.scale(settings.threads)
+    shared = rates.shared_bytes_s / rates.project.bytes_s if dense > 0 else 1.0
+    attention = rates.project.time(sizes.projections) / max(shared, 1.0)
+    attention += settings.position * sizes.kv_token / rates.attend.bytes_s
+    predict = rates.predict.time(sizes.predictor)
+    if settings.predictor == "none":
+        used = float(activity.neurons) * activity.chosen
+        # What does not stay is streamed, layer after layer, whatever the cache holds.
+        missing = used * (1.0 - hot)
+        look_up = 0.0
+    else:
+        used = activity.used
+        missing = min(activity.count_missing(hot, cold, settings.policy), used)
+        look_up = rates.look_up.call_s + missing / rates.look_up.bytes_s
+    dense_neurons = activity.neurons * activity.chosen * dense
+    computed = max(used - activity.count_within(dense), 0.0) if dense > 0 else used
+    dense_s = 0.0
+    slow = 1.0
+    if dense_neurons > 0 and rates.dense is not None:
+        together = rates.dense.bytes_s + rates.gather.bytes_s
+        slow = max(1.0, together / rates.shared_bytes_s)
+        dense_s = rates.dense.launch_s
+        dense_s += dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
+    resident = max(computed - missing, 0.0)
+    per_neuron = sizes.neuron / rates.gather.bytes_s * slow / speed
+    calls = (resident >= 1.0) + (_count_clusters(missing, settings) if missing > 0 else 0.0)
+    compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
+    read = missing * settings.neuron_s
+    if missing > 0 and rates.flash is not None:
+        read += rates.flash.latency_s
+    attention_s = attention / speed
+    busy = max(compute, dense_s)
+    hidden_s = _find_hidden(settings, attention_s, busy, missing * per_neuron, missing)
+    return LayerCost(
+        attention_s=attention_s,
+        norm_s=rates.norm_s,
+        predict_s=predict / speed,
+        look_up_s=look_up,
+        compute_s=compute,
+        dense_s=dense_s,
+        read_s=read,
+        wait_s=max(read - max(hidden_s, 0.0), 0.0),
+        used=used,
+        missing=missing,
+        hot_bytes=round(hot * activity.neurons) * sizes.stride,
+    )
+
+
+def _count_clusters(missing: float, settings: Settings) -> float:
+    """Parts that a layer's missing neurons are read and computed in."""
+    return max(1.0, min(missing / settings.cluster, float(settings.clusters)))
+
+
+def _find_hidden(
+    settings: Settings, attention_s: float, compute_s: float, late_s: float, missing: float
+) -> float:
+    """Seconds of reading during which the processor has something to do.
+
+    The last part of what is read is computed when reading is over.  Looking ahead, attention goes
+    on meanwhile, or everything of a layer does.
+    """
+    last_s = late_s / _count_clusters(missing, settings) if missing > 0 else 0.0
+    match settings.look_ahead:
+        case "none":
+            return compute_s - last_s
+        case "attention":
+            return attention_s + compute_s - last_s
+        case "layer":
+            return attention_s + compute_s
+
+
+def cost_plan(resolved: ResolvedPlan, rates: Rates | None = None) -> Cost:
+    """What a plan costs on its device.
+
+    Raises `UserError` P351 where the device lacks figures.
+    """
+    return cost_resolved(resolved, rates or read_rates(resolved.device), store=resolved.store_path)
+
+
+def cost_resolved(resolved: Resolved, rates: Rates, *, store: Path | None = None) -> Cost:
+    """The same for a plan that has no file yet; ``store``: the folder of its neuron store."""
+    plan, model = resolved.plan, resolved.model
+    mode = plan.decode.predictor
+    stride = resolved.bundle.stride
+    sizes = measure_sizes(model, mode, plan.kv.type, stride)
+    activity, source = describe_activity(model, mode, store)
+    settings = read_settings(resolved, rates)
+    colds = share_cold(resolved)
+    layers = []
+    for number, layer in enumerate(resolved.layers):
+        dense = sum(
+            share
+            for name, share in layer.split.items()
+            if resolved.device.units[name].kind != "cpu"
+        )
+        layers.append(
+            cost_layer(
+                rates,
+                sizes,
+                settings,
+                activity[number],
+                hot=layer.hot,
+                cold=colds[number],
+                dense=min(dense, layer.hot),
+            )
+        )
+    return Cost(
+        layers=tuple(layers),
+        head_s=rates.multiply.time(sizes.head) / rates.scale(settings.threads),
+        prefill_tokens_s=cost_prefill(resolved, rates, sizes),
+        memory_bytes=count_memory(resolved),
+        activity=source,
+        sources=rates.sources,
+    )
+
+
+def read_settings(resolved: Resolved, rates: Rates) -> Settings:
+    """A plan's settings, with the time that reading a neuron takes."""
+    plan = resolved.plan
+    whole = all(layer.hot >= 1.0 for layer in resolved.layers)
+    neuron_s = 0.0
+    if not whole and not _fits_cache(resolved):
+        flash = check_flash(rates, resolved.device)
+        if plan.decode.predictor == "none":
+            neuron_s = resolved.bundle.stride / find_stream_rate(flash)
+        else:
+            neuron_s = find_neuron_s(
+                flash,
+                resolved.bundle.stride,
+                resolved.model.layer_neurons * resolved.bundle.stride,
+                engine=plan.io.engine,
+                threads=plan.io.threads,
+                depth=plan.io.depth,
+            )
+    return Settings(
+        predictor=plan.decode.predictor,
+        kv=plan.kv.type,
+        threads=plan.threads.compute or rates.cores,
+        look_ahead=plan.decode.look_ahead,
+        policy=plan.cache.policy,
+        neuron_s=neuron_s,
+        clusters=2 * plan.io.threads,
+        cluster=plan.pipeline.cluster,
+        position=min(POSITION, plan.kv.context),
+    )
+
+
+def share_cold(resolved: Resolved) -> list[float]:
+    """Part of each layer's neurons that the cache holds: in proportion to what is not hot."""
+    neurons = resolved.model.layer_neurons
+    absent = [neurons - layer.hot_neurons for layer in resolved.layers]
+    slots = min(resolved.plan.memory.segments.cold // resolved.bundle.stride, sum(absent))
+    return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
+
+
+def _fits_cache(resolved: Resolved) -> bool:
+    colds = share_cold(resolved)
+    return all(
+        layer.hot + cold >= 1.0 - 1e-9 for layer, cold in zip(resolved.layers, colds, strict=True)
+    )
+
+
+def cost_prefill(resolved: Resolved, rates: Rates, sizes: Sizes) -> float | None:
+    """Tokens per second of a full chunk: arithmetic, while what is not hot streams by."""
+    model, plan = resolved.model, resolved.plan
+    ops = rates.ops_s
+    if rates.dense is not None and rates.dense.ops_s is not None and _uses_dense(resolved):
+        ops = rates.dense.ops_s
+    project_ops = rates.project_ops_s if ops == rates.ops_s else ops
+    if ops is None or project_ops is None:
+        return None
+    tokens = plan.prefill.chunk
+    active = 1 if model.moe is None else model.moe.active_experts
+    ffn_weights = active * model.shape.ffn * sizes.hidden * 3
+    total = 0.0
+    for layer in resolved.layers:
+        compute = 2.0 * tokens * sizes.projection_weights / project_ops
+        compute += 2.0 * tokens * ffn_weights / ops
+        read = 0.0
+        if layer.hot < 1.0:
+            absent = (model.layer_neurons - layer.hot_neurons) * sizes.stride
+            read = absent / find_stream_rate(check_flash(rates, resolved.device))
+        total += max(compute, read)
+    return tokens / total
+
+
+def _uses_dense(resolved: Resolved) -> bool:
+    units = resolved.device.units
+    return any(units[name].kind != "cpu" for layer in resolved.layers for name in layer.split)
+
+
+def count_memory(resolved: Resolved) -> int:
+    """Bytes that are resident once the caches are full: what the segments need, and the cache."""
+    segments = resolved.plan.memory.segments
+    needs = dict(resolved.needs.items())
+    fixed = sum(needs[name].bytes for name in ("attention", "kv", "predictor", "hot", "workspace"))
+    stride = resolved.bundle.stride
+    absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    cold = min(segments.cold, absent * stride)
+    return ceil(segments.runtime + fixed + cold)

@@ -1,0 +1,87 @@
+"""Activity that was counted: the file of activations in a neuron store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pi2.simulate.activations import CLASSES, Hotness
+
+Floats = NDArray[np.float64]
+
+COUNTS_FILE = "activations.parquet"
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedHotness(Hotness):
+    """Chances of each class as counted over many tokens."""
+
+    chances: tuple[float, ...]
+    """Of [CLASSES] classes, hottest first."""
+
+    def compute_chances(self, shift: float = 0.0) -> Floats:
+        """The counted chances: they are means over tokens already, whatever ``shift`` is."""
+        del shift
+        return np.array(self.chances)
+
+
+def read_counts(store: Path, layers: int, neurons: int) -> Floats | None:
+    """Share of tokens that activate each neuron [layers, neurons], hottest first; None where the
+    store has no such file, or not for this model."""
+    path = store / COUNTS_FILE
+    if not path.is_file():
+        return None
+    return _read_counts(path, path.stat().st_mtime_ns, layers, neurons)
+
+
+@lru_cache(maxsize=4)
+def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> Floats | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["layer", "neuron", "count"])
+        tokens = int((table.schema.metadata or {}).get(b"tokens", b"0"))
+        places = np.asarray(table["layer"]).astype(np.int64) * neurons
+        places += np.asarray(table["neuron"])
+        counts = np.zeros(layers * neurons)
+        counts[places] = np.asarray(table["count"])
+    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException):
+        return None
+    if tokens <= 0:
+        return None
+    shares = np.minimum(counts / tokens, 1.0).reshape(layers, neurons)
+    shares.sort(axis=1)
+    return np.asarray(shares[:, ::-1])
+
+
+def make_counted(shares: Floats, named: float) -> CountedHotness:
+    """The distribution of a layer whose neurons are active for ``shares`` [neurons] of the tokens
+    while the engine computes the share ``named`` of them.
+
+    A predictor names more than what is active: as if every neuron's threshold were lower by the
+    same amount, so that rare ones gain most.
+    """
+    size = len(shares) // CLASSES
+    classes = shares[: size * CLASSES].reshape(CLASSES, size).mean(axis=1)
+    active = float(classes.mean())
+    safe = np.clip(classes, 1e-4, 1.0 - 1e-4)
+    inputs = np.array([_NORMAL.inv_cdf(chance) for chance in safe.tolist()])
+    low, high = -4.0, 4.0
+    for _ in range(40):
+        shift = (low + high) / 2
+        low, high = (shift, high) if _name(inputs, shift).mean() < named else (low, shift)
+    chances = _name(inputs, (low + high) / 2) if named > active else classes * (named / active)
+    return CountedHotness(
+        active=float(chances.mean()), spread=0.0, chances=tuple(np.minimum(chances, 1.0).tolist())
+    )
+
+
+def _name(inputs: Floats, shift: float) -> Floats:
+    return np.array([_NORMAL.cdf(value + shift) for value in inputs.tolist()])

@@ -1,0 +1,279 @@
+"""Times of single steps on a device: from measured kernels, else from its bandwidths.
+
+A kernel's time is a fixed part and a part in proportion to the bytes that it reads; both come from
+`pi2 probe`'s figures.  A device without them has the read bandwidth and the constants that the
+simulator uses for devices that nobody has at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.device import Device, KernelFigure, KernelName, Unit
+from pi2.simulate.constants import Constants
+from pi2.simulate.flash import Flash, FlashPoint
+
+MISSING_FIGURE = "P351"
+_STREAM_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Seconds = ``call_s`` + bytes / ``bytes_s``."""
+
+    call_s: float
+    bytes_s: float
+
+    def time(self, size_bytes: float) -> float:
+        """Seconds for so many bytes; nothing takes no time."""
+        return self.call_s + size_bytes / self.bytes_s if size_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUnit:
+    """An NPU or GPU that computes hot neurons beside the CPU."""
+
+    name: str
+    bytes_s: float
+    launch_s: float
+    ops_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device does, for all threads of its processor."""
+
+    measured: bool
+    """Whether pi2's own kernels were measured on it."""
+    cores: int
+    multiply: Linear
+    project: Linear
+    attend: Linear
+    predict: Linear
+    gather: Linear
+    norm_s: float
+    look_up: Linear
+    """Of the neuron cache; its "bytes" are missing neurons."""
+    ops_s: float | None
+    """Dense neurons for many tokens; None where nobody stated it."""
+    project_ops_s: float | None
+    shared_bytes_s: float
+    dense: DenseUnit | None
+    flash: Flash | None
+    bandwidths: tuple[tuple[int, float], ...] = ()
+    """Read bandwidth by number of threads."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each rate comes from."""
+
+    def scale(self, threads: int) -> float:
+        """Part of the processor's speed that ``threads`` threads have."""
+        if threads >= self.cores:
+            return 1.0
+        if not self.bandwidths:
+            return threads / self.cores
+        best = max(rate for _, rate in self.bandwidths)
+        below = [item for item in self.bandwidths if item[0] <= threads]
+        if not below:
+            return threads / self.cores
+        count, rate = max(below)
+        return min(1.0, rate / best * threads / count)
+
+
+def read_rates(device: Device, constants: Constants | None = None) -> Rates:
+    """Collect a device's rates; ``UserError`` P351 names every figure that is missing."""
+    return _Reader(device, constants or Constants()).read()
+
+
+def find_stream_rate(flash: Flash) -> float:
+    """Bytes per second of a layer that is read in order."""
+    return flash.find_rate_bytes_s("sequential", _STREAM_BLOCK)
+
+
+class _Reader:
+    """Reads a device, and remembers what it missed."""
+
+    def __init__(self, device: Device, constants: Constants) -> None:
+        self._device = device
+        self._constants = constants
+        self._missing: list[Diagnostic] = []
+        self._sources: dict[str, str] = {}
+        name, unit = next(
+            ((n, u) for n, u in device.units.items() if u.kind == "cpu"), ("cpu", Unit(kind="cpu"))
+        )
+        self._name, self._cpu = name, unit
+        self._kernels: dict[KernelName, list[KernelFigure]] = {}
+        for figure in unit.kernels:
+            self._kernels.setdefault(figure.kernel, []).append(figure)
+
+    def read(self) -> Rates:
+        """Everything, or all that is missing."""
+        constants, cpu = self._constants, self._cpu
+        bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
+        norm_s = self._find_norm(constants.barrier_s)
+        dense = self._read_dense()
+        shared = self._device.memory.read_bandwidth
+        shared_s = float(shared.value) if shared is not None else bandwidth
+        if shared is None and dense is not None:
+            peak = self._device.memory.peak_bandwidth
+            shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
+        rates = Rates(
+            measured=bool(self._kernels),
+            cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
+            multiply=self._find_linear("multiply", bandwidth, norm_s),
+            project=self._find_linear("project", bandwidth, norm_s),
+            attend=self._find_linear("attend", bandwidth, 0.0),
+            predict=self._find_linear("predict", bandwidth, norm_s),
+            gather=self._find_gather(bandwidth),
+            norm_s=norm_s,
+            look_up=self._find_look_up(),
+            ops_s=self._find_ops("dense"),
+            project_ops_s=self._find_ops("project-many"),
+            shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
+            dense=dense,
+            flash=self._read_flash(),
+            bandwidths=tuple(
+                (item.threads, float(item.value)) for item in cpu.bandwidth_by_threads
+            ),
+            sources=self._sources,
+        )
+        if self._missing:
+            raise UserError(tuple(self._missing), exit_code=2)
+        return rates
+
+    def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:
+        figure = unit.read_bandwidth
+        if figure is None and len(self._device.units) == 1:
+            figure = self._device.memory.read_bandwidth
+        if figure is not None:
+            self._sources[f"{name} bandwidth"] = f"{figure.status}: {figure.source}"
+            return float(figure.value)
+        peak = self._device.memory.peak_bandwidth
+        if peak is not None:
+            self._sources[f"{name} bandwidth"] = f"estimated: {of_peak:.0%} of the memory's peak"
+            return of_peak * float(peak.value)
+        self._miss(
+            f"units.{name}.read_bandwidth",
+            "measure it with `pi2 probe`, or state memory.peak_bandwidth",
+        )
+        return 1.0
+
+    def _find_norm(self, barrier_s: float) -> float:
+        found = self._kernels.get("norm")
+        return float(found[0].time) if found else barrier_s
+
+    def _find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
+        """A kernel's largest measurement, less the fixed part; else the plain bandwidth."""
+        found = [item for item in self._kernels.get(kernel, []) if item.bytes]
+        if not found:
+            self._sources[kernel] = "bandwidth and the simulator's barriers"
+            return Linear(call_s=call_s, bytes_s=bandwidth)
+        largest = max(found, key=lambda item: item.size)
+        assert largest.bytes is not None
+        self._sources[kernel] = largest.source
+        seconds = max(float(largest.time) - call_s, float(largest.time) / 2)
+        return Linear(call_s=call_s, bytes_s=largest.bytes / seconds)
+
+    def _find_gather(self, bandwidth: float) -> Linear:
+        """The line through the two largest measurements of neurons that lie apart."""
+        found = sorted(
+            (item for item in self._kernels.get("gather", []) if item.bytes),
+            key=lambda item: item.size,
+        )
+        if not found:
+            self._sources["gather"] = "bandwidth x the simulator's gather_efficiency"
+            return Linear(
+                call_s=self._constants.barrier_s,
+                bytes_s=bandwidth * self._constants.gather_efficiency,
+            )
+        self._sources["gather"] = found[-1].source
+        largest, smallest = found[-1], found[0]
+        assert largest.bytes is not None and smallest.bytes is not None
+        rate = largest.bytes / float(largest.time)
+        if largest.bytes > smallest.bytes and largest.time > smallest.time:
+            rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
+        call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
+        return Linear(call_s=call_s, bytes_s=rate)
+
+    def _find_look_up(self) -> Linear:
+        """Fixed part and time per missing neuron of the cache."""
+        found = sorted(self._kernels.get("look-up", []), key=lambda item: item.size)
+        if len(found) < 2:
+            return Linear(call_s=self._constants.barrier_s, bytes_s=1.0 / self._constants.place_s)
+        first, last = found[0], found[-1]
+        seconds = max(float(last.time - first.time), 1e-9)
+        return Linear(call_s=float(first.time), bytes_s=(last.size - first.size) / seconds)
+
+    def _find_ops(self, kernel: KernelName) -> float | None:
+        found = [item for item in self._kernels.get(kernel, []) if item.giga_ops]
+        if found:
+            largest = max(found, key=lambda item: item.size)
+            assert largest.giga_ops is not None
+            return largest.giga_ops * 1e9
+        order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
+        stated = min(self._cpu.compute, key=lambda item: order[item.precision], default=None)
+        return None if stated is None else stated.giga_ops * 1e9
+
+    def _read_dense(self) -> DenseUnit | None:
+        """The NPU, else the GPU, if it reads main memory and somebody stated how fast."""
+        for kind in ("npu", "gpu"):
+            for name, unit in self._device.units.items():
+                if unit.kind == kind and unit.memory is None and unit.read_bandwidth is not None:
+                    best = max((item.giga_ops for item in unit.compute), default=None)
+                    return DenseUnit(
+                        name=name,
+                        bytes_s=self._read_bandwidth(unit, self._constants.dense_of_peak, name),
+                        launch_s=self._constants.dense_launch_s,
+                        ops_s=None if best is None else best * 1e9,
+                    )
+        return None
+
+    def _read_flash(self) -> Flash | None:
+        storage = self._device.storage
+        patterns = {item.pattern for item in storage.reads}
+        if patterns != {"random", "sequential"}:
+            return None
+        penalty = storage.reader_penalty
+        usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
+        return Flash(
+            points=tuple(
+                FlashPoint(
+                    pattern=item.pattern,
+                    block_bytes=item.block,
+                    rate_bytes_s=float(item.rate),
+                    range_bytes=item.range,
+                    core=item.cluster,
+                    depth=item.depth,
+                    threads=item.threads,
+                )
+                for item in storage.reads
+            ),
+            latency_s=float(storage.latency or self._constants.read_latency_s),
+            reader_penalty=usual if penalty is None else float(penalty.value),
+            block_bytes=storage.block_size or 4096,
+        )
+
+    def _miss(self, name: str, help_text: str) -> None:
+        self._missing.append(
+            Diagnostic(
+                code=MISSING_FIGURE,
+                message=f"the device {self._device.id!r} has no figure {name}",
+                help=help_text,
+                span=Span.of_file(self._device.id),
+            )
+        )
+
+
+def check_flash(rates: Rates, device: Device) -> Flash:
+    """The storage's rates; ``UserError`` P351 says which reads are missing."""
+    if rates.flash is not None:
+        return rates.flash
+    patterns = {item.pattern for item in device.storage.reads}
+    missing = ", ".join(sorted({"random", "sequential"} - patterns))
+    raise UserError.of(
+        MISSING_FIGURE,
+        f"the device {device.id!r} has no figure storage.reads for {missing} reads, and the model "
+        "does not fit into the memory",
+        help="measure them with `pi2 probe`; random reads of 4 KiB and sequential ones of 1 MiB "
+        "are the least",
+    )

@@ -1,0 +1,136 @@
+"""Expected misses agree with those that the neuron cache counts on sampled tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pi2.memory.cache import NeuronCache
+from pi2.memory.frequency import expect_uses
+from pi2.plan.check import check_file
+from pi2.plan.model import Model
+from pi2.planning.activity import (
+    LayerActivity,
+    Policy,
+    average_chances,
+    describe_activity,
+    make_hotness,
+)
+from pi2.planning.counted import make_counted
+from pi2.simulate.activations import CLASSES
+from pi2.simulate.constants import Constants
+
+NEURONS = 4096
+PLANS = Path(__file__).parents[2] / "plans"
+
+
+def read_model(name: str) -> Model:
+    document = check_file(PLANS / f"models/{name}.model.toml").document
+    assert isinstance(document, Model)
+    return document
+
+
+def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Policy) -> float:
+    """Mean misses of a real cache over tokens drawn from the same distribution."""
+    random, layers, warm = np.random.default_rng(0), 2, 100
+    resident = round(hot * NEURONS) + round(cold * NEURONS)
+    cache = NeuronCache(
+        np.zeros((layers * resident, 1), np.uint8),
+        [round(hot * NEURONS)] * layers,
+        NEURONS,
+        policy=policy,
+        expected=expect_uses(layers, NEURONS),
+    )
+    for _ in cache.fill():
+        pass
+    misses = []
+    for token in range(300):
+        shift = float(random.standard_normal()) * Constants().token_variation
+        chances = np.repeat(activity.named.compute_chances(shift), NEURONS // CLASSES)
+        for layer in range(layers):
+            wanted = np.flatnonzero(random.random(NEURONS) < chances).astype(np.int32)
+            found = cache.look_up(layer, wanted)
+            if token >= warm:
+                misses.append(len(found.missing))
+    return float(np.mean(misses))
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+@pytest.mark.parametrize(
+    ("active", "skew", "hot", "cold"),
+    [(0.14, 0.27, 0.4, 0.1), (0.14, 0.4, 0.3, 0.3), (0.14, 0.4, 0.2, 0.15), (0.05, 0.2, 0.2, 0.1)],
+)
+def test_expected_misses_are_those_that_the_cache_counts(
+    active: float, skew: float, hot: float, cold: float, policy: Policy
+) -> None:
+    activity = LayerActivity(named=make_hotness(active, skew), chosen=1.0, neurons=NEURONS)
+    expected = activity.count_missing(hot, cold, policy)
+    assert expected == pytest.approx(count_misses(activity, hot, cold, policy), rel=0.15)
+
+
+def test_nothing_is_missing_where_everything_stays() -> None:
+    activity = LayerActivity(named=make_hotness(0.1, 0.3), chosen=1.0, neurons=NEURONS)
+    assert activity.count_missing(1.0, 0.0, "lfu") == 0.0
+    assert activity.count_missing(0.6, 0.4, "lru") == 0.0
+    assert activity.count_within(1.0) == pytest.approx(activity.used)
+
+
+def test_more_memory_means_fewer_misses() -> None:
+    activity = LayerActivity(named=make_hotness(0.1, 0.3), chosen=1.0, neurons=NEURONS)
+    misses = [activity.count_missing(hot, 0.05, "lfu") for hot in (0.0, 0.2, 0.4, 0.6, 0.9)]
+    assert misses == sorted(misses, reverse=True)
+    assert misses[0] > 2 * misses[2]
+
+
+def test_tokens_that_vary_use_rare_neurons_more_often_but_not_more_neurons() -> None:
+    hotness = make_hotness(0.1, 0.3)
+    mean = average_chances(hotness)
+    assert mean.mean() == pytest.approx(0.1)
+    assert mean[-20:].sum() > hotness.compute_chances()[-20:].sum()
+
+
+def test_counted_activations_keep_their_order_and_reach_what_is_named() -> None:
+    shares = np.sort(np.random.default_rng(0).beta(0.3, 3.0, 4096))[::-1]
+    counted = make_counted(shares, 0.2)
+    chances = counted.compute_chances()
+    assert chances.mean() == pytest.approx(0.2, rel=0.01)
+    assert (np.diff(chances) <= 1e-9).all()
+    assert chances[-1] > shares[-1], "rare neurons are named more often than they fire"
+
+
+def test_a_store_s_counts_come_before_the_model_s_document(tmp_path: Path) -> None:
+    model = read_model("bamboo-7b")
+    layers, neurons = model.shape.layers, model.layer_neurons
+    layer = {"active": 0.2, "gate_positive": 0.25, "predicted": 0.3, "skew": 0.3}
+    (tmp_path / "statistics.json").write_text(json.dumps({"layers": [layer] * layers}))
+    found, source = describe_activity(model, "low-rank", tmp_path)
+    assert source == "the store's statistics"
+    assert found[0].named.active == 0.3
+    table = pa.table(
+        {
+            "layer": np.repeat(np.arange(layers), neurons).astype(np.int16),
+            "neuron": np.tile(np.arange(neurons), layers).astype(np.int32),
+            "count": np.tile(np.arange(neurons) % 50, layers),
+        }
+    ).replace_schema_metadata({"tokens": "100"})
+    pq.write_table(table, tmp_path / "activations.parquet")
+    found, source = describe_activity(model, "low-rank", tmp_path)
+    assert source == "the store's counted activations"
+    assert found[0].named.active == pytest.approx(0.3, rel=0.01)
+
+
+def test_a_model_s_document_is_enough() -> None:
+    found, source = describe_activity(read_model("bamboo-7b"), "gate")
+    assert "PowerInfer" in source
+    assert len(found) == 32 and found[0].named.active == 0.10
+
+
+def test_experts_share_the_uses() -> None:
+    found, _ = describe_activity(read_model("turbosparse-mixtral-47b"), "gate")
+    assert found[0].chosen == 0.25
+    assert found[0].used == pytest.approx(found[0].named.active * 2 * 14336)

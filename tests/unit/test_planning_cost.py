@@ -1,0 +1,121 @@
+"""What a plan costs: terms add up, and every figure moves them in the right direction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.diagnostics import UserError
+from pi2.plan.device import Device
+from pi2.plan.resolve import load_plan
+from pi2.plan.resolved import ResolvedPlan
+from pi2.planning.cost import Cost, cost_plan, cost_resolved
+from pi2.planning.rates import read_rates
+
+HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
+
+
+def load_half(**overrides: Any) -> ResolvedPlan:
+    return load_plan(HALF, overrides=overrides)
+
+
+def change_device(resolved: ResolvedPlan, change: Any) -> Cost:
+    """Cost on a device whose JSON was changed."""
+    values = resolved.device.model_dump(mode="json", exclude_none=True)
+    change(values)
+    import json
+
+    device = Device.model_validate_json(json.dumps(values))
+    return cost_resolved(resolved, read_rates(device))
+
+
+def double(text: str) -> str:
+    number, _, unit = text.partition(" ")
+    return f"{float(number) * 2:.3f} {unit}"
+
+
+def test_a_token_is_the_sum_of_its_layers_and_the_head() -> None:
+    cost = cost_plan(load_half())
+    assert cost.token_s == pytest.approx(sum(x.total_s for x in cost.layers) + cost.head_s)
+    assert cost.tokens_s == pytest.approx(1 / cost.token_s)
+    for layer in cost.layers:
+        assert layer.wait_s <= layer.read_s
+        assert 0 <= layer.missing <= layer.used
+
+
+def test_the_published_phone_comes_out_near_what_was_published() -> None:
+    """PowerInfer-2, Fig 7: 11.1 tokens/s with half of the FFN in flash."""
+    assert cost_plan(load_half()).tokens_s == pytest.approx(11.1, rel=0.35)
+
+
+def test_twice_the_memory_bandwidth_is_faster_but_at_most_twice() -> None:
+    def change(values: Any) -> None:
+        for unit in values["units"].values():
+            if "read_bandwidth" in unit:
+                unit["read_bandwidth"]["value"] = double(unit["read_bandwidth"]["value"])
+        memory = values["memory"]
+        memory["read_bandwidth"]["value"] = double(memory["read_bandwidth"]["value"])
+
+    resolved = load_half()
+    before, after = cost_plan(resolved).tokens_s, change_device(resolved, change).tokens_s
+    assert 1.1 * before < after < 2.0 * before
+
+
+def test_twice_the_flash_rates_wait_less_and_nothing_else_changes() -> None:
+    def change(values: Any) -> None:
+        for read in values["storage"]["reads"]:
+            read["rate"] = double(read["rate"])
+
+    resolved = load_half()
+    before, after = cost_plan(resolved), change_device(resolved, change)
+    assert after.layers[0].read_s == pytest.approx(before.layers[0].read_s / 2, rel=0.1)
+    assert after.layers[0].wait_s < before.layers[0].wait_s
+    assert after.layers[0].attention_s == before.layers[0].attention_s
+
+
+def test_twice_the_arithmetic_speeds_up_the_prompt_only() -> None:
+    def change(values: Any) -> None:
+        for unit in values["units"].values():
+            for figure in unit.get("compute", ()):
+                figure["giga_ops"] *= 2
+
+    resolved = load_plan(HALF.parents[1] / "cloud-vm-zen5/mistral-7b.plan.toml")
+    before, after = cost_plan(resolved), change_device(resolved, change)
+    assert before.prefill_tokens_s is not None and after.prefill_tokens_s is not None
+    assert before.prefill_tokens_s < after.prefill_tokens_s
+    assert after.tokens_s == before.tokens_s
+
+
+@pytest.mark.parametrize("key", ["read_bandwidth", "reads"])
+def test_a_missing_figure_is_named_with_the_way_to_measure_it(key: str) -> None:
+    def change(values: Any) -> None:
+        if key == "reads":
+            values["storage"]["reads"] = values["storage"]["reads"][:2]
+        else:
+            del values["units"]["cpu"]["read_bandwidth"]
+            del values["memory"]["peak_bandwidth"]
+
+    with pytest.raises(UserError) as caught:
+        change_device(load_half(), change)
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P351"
+    assert key in finding.message
+    assert finding.help is not None and "pi2 probe" in finding.help
+
+
+def test_looking_ahead_hides_reads() -> None:
+    waits = [
+        sum(layer.wait_s for layer in cost_plan(load_half(**{"decode.look_ahead": mode})).layers)
+        for mode in ("none", "attention", "layer")
+    ]
+    assert waits[0] > waits[1] >= waits[2]
+
+
+def test_a_plan_that_keeps_everything_reads_nothing() -> None:
+    resolved = load_plan(HALF.parents[1] / "cloud-vm-zen5/mistral-7b.plan.toml")
+    cost = cost_plan(resolved)
+    assert cost.hit_rate == 1.0
+    assert all(layer.read_s == layer.wait_s == 0.0 for layer in cost.layers)
+    assert cost.memory_bytes <= resolved.plan.memory.budget
