@@ -125,6 +125,8 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
             if text.startswith('"') or quote:
                 shown = text.strip('"')
                 detail = "default" if text == doc.default else "example"
+                if not shown:
+                    continue
                 insert = shown if not quote and text.startswith('"') else text
                 yield Item(label=shown, insert=insert, detail=detail)
 

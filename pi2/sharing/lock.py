@@ -69,7 +69,7 @@ class Source(Table):
     @property
     def file_name(self) -> str:
         """Name of the document's file."""
-        return (self.path or self.url).rpartition("/")[2]
+        return (self.path or self.url.removeprefix("file:")).rpartition("/")[2]
 
 
 class _LockFile(Table):

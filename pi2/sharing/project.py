@@ -126,10 +126,11 @@ class Project:
         """Put a fetched file into the cache; say what the lock is to say of it."""
         place = fetched.place
         self.cache.add(fetched.data, place.file_name)
-        local = parse_reference(name).is_local
+        reference = parse_reference(name)
         return Source(
             reference=name,
-            url=name_in_url(place.url, name) if local else place.url,
+            # As it is written: nothing about this machine where it is relative.
+            url=f"file:{reference.url}" if reference.is_local else place.url,
             path=place.path,
             revision=fetched.commit,
             revision_kind=fetched.kind,
@@ -271,12 +272,6 @@ class Project:
         if source.file_name in others:
             parts.append(source.sha256[:12])
         return "/".join([*parts, source.file_name])
-
-
-def name_in_url(url: str, reference: str) -> str:
-    """What a lock says of a local source's place: nothing about this machine if it is relative."""
-    parsed = parse_reference(reference)
-    return url if os.path.isabs(parsed.url) else f"file:{parsed.url}"
 
 
 def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import tomli
 
 from pi2.cli.main import run
 from pi2.sharing.lock import read_lock
+from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
+from pi2.sharing.settings import Settings
 from tests.helpers.sharing import (
     DEVICE,
     Repository,
@@ -278,6 +281,18 @@ class TestTheLock:
         assert bob.fail("profile", "verify", "--offline") == ["P715"]
         assert bob.fail("profile", "add") == ["P729"]
 
+    def test_several_at_once_lose_nothing(self, bob: User) -> None:
+        bob.succeed("profile", "list")
+        settings = Settings(cache=bob.cache)
+        project = Project(folder=bob.folder, settings=settings)
+        for number in range(8):
+            text = DEVICE.replace("acme-12", f"d{number}")
+            (bob.folder / f"d{number}.device.toml").write_text(text)
+        with ThreadPoolExecutor(8) as pool:
+            names = [[f"file:d{number}.device.toml"] for number in range(8)]
+            list(pool.map(project.add, names))
+        assert [item["reference"] for item in bob.read_lock()] == [name for (name,) in names]
+
 
 class TestTampering:
     def test_with_the_cache(self, bob: User, tap: Repository) -> None:
@@ -433,6 +448,22 @@ class TestPlans:
         shutil.rmtree(bob.cache)
         assert self.find(bob, "--offline") == []
         bob.succeed("profile", "verify", "--offline")
+
+    def test_a_plan_extends_another_with_its_device(self, bob: User, tap: Repository) -> None:
+        plan = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
+        tap.write(
+            "plans/base.plan.toml",
+            plan.replace('device = "host"', f'device = "../devices/{NAME}"'),
+        )
+        tap.commit()
+        reference = refer(tap, "main", "plans/base.plan.toml")
+        out = bob.succeed("profile", "add", reference)
+        assert f'use it: extends = ["{reference}"]' in out
+        assert len(bob.read_lock()) == 2
+        text = f'schema_version = 1\nextends = ["{reference}"]\nname = "Mine"\n'
+        (bob.folder / "my.plan.toml").write_text(text)
+        shutil.rmtree(tap.folder)
+        assert self.find(bob, "--locked", "--offline") == []
 
     def test_a_device_that_needs_its_authors_files_is_not_taken(
         self, bob: User, tap: Repository, server: Server

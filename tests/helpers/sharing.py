@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import shutil
 import ssl
@@ -129,9 +130,54 @@ class Server:
 
         self.answers[path] = answer
 
+    def serve_repositories(self, prefix: str, folder: Path) -> None:
+        """Answer everything below ``prefix`` with the git repositories of ``folder``."""
+        self.answers[f"{prefix}*"] = lambda handler: _run_git_backend(handler, prefix, folder)
+
+    def find_answer(self, path: str) -> Answer | None:
+        """The answer to ``path``, or to a prefix of it."""
+        for name, answer in self.answers.items():
+            if path == name or (name.endswith("*") and path.startswith(name[:-1])):
+                return answer
+        return None
+
     def redirect(self, path: str, target: str) -> None:
         """Send whoever asks for ``path`` to ``target``."""
         self.serve(path, b"", 302, Location=target)
+
+
+def _run_git_backend(handler: BaseHTTPRequestHandler, prefix: str, folder: Path) -> None:
+    """What a web server does for git: run its program by the rules of CGI."""
+    path, _, query = handler.path.partition("?")
+    length = int(handler.headers.get("Content-Length", 0))
+    body = handler.rfile.read(length)
+    if handler.headers.get("Content-Encoding") == "gzip":
+        body = gzip.decompress(body)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environment |= {
+        "REQUEST_METHOD": handler.command,
+        "PATH_INFO": "/" + path.removeprefix(prefix),
+        "QUERY_STRING": query,
+        "CONTENT_TYPE": handler.headers.get("Content-Type", ""),
+        "CONTENT_LENGTH": str(len(body)),
+        "REMOTE_ADDR": "127.0.0.1",
+        "GIT_PROJECT_ROOT": str(folder),
+        "GIT_HTTP_EXPORT_ALL": "1",
+        "GIT_PROTOCOL": handler.headers.get("Git-Protocol", ""),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
+    done = subprocess.run(
+        ["git", "http-backend"], input=body, env=environment, capture_output=True, check=True
+    )
+    head, _, answer = done.stdout.partition(b"\r\n\r\n")
+    lines = [line.split(": ", 1) for line in head.decode().split("\r\n")]
+    headers = dict(line for line in lines if len(line) == 2)
+    handler.send_response(int(headers.pop("Status", "200").split()[0]))
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(answer)))
+    handler.end_headers()
+    handler.wfile.write(answer)
 
 
 def make_certificate(folder: Path) -> Path:
@@ -161,13 +207,15 @@ def start_server(certificate: Path | None = None) -> Iterator[Server]:
 
         def do_GET(self) -> None:
             server.asked.append(self.path)
-            answer = server.answers.get(self.path)
+            answer = server.find_answer(self.path)
             self.close_connection = True
             if answer is None:
                 self.send_error(404)
                 return
             with contextlib.suppress(OSError):  # the client had enough
                 answer(self)
+
+        do_POST = do_GET
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Say nothing."""

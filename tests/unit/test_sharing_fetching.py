@@ -143,6 +143,17 @@ class TestGit:
             assert refuse(url, timeout_s=0.5) == "P721"
             assert time.monotonic() - start < 20
 
+    def test_reads_a_repository_of_a_server(self, repository: Repository, server: Server) -> None:
+        repository.write("big.device.toml", b"#" * (MAX_BYTES + 1))
+        commit = repository.commit()
+        run_git(repository.folder, "config", "uploadpack.allowFilter", "true")
+        server.serve_repositories("/git/", repository.folder.parent)
+        url = server.locate("/git/tap/.git")
+        assert read_git_file(url, PATH, "main", timeout_s=TIMEOUT_S).commit == commit
+        assert read_git_file(url, PATH, "v1", timeout_s=TIMEOUT_S).data.decode() == DEVICE
+        assert refuse(url, "big.device.toml", "main") == "P722"
+        assert refuse(server.locate("/git/other/.git")) == "P720"
+
     def test_a_server_that_redirects(self, server: Server) -> None:
         other = server.locate("/tap/info/refs?service=git-upload-pack", "localhost")
         server.redirect("/tap/info/refs?service=git-upload-pack", other)

@@ -1,0 +1,47 @@
+"""Whatever stands in an editor, the language server has an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pi2.lsp.checked import Checked
+from pi2.lsp.completion import complete
+from pi2.lsp.definition import find_definition
+from pi2.lsp.hover import explain_place
+from pi2.lsp.place import Lines
+
+ROOT = Path(__file__).parents[2]
+DEMO = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
+DEVICE = (ROOT / "plans/devices/oneplus-12.device.toml").read_text("utf-8")
+
+junk = st.sampled_from(
+    ["[", "]", "{", "}", '"', "'", '"""', "=", ".", ",", "\n", "#", "[[", "é😀", "\0", "\r",
+     "extends = [", 'device = "gh:', "[layers]\n", "[[layers.overrides]]\n", "1.5", "true"]
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([DEMO, DEVICE, ""]), st.data())
+def test_any_text_is_answered(text: str, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(0, 3))):
+        place = data.draw(st.integers(0, len(text)))
+        end = min(len(text), place + data.draw(st.integers(0, 40)))
+        text = text[:place] + data.draw(junk) + text[end:]
+    name = "oneplus-12.device.toml" if "[units" in text else "x.plan.toml"
+    checked = Checked(ROOT / "plans" / name, text)
+    lines = Lines(text, "utf-16")
+    for span, item in checked.list_findings():
+        first = lines.convert_span(span)
+        assert first[:2] <= first[2:]
+        assert item.message
+    offset = data.draw(st.integers(0, len(text)))
+    cursor, items = complete(checked, offset)
+    assert 0 <= cursor.start <= offset
+    assert all(item.insert for item in items)
+    before = text[:offset]
+    line, column = before.count("\n") + 1, offset - before.rfind("\n")
+    explain_place(checked, line, column)
+    find_definition(checked, line, column)
