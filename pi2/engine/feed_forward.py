@@ -126,7 +126,10 @@ class FeedForward:
             wave = self._begin_wave(layer, wave.rest)
             self._compute_wave(wave)
         executor.end_ffn(layer)
-        self.counters.active += executor.count_active()
+
+    def end_token(self) -> None:
+        """Count what a token activated in all layers."""
+        self.counters.active += self._executor.count_active()
 
     def _predict(self, layer: int) -> I32:
         if self._predictor == "gate":

@@ -95,6 +95,8 @@ class Forward:
                     feed_forward.prepare_sparse(layer)
                     executor.attend(layer, self.position)
                     feed_forward.run_sparse(layer)
+            if not dense:
+                feed_forward.end_token()
         except BaseException:
             feed_forward.abandon()
             raise

@@ -32,9 +32,9 @@ class LayerCounters:
     read_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Lookup:
-    """Where the neurons of one request are."""
+    """Where the neurons of one request are.  Not frozen: one is made per layer and token."""
 
     resident_slots: I32
     """Slots [h] of those in memory."""
