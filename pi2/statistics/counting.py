@@ -66,7 +66,7 @@ class ActivationCounter:
 def find_active(activations: F32, largest: float | None) -> Bools:
     """Which of ``activations`` [T, neurons] count as active."""
     if largest is None:
-        return activations != 0
+        return np.asarray(activations != 0)
     magnitudes = np.abs(activations)
     neurons = activations.shape[1]
     place = neurons - max(1, round(largest * neurons))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
@@ -161,6 +163,18 @@ class StoreWriter:
         with self._create(path) as file:
             file.write(content)
             file.finish()
+
+    def adopt_file(self, source: Path, entry: StoredFile) -> None:
+        """Take over a whole file of another store, whose manifest has ``entry``: by a hard link,
+        or as a copy where the file system has none."""
+        if self.has_file(entry.path):
+            return
+        target = self._store.folder / entry.path
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+        self._store.record(entry)
 
     def finish(self) -> Manifest:
         """Write the manifest and make the store visible under its name."""

@@ -1,0 +1,152 @@
+"""Train the activation predictors of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pi2.plan.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.predictors.training import Training
+
+
+@click.group("predictor")
+def command() -> None:
+    """Train the activation predictors of a model."""
+
+
+@command.command("train")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    "files",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="UTF-8 text to learn from; its last tenth is kept for judging.  May be given again.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="New folder for store, model document and plan.",
+)
+@click.option("--rank", default="auto", show_default=True, help="Rank of all layers, or auto.")
+@click.option(
+    "--recall",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.97,
+    show_default=True,
+    help="Share of active neurons to find: more is exacter and slower.",
+)
+@click.option(
+    "--passes",
+    type=click.FloatRange(0, 1000, min_open=True),
+    default=4.0,
+    show_default=True,
+    help="Times that the text is learned from.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Tokens of a window; default: kv.context, at most 512.",
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    help="Windows to learn from, spread over the text; default: all.",
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def train(
+    plan: Path,
+    files: tuple[Path, ...],
+    output: Path,
+    rank: str,
+    recall: float,
+    passes: float,
+    context: int | None,
+    windows: int | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Train low-rank predictors for PLAN's model from what its neurons do on text.
+
+    FOLDER gets a store with the predictors, whose neurons are shared with the old store, the model
+    document that announces them, and a plan that uses them.  Nothing that exists is changed.  With
+    --rank auto, a layer's rank grows while that saves bytes per token.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.predictors.fitting import Recipe
+    from pi2.predictors.training import train_predictors
+    from pi2.statistics.texts import read_texts
+
+    with ProgressBar() as progress:
+        training = train_predictors(
+            plan,
+            read_texts(files),
+            output,
+            overrides=parse_assignments(settings),
+            recipe=Recipe(recall=recall, passes=passes),
+            rank=parse_rank(rank),
+            context=context,
+            windows=windows,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(describe_training(training), indent=2))
+    else:
+        click.echo(write_report(training))
+
+
+def parse_rank(text: str) -> int | None:
+    """A number, or None for ``auto``."""
+    if text == "auto":
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= 65536:
+        raise click.BadParameter(f"{text!r} is neither auto nor a number", param_hint="--rank")
+    return int(text)
+
+
+def describe_training(training: Training) -> dict[str, Any]:
+    """Everything, for programs."""
+    from pi2.evaluation.report import describe_evaluation
+
+    return {
+        "plan": str(training.plan),
+        "layers": [
+            {
+                "rank": fit.weights.rank,
+                "recall": fit.recall,
+                "predicted": fit.predicted,
+                "active": fit.active,
+                "curve": [list(point) for point in fit.curve],
+            }
+            for fit in training.fits
+        ],
+        "evaluation": describe_evaluation(training.evaluation),
+    }
+
+
+def write_report(training: Training) -> str:
+    """What was trained, and what it costs, for people."""
+    from pi2.evaluation.report import write_markdown
+
+    ranks = ", ".join(str(fit.weights.rank) for fit in training.fits)
+    curves = [dict(fit.curve) for fit in training.fits if fit.curve]
+    lines = [f"ranks by layer: {ranks}"]
+    if curves:
+        points = [
+            f"{recall:.1%} for {sum(curve[recall] for curve in curves) / len(curves):.1%}"
+            for recall in curves[0]
+        ]
+        lines.append(f"recall for neurons computed: {', '.join(points)}")
+    lines += ["", write_markdown(training.evaluation), ""]
+    lines.append(f"try it: pi2 run {training.plan}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Trains activation predictors from what a model's own neurons do on text."""

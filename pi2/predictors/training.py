@@ -1,0 +1,126 @@
+"""Trains the predictors of all layers, choosing ranks, and puts them into a store of their own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pi2.backends.protocol import BuildRequest, Executor
+from pi2.diagnostics import UserError
+from pi2.engine.observation import ObservedExecutor
+from pi2.evaluation.evaluation import Evaluation, evaluate_plan
+from pi2.orchestrator import load
+from pi2.plan.layout import GROUP, Precision, matrix_bytes, round_up
+from pi2.plan.resolve import ResolvedPlan
+from pi2.predictors.fitting import Fit, Recipe, fit_layer, start_rank
+from pi2.predictors.publishing import publish_predictors
+from pi2.predictors.samples import LayerSamples, SampleRecorder
+from pi2.statistics.counting import measure_skew
+from pi2.statistics.texts import encode_windows
+
+Progress = Callable[[str, float], None]
+
+HELD_OUT = 0.1
+"""Share of every text, its end, that nothing is learned from."""
+WORTH = 0.99
+"""A larger rank is kept if it brings a token's bytes below this share of the smaller one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """New predictors and what they are worth."""
+
+    plan: Path
+    """The new plan, whose store has them."""
+    fits: tuple[Fit, ...]
+    """By layer."""
+    evaluation: Evaluation
+    """Of the new plan, on the ends of the texts."""
+
+
+def train_predictors(
+    plan: Path,
+    texts: Sequence[str],
+    output: Path,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    recipe: Recipe | None = None,
+    rank: int | None = None,
+    context: int | None = None,
+    windows: int | None = None,
+    evaluated: int = 8,
+    progress: Progress = lambda label, share: None,
+) -> Training:
+    """Train predictors for the model of ``plan`` on what its neurons do in ``texts``.
+
+    ``rank`` is that of every layer; None chooses it for each.  ``output`` is a new folder with a
+    store (its neurons shared with the old one), a model document and a plan; ``evaluated`` is the
+    number of windows that they are judged on.  Raises `UserError` as loading does, P660-P662 for
+    text and backend, P665 for a model whose neurons never rest, P667 if ``output`` exists.
+    """
+    chosen = recipe or Recipe()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError.of(
+            "P667", f"{output} exists already", help="choose a new folder, or remove it"
+        )
+    learned = [text[: round(len(text) * (1 - HELD_OUT))] for text in texts]
+    held_out = [text[round(len(text) * (1 - HELD_OUT)) :] for text in texts]
+    parent = output.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".pi2-predictors-", dir=parent) as folder:
+        recorder = SampleRecorder(Path(folder))
+
+        def observe(executor: Executor, request: BuildRequest) -> Executor:
+            if request.model.is_smooth:
+                raise UserError.of(
+                    "P665",
+                    f"the neurons of model {request.model.id!r} ({request.model.ffn.activation}) "
+                    "are never exactly zero: there is nothing to predict",
+                    help="use a model of the ReLU family",
+                )
+            return ObservedExecutor(executor, request, recorder)
+
+        with load(plan, set=overrides, progress=progress, wrap_executor=observe) as model:
+            resolved = model.plan
+            cut = encode_windows(model, learned, context=context, stride=None, count=windows)
+            samples = recorder.record(model, cut, lambda share: progress("recording", share))
+        fits = []
+        for number, layer in enumerate(samples):
+            fits.append(choose_fit(layer, resolved, chosen, rank))
+            progress("training", (number + 1) / len(samples))
+    new_plan = publish_predictors(resolved, fits, output)
+    evaluation = evaluate_plan(
+        new_plan, held_out, context=context, windows=evaluated, progress=progress
+    )
+    return Training(plan=new_plan, fits=tuple(fits), evaluation=evaluation)
+
+
+def choose_fit(
+    samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe, rank: int | None
+) -> Fit:
+    """Fit a layer: with ``rank``, or with growing ranks while a token's bytes become fewer."""
+    hidden, precision = resolved.model.shape.hidden, resolved.model.quantization.predictor
+    if rank is not None:
+        return fit_layer(samples, round_up(rank, GROUP), recipe, precision)
+    _, active = samples.read(slice(0, min(len(samples), 8192)))
+    current = start_rank(float(active.mean()), measure_skew(active.sum(axis=0)), hidden)
+    best = fit_layer(samples, current, recipe, precision)
+    while 2 * current <= hidden:
+        current = round_up(2 * current, GROUP)
+        fit = fit_layer(samples, current, recipe, precision)
+        if count_token_bytes(fit, resolved, precision) > WORTH * count_token_bytes(
+            best, resolved, precision
+        ):
+            break
+        best = fit
+    return best
+
+
+def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
+    """Bytes that a token takes from a layer: the predictor's, and those of the named neurons."""
+    hidden, neurons = resolved.model.shape.hidden, resolved.model.layer_neurons
+    rank = fit.weights.rank
+    own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
+    return own + fit.predicted * neurons * resolved.bundle.used_bytes

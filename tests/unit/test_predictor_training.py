@@ -1,0 +1,139 @@
+"""`pi2 predictor train`: predictors learn what neurons do, keep their word on recall, and ship."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.plan.resolve import load_plan
+from pi2.predictors.fitting import Recipe, calibrate, fit_layer, start_rank
+from pi2.predictors.samples import LayerSamples
+from pi2.predictors.training import train_predictors
+from pi2.store.reader import NeuronStore
+from pi2.store.verification import verify_store
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 6
+
+
+def draw_samples(tokens: int = 3000, hidden: int = 32, neurons: int = 64) -> LayerSamples:
+    """Neurons that fire where a few directions of the input say so: about one in ten."""
+    random = np.random.default_rng(3)
+    inputs = random.standard_normal((tokens, hidden), np.float32)
+    directions = random.standard_normal((8, hidden), np.float32) / np.float32(hidden**0.5)
+    mixing = random.standard_normal((neurons, 8), np.float32)
+    active = (inputs @ directions.T) @ mixing.T > 3.5
+    return LayerSamples(inputs.astype(np.float16), np.packbits(active, axis=1), neurons)
+
+
+def test_a_predictor_finds_what_it_promises_and_names_few() -> None:
+    samples = draw_samples()
+    fit = fit_layer(samples, 32, Recipe(recall=0.95, passes=20, batch=128), "int8")
+    assert fit.recall == pytest.approx(0.95, abs=0.01)
+    assert 0.03 < fit.active < 0.2
+    assert fit.active < fit.predicted < 2.5 * fit.active
+    inputs, active = samples.read(slice(2700, 3000))
+    named = fit.weights.score(inputs) >= 0
+    assert named.mean() == pytest.approx(fit.predicted)
+    assert (named & active).sum() / active.sum() == pytest.approx(fit.recall)
+
+
+def test_recall_is_a_knob() -> None:
+    samples = draw_samples()
+    fit = fit_layer(samples, 32, Recipe(recall=0.9, passes=5, batch=128), "int8")
+    shares = [share for _, share in fit.curve]
+    assert shares == sorted(shares)
+    more = calibrate(samples, slice(2700, 3000), fit.weights, Recipe(recall=0.99))
+    assert more.recall >= 0.985
+    assert more.predicted > fit.predicted
+    assert dict(fit.curve)[0.99] == pytest.approx(more.predicted, abs=0.01)
+
+
+def test_the_seed_decides_everything() -> None:
+    recipe = Recipe(passes=1, batch=128)
+    first, second = (fit_layer(draw_samples(), 32, recipe, "int8") for _ in range(2))
+    np.testing.assert_array_equal(first.weights.outer, second.weights.outer)
+
+
+def test_a_layer_in_which_nothing_fires_names_nothing() -> None:
+    samples = draw_samples()
+    silent = LayerSamples(samples.inputs, np.zeros_like(samples.packed), samples.neurons)
+    fit = fit_layer(silent, 32, Recipe(passes=1), "int8")
+    assert (fit.active, fit.predicted, fit.recall) == (0.0, 0.0, 1.0)
+    assert not (fit.weights.score(samples.inputs.astype(np.float32)) >= 0).any()
+
+
+def test_ranks_begin_small_where_few_neurons_fire() -> None:
+    assert start_rank(0.02, 0.1, 4096) < start_rank(0.1, 0.3, 4096) < 1024
+    assert start_rank(0.001, 0.01, 256) == 32
+
+
+def test_a_store_without_predictors_gets_them(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, {"predictor": None})
+    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
+    before = (tiny.store / "manifest.json").read_bytes()
+    recipe = Recipe(recall=0.9, passes=10, batch=64)
+    found = train_predictors(
+        plan, [TEXT], tmp_path / "new", recipe=recipe, rank=32, context=48, evaluated=1
+    )
+    assert found.plan == tmp_path / "new/default.plan.toml"
+    # Random weights fire half of the time; what was learned is still more than chance.
+    low_rank = found.evaluation.runs[1]
+    assert (low_rank.name, low_rank.predictor) == ("low-rank", "low-rank")
+    for layer in found.evaluation.layers:
+        assert layer.recall is not None and layer.recall > layer.predicted
+    with NeuronStore.open(tmp_path / "new/store") as new, NeuronStore.open(tiny.store) as old:
+        assert new.manifest.predictor is not None
+        assert new.manifest.predictor.rank == (32, 32, 32)
+        for name, tensor in old.tensors.items():
+            np.testing.assert_array_equal(new.tensors[name].weights, tensor.weights)
+        assert os.path.samefile(new.layers[0].path, old.layers[0].path)
+    assert verify_store(tmp_path / "new/store") == []
+    assert (tiny.store / "manifest.json").read_bytes() == before
+    model = load_plan(found.plan).model
+    assert model.predictor is not None and model.predictor.rank == 32
+    with pi2.load(found.plan) as loaded:
+        assert len(loaded.generate("The", max_tokens=4, ignore_eos=True).result.token_ids) == 4
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"store", "tiny.model.toml", "tiny.plan.toml", "new"}
+
+
+def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    with pytest.raises(UserError) as caught:
+        train_predictors(plan, [TEXT], tmp_path)
+    assert caught.value.diagnostics[0].code == "P667"
+
+
+def test_models_whose_neurons_never_rest_are_refused(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, {"predictor": None, "ffn": {"activation": "silu"}})
+    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
+    with pytest.raises(UserError) as caught:
+        train_predictors(plan, [TEXT], tmp_path / "new")
+    assert caught.value.diagnostics[0].code == "P665"
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_reports_ranks_recall_and_perplexity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = make_tiny(tmp_path, {"predictor": None, "shape": {"layers": 1}})
+    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["predictor", "train", str(plan), "--text", str(tmp_path / "text.txt")]
+    command += ["--context", "32", "--windows", "4", "--json", "-o", str(tmp_path / "new")]
+    assert run(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    (layer,) = found["layers"]
+    assert layer["rank"] in (32, 64)
+    assert [item["name"] for item in found["evaluation"]["runs"]] == ["dense", "low-rank"]
+    assert run(["predictor", "train", str(plan), "--text", "x", "-o", "y", "--rank", "much"]) == 2
