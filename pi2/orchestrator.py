@@ -26,7 +26,7 @@ from pi2.machine import (
     detect_machine,
     list_allowed_cores,
 )
-from pi2.memory.budget import Budget
+from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
 from pi2.memory.frequency import expect_uses
@@ -36,6 +36,7 @@ from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
+from pi2.plan.tensor_names import EMBEDDING
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.reader import NeuronStore
@@ -117,6 +118,7 @@ def build(
         staging = allocate_staging(resolved, budget)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)
+        load_dense(request)
         feed_forward = FeedForward(
             executor,
             cache,
@@ -374,6 +376,14 @@ def load_neurons(
                 if request.gate_biases is not None:
                     request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
         progress("loading neurons", (layer + 1) / layers)
+
+
+def load_dense(request: BuildRequest) -> None:
+    """Bring mapped tensors into memory, in long reads: the first tokens would wait for every page
+    of them.  Rows of the embedding are taken one by one, when a token needs them."""
+    for name, tensor in request.tensors.items():
+        if name != EMBEDDING or request.model.tied_head:
+            tensor.weights.reshape(-1).view(np.uint8)[::PAGE].max(initial=0)
 
 
 def report_build(

@@ -32,10 +32,13 @@ from pi2.benchmarks.llama_cpp import check_installed, find_peer_folder
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
 
 PROMPT_TOKENS = 16
+CONTEXT = 1024
+"""Tokens that the KV caches of all engines hold."""
+RUNTIME_BYTES = 128 << 20
 ROOT = Path(__file__).resolve().parents[1]
 NO_CACHE = {"layers.hot": 0.0, "memory.segments.hot": "0 B", "cache.fill": False}
 ALONE = {"pipeline.cluster": 1 << 20, "decode.look_ahead": "none"}
@@ -196,6 +199,7 @@ def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
         limit = resolved.plan.memory.budget + int(segments.hot * (-row.limit - 1))
     else:
         limit = int(row.limit * store_bytes) if row.limit < 1 else int(row.limit)
+    limit = limit >> 20 << 20
     plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
     write_plan(
         plan,
@@ -205,8 +209,22 @@ def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
         store=store,
         bundle=resolved.bundle,
         store_bytes=store_bytes,
-        wish=PlanWish(memory=limit),
+        wish=PlanWish(memory=limit, context=CONTEXT),
     )
+    # What this program's libraries take was measured; all else of a margin is for neurons.
+    written = load_plan(plan).plan.memory.segments
+    saved = max(0, written.runtime - RUNTIME_BYTES)
+    absent = resolved.needs.hot.bytes - written.hot
+    cold = min(written.cold + saved, absent)
+    text = plan.read_text("utf-8")
+    for name, before, after in (
+        ("runtime", written.runtime, RUNTIME_BYTES),
+        ("cold", written.cold, cold),
+    ):
+        text = text.replace(
+            f'{name} = "{format_bytes(before)}"', f'{name} = "{format_bytes(after)}"'
+        )
+    plan.write_text(text, "utf-8")
     return limit, plan
 
 
@@ -343,7 +361,7 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     resolved = load_plan(job["plan"])
     recipe = LlamaRecipe(
         model=resolved.model,
-        context=max(512, job["prefill"] + 1),
+        context=CONTEXT,
         threads=2,
         folder=Path(job["folder"]),
         repack=False,

@@ -132,13 +132,15 @@ class NeuronCache:
             none = indices[:0]
             resident = indices + np.int32(hot.start)
             return Lookup(resident_slots=resident, missing=none, missing_slots=none)
-        slots = self._slot_of[layer, indices]
-        absent = slots == ABSENT
-        resident, missing = slots[~absent], indices[absent]
+        # Views of one layer, and take and compress, are twice as fast as general indexing.
+        slots = self._slot_of[layer].take(indices)
+        absent = slots < 0
+        missing = indices.compress(absent)
+        resident = slots.compress(~absent) if len(missing) else slots
         counters.hits += len(resident)
         counters.misses += len(missing)
-        cold = resident[resident >= self._first_cold] - self._first_cold
-        self._policy.touch(cold, self._owner[cold])
+        cold = resident.compress(resident >= self._first_cold) - np.int32(self._first_cold)
+        self._policy.touch(cold, self._owner.take(cold))
         if len(missing) == 0:
             return Lookup(resident_slots=resident, missing=missing, missing_slots=missing)
         given, evicted = self._place(layer, missing)
@@ -150,12 +152,12 @@ class NeuronCache:
         """Give slots to ``missing`` [m]: the slots, and how many neurons left for them."""
         keys = missing.astype(np.int64) + layer * self.neurons
         cold = self._policy.replace(keys, self._held)
-        owners = self._owner[cold]
-        evicted = owners[owners != ABSENT]
+        owners = self._owner.take(cold)
+        evicted = owners.compress(owners >= 0)
         self._slot_of.reshape(-1)[evicted] = ABSENT
         self._owner[cold] = keys
         given = cold + np.int32(self._first_cold)
-        self._slot_of[layer, missing] = given
+        self._slot_of[layer][missing] = given
         return given, len(evicted)
 
     def resize_hot(self, layer: int, count: int) -> Lookup:

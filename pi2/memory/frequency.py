@@ -75,19 +75,23 @@ class LeastFrequentlyUsed:
     def touch(self, slots: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
         self._clock += 1
-        self._count(keys)
-        self._scores[slots] = self._counts[keys]
+        self._scores[slots] = self._count(keys)
         self._used_at[slots] = self._clock
         self._in_use = [slots]
 
-    def _count(self, keys: I64) -> None:
-        self._counts[keys] += np.float32(self._weight)
+    def _count(self, keys: I64) -> F32:
+        """Count a use of ``keys`` [n]; return their counts [n]."""
+        counts = self._counts.take(keys)
+        counts += np.float32(self._weight)
+        self._counts[keys] = counts
         self._weight *= 1.0 + self._growth * len(keys)
         if self._weight > _MOST_WEIGHT:
             scale = np.float32(1.0 / self._weight)
             self._counts *= scale
             self._scores[self._scores > 0] *= scale
+            counts *= scale
             self._weight = 1.0
+        return counts
 
     def replace(self, keys: I64, held: Bits) -> I32:
         """Return the slots with the lowest counts."""
@@ -96,8 +100,7 @@ class LeastFrequentlyUsed:
         while len(taken) < count:
             self._list_candidates(count - len(taken), held)
             taken = np.concatenate([taken, self._take(count - len(taken), held)])
-        self._count(keys)
-        self._scores[taken] = self._counts[keys]
+        self._scores[taken] = self._count(keys)
         return taken
 
     def _take(self, count: int, held: Bits) -> I32:
@@ -105,7 +108,9 @@ class LeastFrequentlyUsed:
         taken = np.empty(0, np.int32)
         while len(taken) < count and len(self._candidates):
             window = self._candidates[: 2 * (count - len(taken)) + 16]
-            fit = np.flatnonzero((self._used_at[window] <= self._listed_at) & ~held[window])
+            fit = np.flatnonzero(
+                (self._used_at.take(window) <= self._listed_at) & ~held.take(window)
+            )
             fit = fit[: count - len(taken)]
             last = len(taken) + len(fit) == count
             done = int(fit[-1]) + 1 if last and len(fit) else len(window)

@@ -113,7 +113,7 @@ class Io(Table):
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Threads that issue reads; with ``io_uring``, half the clusters that a layer's reads are
     divided into."""
-    depth: Annotated[int, Field(ge=1, le=4096)] = 128
+    depth: Annotated[int, Field(ge=1, le=4096)] = 256
     """Most requests of ``io_uring`` in flight."""
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Neighbours in the store are read in one request; so are two neurons with at most this many
