@@ -43,8 +43,11 @@ class Checked:
 
     @cached_property
     def spans(self) -> SpanIndex:
-        """Places of keys and values in this text."""
-        return index_spans(str(self.path), self.text)
+        """Places of keys and values in this text; none where it is nested without end."""
+        try:
+            return index_spans(str(self.path), self.text)
+        except RecursionError:
+            return SpanIndex(str(self.path))
 
     @property
     def source(self) -> SourceFile | None:
@@ -67,9 +70,11 @@ class Checked:
             return None
         line = self.text.split("\n")[span.line - 1]
         written = line[span.column - 1 : span.end_column - 1]
+        if written[:1] not in ('"', "'"):
+            return None
         try:
             value = tomli.loads(f"value = {written}")["value"]
-        except (ValueError, RecursionError):
+        except ValueError:
             return None
         return value if isinstance(value, str) else None
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
-
+from pi2.diagnostics.text import escape_controls
 from pi2.plan.references import list_shipped
+from pi2.plan.source import parse_source
 from pi2.sharing.fetching import Place, find_tap, refuse_network
 from pi2.sharing.git import read_git_folder
 from pi2.sharing.project import Project
-from pi2.sharing.references import locate_repository
+from pi2.sharing.references import is_tap_name, locate_repository
 
 SUFFIX = ".device.toml"
 
@@ -52,15 +52,16 @@ def _list_tap(project: Project) -> Iterator[Row]:
         url, "devices", SUFFIX, tap.revision, timeout_s=project.settings.timeout_s
     )
     for name, data in files.items():
-        yield _describe(f"tap:{name.removesuffix(SUFFIX)}", data)
+        short = name.removesuffix(SUFFIX)
+        if is_tap_name(short):
+            yield _describe(f"tap:{short}", data)
 
 
 def _describe(reference: str, data: bytes) -> Row:
     """A row; a file that cannot be read has no name, and `add` says why."""
-    try:
-        values = tomli.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):
-        values = {}
+    text = data.decode("utf-8", errors="replace")
+    source = parse_source(Path(reference), reference, text)
+    values = {} if isinstance(source, list) else source.values
     return Row(
         reference=reference,
         name=_one_line(values.get("name")),
@@ -69,4 +70,4 @@ def _describe(reference: str, data: bytes) -> Row:
 
 
 def _one_line(text: object) -> str:
-    return " ".join(text.split())[:200] if isinstance(text, str) else ""
+    return escape_controls(" ".join(text.split())[:200]) if isinstance(text, str) else ""

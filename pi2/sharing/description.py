@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.diagnostics.text import escape_controls
 from pi2.plan.check import check_file
 from pi2.plan.figures import walk_figures
 from pi2.plan.paths import format_path
@@ -93,4 +94,4 @@ def write_description(found: dict[str, Any]) -> str:
         spread = f", spread {item['spread']:.1%} of {item.get('samples', '?')}"
         tail = spread if "spread" in item else ""
         lines.append(f"  {item['figure']}: {value} ({item['status']}{tail}): {item['source']}")
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{escape_controls(line)}\n" for line in lines)

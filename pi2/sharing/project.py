@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tomli
-
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.check import check_file
 from pi2.plan.references import has_scheme, list_shipped
-from pi2.plan.source import Kind, detect_kind, display_path
+from pi2.plan.source import Kind, detect_kind, display_path, read_source
 from pi2.sharing.agreement import (
     check_agreement,
     check_drift,
@@ -153,9 +151,7 @@ class Project:
         report = check_file(path, name=reference, resolver=resolver, reference=reference)
         errors = [item for item in report.diagnostics if item.severity == "error"]
         if errors:
-            message = f"`{reference}` is not sound and was not taken"
-            head = Diagnostic(code="P731", message=message, help="its author has to mend it")
-            raise UserError([head, *errors], exit_code=1, sources=report.sources)
+            raise _report_unsound(reference, errors, report.sources)
 
     def _list_further(self, source: Source) -> list[str]:
         """References that the locked document itself has."""
@@ -292,10 +288,10 @@ def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:
 
 def list_references(path: Path, reference: str) -> Iterator[str]:
     """Whole references of the documents that a document needs, but for those that pi2 ships."""
-    try:
-        values = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError.of("P731", f"`{reference}` cannot be read: {error}") from None
+    source = read_source(path, reference)
+    if isinstance(source, list):
+        raise _report_unsound(reference, source, {})
+    values = source.values
     extends = values.get("extends")
     found: list[tuple[Kind, object]] = [("device", values.get("device"))]
     found.append(("model", values.get("model")))
@@ -314,6 +310,14 @@ def list_references(path: Path, reference: str) -> Iterator[str]:
             yield join_reference(reference, item)
         else:
             raise _report_not_alone(reference, item)
+
+
+def _report_unsound(
+    reference: str, findings: Sequence[Diagnostic], sources: Mapping[str, str]
+) -> UserError:
+    message = f"`{reference}` is not sound and was not taken"
+    head = Diagnostic(code="P731", message=message, help="its author has to mend it")
+    return UserError([head, *findings], exit_code=1, sources=sources)
 
 
 def _report_not_alone(reference: str, item: str) -> UserError:

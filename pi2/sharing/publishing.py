@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -162,18 +163,19 @@ def write_profile(
         path.unlink()
     write_atomically(path, prepared.data)
     relative = f"{FOLDER}/{prepared.file_name}"
+    place = shlex.quote(str(clone))
     if not commit:
         steps: tuple[str, ...] = (
-            f"git -C {clone} checkout -b {branch}",
-            f"git -C {clone} add {relative} && git -C {clone} commit -m 'Describe {prepared.id}'",
-            f"git -C {clone} push origin {branch}, and open a pull request",
+            f"git -C {place} checkout -b {branch}",
+            f"git -C {place} add {relative} && git -C {place} commit -m 'Describe {prepared.id}'",
+            f"git -C {place} push origin {branch}, and open a pull request",
         )
         return Written(path=path, next_steps=steps)
     run_git(clone, "add", "--", relative)
     if run_git(clone, "status", "--porcelain", "--", relative):
         message = f"Describe {prepared.id}\n\nsha256 {prepared.sha256}\n"
         run_git(clone, "commit", "--quiet", "-m", message, "--", relative)
-    steps = (f"git -C {clone} push origin {branch}, and open a pull request",)
+    steps = (f"git -C {place} push origin {branch}, and open a pull request",)
     return Written(path=path, next_steps=steps)
 
 

@@ -129,9 +129,14 @@ def _refuse_scheme(text: str, scheme: str) -> NoReturn:
     _refuse(text, "P702", f"no such scheme as `{scheme}:`", 0, len(scheme), help=help_text)
 
 
+def is_tap_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a profile in a tap."""
+    return _NAME.fullmatch(text) is not None
+
+
 def _parse_tap(text: str, start: int) -> Reference:
     name, at, revision = text[start:].partition("@")
-    if _NAME.fullmatch(name) is None:
+    if not is_tap_name(name):
         _refuse(
             text,
             "P701",

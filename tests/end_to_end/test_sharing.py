@@ -510,6 +510,40 @@ class TestWhatIsTaken:
         assert bob.fail("profile", "add", refer(tap, "main"))[0] == "P731"
         assert not (bob.folder / "pi2.lock").exists()
 
+    @pytest.mark.parametrize(
+        ("data", "code"),
+        [
+            (b"\0\0\0", "P005"),
+            (b"\xff\xfe", "P006"),
+            (b"", "P008"),
+            (b"a = " + b"[" * 100_000, "P012"),
+            (b"extends = " + b"[" * 5000, "P012"),
+            (b"schema_version = 99\n", "P107"),
+            (b'schema_version = 1\nextends = ["x\\u001b[2J"]\n', "P020"),
+            (b"extends = 7\ndevice = 8\nmodel = 9\n", "P103"),
+        ],
+    )
+    def test_hostile_bytes_are_findings(
+        self, bob: User, tap: Repository, data: bytes, code: str
+    ) -> None:
+        tap.write(f"devices/{NAME}", data)
+        tap.commit()
+        found = bob.fail("profile", "add", refer(tap, "main"))
+        assert set(found) & {"P731", "P732"}
+        assert code in found or found == ["P732"]
+        bob.variables["PI2_TAP"] = f"git+file://{tap.folder}@main"
+        assert "\x1b" not in bob.succeed("profile", "search")
+
+    def test_names_do_not_speak_to_the_terminal(self, bob: User, tap: Repository) -> None:
+        tap.write(f"devices/{NAME}", DEVICE.replace('"Acme 12"', '"Acme\\u001b[2J"'))
+        tap.write("devices/\x1b[2J.device.toml", DEVICE)
+        tap.commit()
+        bob.variables["PI2_TAP"] = f"git+file://{tap.folder}"
+        shown = bob.succeed("profile", "search", "acme")
+        assert shown == "tap:acme-12  Acme\\x1b[2J\n"
+        bob.succeed("profile", "add", "acme-12")
+        assert "\x1b" not in bob.succeed("profile", "show", "acme-12")
+
     def test_a_name_that_is_not_the_id_is_not(self, bob: User, tap: Repository) -> None:
         tap.write("devices/other.device.toml", DEVICE)
         tap.commit()
