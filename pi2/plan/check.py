@@ -16,7 +16,7 @@ from pi2.plan.documents import COMPOSITION, Document
 from pi2.plan.findings import Fact, Facts, Finding, Rule
 from pi2.plan.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
 from pi2.plan.model import Model
-from pi2.plan.paths import name_path
+from pi2.plan.paths import KeyPath, name_path
 from pi2.plan.plan import Plan
 from pi2.plan.references import Located, Resolver, UnknownName, locate_document
 from pi2.plan.resolved import (
@@ -39,7 +39,7 @@ from pi2.plan.source import (
 )
 
 if TYPE_CHECKING:
-    from pi2.plan.compose import Chain
+    from pi2.plan.composed import Chain, Removal
     from pi2.plan.overrides import Overrides
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
@@ -79,6 +79,7 @@ class _Check:
         self.sources: dict[str, str] = {}
         self.file_names: dict[Kind, Path] = {}
         self.chains: dict[str, Chain] = {}
+        self.removed: list[Removal] = []
         self.references: dict[Kind, str | None] = {}
 
     def override(self, values: Mapping[str, object]) -> None:
@@ -127,7 +128,8 @@ class _Check:
         self.references[kind] = located.reference
         document, findings = check_schema(source, DOCUMENTS[kind])
         # What a document lacks may stand in a file that it extends and that was not found.
-        self.diagnostics += (item for item in findings if whole or item.code != "P102")
+        found = (item for item in findings if whole or item.code != "P102")
+        self.diagnostics += (self.add_removal(item) for item in found)
         if document is not None and whole:
             self.documents[kind] = document
 
@@ -163,6 +165,7 @@ class _Check:
 
         result = compose(source, kind, resolver=self.resolver, origin=reference)
         self.diagnostics += result.diagnostics + result.warnings
+        self.removed += result.removed
         self.sources.update({name: file.text for name, file in result.files.items()})
         for name, chain in result.chains.items():
             self.chains.setdefault(name, chain)
@@ -251,17 +254,36 @@ class _Check:
             spans = self.files[origin.document].spans
             remark = "" if spans.has(origin.path) else " (default)"
             notes.append(f"{spans.find_value(origin.path).place}: {origin.text}{remark}")
-        spans = self.files[finding.document].spans
+        file, help_text = self.files[finding.document], finding.help
+        spans = file.spans
+        inherited = [] if type(file) is SourceFile else self.list_inherited(file, finding.path)
+        if inherited:
+            notes += [f"{span.place}: inherited: {text}" for span, text in inherited]
+            remedy = f'remove = ["{name_path(finding.path)}"] drops what is inherited'
+            help_text = f"{help_text}, or {remedy}" if help_text else remedy
         find = spans.find_key if finding.at == "key" else spans.find_value
         return Diagnostic(
             code=rule.code,
             severity=rule.severity,
             message=finding.message,
-            help=finding.help,
+            help=help_text,
             span=find(finding.path),
             notes=tuple(notes),
             path=name_path(finding.path),
         )
+
+    def add_removal(self, item: Diagnostic) -> Diagnostic:
+        """Say of a missing key where it was removed, if it was."""
+        own = [r.note for r in self.removed if item.code == "P102" and r.covers(item.path)]
+        return replace(item, notes=(*item.notes, *own)) if own else item
+
+    @staticmethod
+    def list_inherited(file: SourceFile, path: KeyPath) -> list[tuple[Span, str]]:
+        """What a table of a composed document has from other files."""
+        from pi2.plan.composed import ComposedPlaces
+
+        places = file.spans
+        return places.list_inherited(path) if isinstance(places, ComposedPlaces) else []
 
     def add_chain(self, item: Diagnostic) -> Diagnostic:
         """Say by which references a finding's file came to the document, where it is another."""

@@ -22,7 +22,7 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.composed import ComposedFile
+from pi2.plan.composed import Chain, ComposedFile, Link, Removal
 from pi2.plan.deprecations import modernise
 from pi2.plan.documents import COMPOSITION
 from pi2.plan.fields import suggest
@@ -68,25 +68,6 @@ _REFERENCES: Mapping[Kind, tuple[str, ...]] = {"plan": ("device", "model", "stor
 """Top-level keys whose texts are paths, or may be."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """One entry of ``extends``."""
-
-    file: SourceFile
-    path: KeyPath
-    reference: str
-
-    @property
-    def note(self) -> str:
-        """The entry and its place, for the origins of a finding."""
-        place = self.file.spans.find_value(self.path).place
-        return f"{place}: extends {write_value(self.reference)}"
-
-
-Chain = tuple[Link, ...]
-"""The way from a document to one of its files."""
-
-
 @dataclass
 class Composition:
     """What came of putting a document together."""
@@ -97,6 +78,7 @@ class Composition:
     warnings: list[Diagnostic] = field(default_factory=list)
     files: dict[str, SourceFile] = field(default_factory=dict)
     """Files that were read, by name."""
+    removed: list[Removal] = field(default_factory=list)
     chains: dict[str, Chain] = field(default_factory=dict)
     """The first way to each of them."""
 
@@ -334,6 +316,7 @@ class _Composer:
             return base
         result = remove_node(base, names)
         if isinstance(result, Node):
+            self.result.removed.append(Removal(source, index, tuple(names)))
             return result
         known = list_names(_find_named(base, names[:result]))
         near = suggest(names[result], known)

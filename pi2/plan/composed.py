@@ -7,9 +7,49 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pi2.diagnostics import Span
-from pi2.plan.paths import KeyPath
+from pi2.plan.paths import KeyPath, format_path
 from pi2.plan.source import Places, SourceFile
+from pi2.plan.toml_text import write_value
 from pi2.plan.trees import Node, Place, find_node
+
+
+@dataclass(frozen=True)
+class Link:
+    """One entry of ``extends``."""
+
+    file: SourceFile
+    path: KeyPath
+    reference: str
+
+    @property
+    def note(self) -> str:
+        """The entry and its place, for the origins of a finding."""
+        place = self.file.spans.find_value(self.path).place
+        return f"{place}: extends {write_value(self.reference)}"
+
+
+Chain = tuple[Link, ...]
+"""The way from a document to one of its files."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One entry of ``remove`` that took something away."""
+
+    file: SourceFile
+    index: int
+    names: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """The entry and its place, for the origins of a finding."""
+        place = self.file.spans.find_value(("remove", self.index)).place
+        return f"{place}: removed here"
+
+    def covers(self, path: str | None) -> bool:
+        """Whether the key at ``path``, as findings write it, is what was removed or below it."""
+        own = format_path(self.names)
+        return path is not None and (path == own or path.startswith(f"{own}."))
 
 
 class ComposedPlaces:
@@ -51,6 +91,22 @@ class ComposedPlaces:
             return other[0]
         place = self._find_place(path)
         return place.file.spans.find_table(place.path)
+
+    def list_inherited(self, path: KeyPath) -> list[tuple[Span, str]]:
+        """Entries of the table at ``path`` that come from other files than its last one.
+
+        Tables merge, and what was inherited may be what is wrong with the whole.
+        """
+        node, rest = find_node(self.tree, path)
+        if rest or node.table is None or self._find_replaced(path) is not None:
+            return []
+        last = node.places[-1].file
+        places = [(key, child, child.places[-1]) for key, child in node.table.items()]
+        return [
+            (place.file.spans.find_value(place.path), f"{key} = {write_value(child.scalar)}")
+            for key, child, place in places
+            if place.file is not last and child.table is None and child.items is None
+        ]
 
     def _find_replaced(self, path: KeyPath) -> tuple[Span, Span] | None:
         ends = range(len(path), 0, -1)

@@ -14,7 +14,20 @@ import pytest
 from pi2.plan.rules import load_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
-WARNINGS = {"P204", "P213", "P214", "P222", "P235", "P237", "P401", "P402", "P403", "P411", "P412", "P413"}
+WARNINGS = {
+    "P204",
+    "P213",
+    "P214",
+    "P222",
+    "P235",
+    "P237",
+    "P401",
+    "P402",
+    "P403",
+    "P411",
+    "P412",
+    "P413",
+}
 
 # File: code, line, column, and the file to be changed where it is another one.
 PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
@@ -133,6 +146,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "share-above-one.plan.toml": ("P104", 24, 7),
     "shares-above-one.plan.toml": ("P210", 23, 9),
     "shares-below-one-in-override.plan.toml": ("P210", 28, 9),
+    "split-over-inherited.plan.toml": ("P210", 5, 9),
     "stride-absurd.plan.toml": ("P220", 20, 10),
     "stride-below-bundle.plan.toml": ("P220", 20, 10),
     "stride-not-of-blocks.plan.toml": ("P221", 20, 10),
