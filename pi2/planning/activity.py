@@ -34,6 +34,8 @@ takes a slot for about a token, whether or not it will be used again.  Counted w
 MISCOUNT = 1.1
 """Misses of ``lfu`` over those of a cache that knows how often every neuron is used: counts of the
 last tokens take some neurons for others.  Counted in the same way."""
+_CROWDED = 0.3
+"""Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +67,21 @@ class LayerActivity:
         """
         if hot + cold >= 1.0:
             return 0.0
-        hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
-        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
-        by_recency = float(chances.sum()) * self._class_uses
         if policy == "lru":
-            return by_recency
+            return self._count_by_recency(hot, cold)
         kept = hot + cold
         for _ in range(8):  # a fixed point: the misses decide what is lost
             lost = min(CHURN * self._count_beyond(kept) / self.neurons, cold)
             kept = hot + cold - lost
-        return min(self._count_beyond(kept) * MISCOUNT, by_recency)
+        missing = self._count_beyond(kept) * MISCOUNT
+        if missing < _CROWDED * cold * self.neurons:
+            return missing
+        return min(missing, self._count_by_recency(hot, cold))
+
+    def _count_by_recency(self, hot: float, cold: float) -> float:
+        hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
+        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
+        return float(chances.sum()) * self._class_uses
 
     def _count_beyond(self, share: float) -> float:
         return max(self.used - self.count_within(share), 0.0)

@@ -1,0 +1,204 @@
+"""Make the plan that a wish needs: a memory limit, or a speed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.planning.planner import PlannedPlan
+    from pi2.planning.wish import Wish
+
+SUFFIX = ".plan.toml"
+POINTS = 9
+"""Of a memory-speed curve."""
+
+
+@click.command("plan")
+@click.option("--device", required=True, help="Short name, path or reference of the device.")
+@click.option("--model", required=True, help="Short name, path or reference of the model.")
+@click.option("--memory", help="Limit of the whole process, such as 3GiB.")
+@click.option("--speed", help="Speed of generation to reach, such as 10tok/s.")
+@click.option(
+    "--objective",
+    type=click.Choice(["speed", "memory"]),
+    default="speed",
+    show_default=True,
+    help="What to make the best of where both limits are given.",
+)
+@click.option("--context", type=click.IntRange(1, 2**31 - 1), help="Tokens of prompt and answer.")
+@click.option("--exact", is_flag=True, help="Only choices that do not change the result.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Neuron store: its activations count, and the plan names it.  [default: stores/MODEL]",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan to write.")
+@click.option("--force", is_flag=True, help="Overwrite a file.")
+@click.option("--pareto", is_flag=True, help="Show speed over memory instead of one plan.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the curve of --pareto as a picture (needs the extra `plot`).",
+)
+def command(
+    device: str,
+    model: str,
+    memory: str | None,
+    speed: str | None,
+    objective: str,
+    context: int | None,
+    exact: bool,
+    store: Path | None,
+    output: Path | None,
+    force: bool,
+    pareto: bool,
+    plot: Path | None,
+) -> None:
+    """Find the fastest plan for a memory limit, or the smallest for a speed.
+
+    What it chose, why, and what the plan is expected to do goes to standard output, and into the
+    plan as remarks.  A wish that cannot be fulfilled is explained, with the nearest that can.
+    """
+    if pareto == (memory is not None or speed is not None):
+        raise click.UsageError("give --memory, --speed or both; or --pareto alone")
+    _check_output(output, force)
+    wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
+    if pareto:
+        _show_pareto(wish, plot)
+        return
+    from pi2.planning.planner import plan
+    from pi2.planning.text import describe_choices
+
+    planned = plan(wish)
+    click.echo("\n".join(describe_choices(planned)))
+    if output is not None:
+        _write(output, planned, device, model, store)
+
+
+def _make_wish(
+    device: str,
+    model: str,
+    memory: str | None,
+    speed: str | None,
+    objective: str,
+    context: int | None,
+    exact: bool,
+    store: Path | None,
+) -> Wish:
+    from pi2.plan.device import Device
+    from pi2.plan.model import Model
+    from pi2.planning.documents import read_document
+    from pi2.planning.wish import Wish
+
+    device_document = read_document(device, "device").document
+    model_document = read_document(model, "model").document
+    assert isinstance(device_document, Device)
+    assert isinstance(model_document, Model)
+    return Wish(
+        device=device_document,
+        model=model_document,
+        memory_bytes=None if memory is None else _parse_bytes(memory),
+        tokens_s=None if speed is None else _parse_speed(speed),
+        objective="memory" if objective == "memory" else "speed",
+        context=context or min(model_document.shape.context, 4096),
+        exact=exact,
+        store=store,
+    )
+
+
+def _parse_bytes(text: str) -> int:
+    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+
+    try:
+        size = parse_quantity(text, BYTE_UNITS)
+    except QuantityError as error:
+        help_text = error.hint or "for example --memory 3GiB"
+        raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None
+    if not 0 < size < 2**63:
+        raise UserError.of("P105", f"--memory {text!r} is no size that a machine has")
+    return int(size)
+
+
+def _parse_speed(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(tok/s|tokens/s)?\s*", text)
+    if match is None or float(match[1]) <= 0:
+        raise UserError.of(
+            "P105", f"--speed {text!r} is no speed", help="for example --speed 10tok/s"
+        )
+    return float(match[1])
+
+
+def _check_output(output: Path | None, force: bool) -> None:
+    """UserError P009, P027 before anything is computed."""
+    if output is None:
+        return
+    if not output.name.endswith(SUFFIX) or output.name == SUFFIX:
+        message = f"expected a file name that ends in {SUFFIX}"
+        raise UserError.of("P009", message, file=str(output), help="my.plan.toml, for example")
+    if os.path.lexists(output) and not force:
+        raise UserError.of(
+            "P027", "the file is there already", file=str(output), help="--force overwrites it"
+        )
+
+
+def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Path | None) -> None:
+    """Write the plan after checking it, whole or not at all."""
+    from pi2.cli.main import print_diagnostics
+    from pi2.plan.check import check_plan
+    from pi2.plan.resolve import make_error
+    from pi2.planning.text import write_planned
+    from pi2.sharing.files import write_atomically
+    from pi2.sharing.resolver import LockedReferences
+
+    wish = planned.wish
+    path.parent.mkdir(parents=True, exist_ok=True)  # references go through it
+    text = write_planned(
+        planned,
+        device=_refer(device, path.parent),
+        model=_refer(model, path.parent),
+        store=f"stores/{wish.model.id}" if store is None else _refer_path(store, path.parent),
+        name=f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}"[:120],
+    )
+    report = check_plan(path, resolver=LockedReferences(path.parent), text=text)
+    if report.resolved is None:
+        raise make_error(report)
+    print_diagnostics(report.diagnostics, report.sources)
+    write_atomically(path, text.encode())
+    click.echo(f"{path}: written; `pi2 simulate {path}` says more", err=True)
+
+
+def _refer(reference: str, folder: Path) -> str:
+    """The reference as it is written in a file in ``folder``."""
+    from pi2.plan.references import has_scheme, is_path
+
+    if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
+        return reference
+    return _refer_path(Path(reference), folder)
+
+
+def _refer_path(path: Path, folder: Path) -> str:
+    if path.is_absolute():
+        return str(path)
+    relative = Path(os.path.relpath(path, folder)).as_posix()
+    return relative if relative.startswith(".") else f"./{relative}"
+
+
+def _show_pareto(wish: Wish, plot: Path | None) -> None:
+    """The fastest plans for several memories, as a table and as a picture."""
+    from pi2.planning.pareto import draw_curve, write_table
+    from pi2.planning.planner import trace_pareto
+
+    found = trace_pareto(wish, POINTS)
+    click.echo("\n".join(write_table(found)))
+    if plot is not None:
+        try:
+            plot.write_bytes(draw_curve(found, plot.suffix.lstrip(".") or "png"))
+        except OSError as error:
+            raise UserError.of("P631", f"cannot write {plot}: {error.strerror}") from None

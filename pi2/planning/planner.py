@@ -1,0 +1,246 @@
+"""From a wish to a plan: pose the problem, solve it, write the plan, or say what is impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.plan.drafting import RUNTIME_BYTES
+from pi2.plan.layout import round_up
+from pi2.plan.quantities import approximate_bytes, format_bytes
+from pi2.plan.resolved import Resolved
+from pi2.planning.cost import Cost, cost_resolved
+from pi2.planning.problem import MIB, Problem, pose_problem
+from pi2.planning.program import Goal, Program, Solution
+from pi2.planning.rates import check_flash, read_rates
+from pi2.planning.resolving import make_plan_values, resolve_values
+from pi2.planning.wish import Wish
+
+HOT_STEP = 1e-3
+"""Shares of hot neurons are multiples of it."""
+CLUSTER = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPlan:
+    """A plan's values, and what it is expected to do."""
+
+    wish: Wish
+    values: dict[str, Any]
+    resolved: Resolved
+    solution: Solution
+    cost: Cost
+
+
+def plan(wish: Wish) -> PlannedPlan:
+    """The best plan for a wish.
+
+    Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
+    where the device lacks figures; P352 without a solver.
+    """
+    rates = read_rates(wish.device)
+    problem = pose_problem(wish, rates)
+    program = Program(problem)
+    token_s = None if wish.tokens_s is None else 1.0 / wish.tokens_s
+    goal: Goal = "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
+    solution = program.solve(goal, memory_bytes=wish.memory_bytes, token_s=token_s)
+    if solution is None:
+        raise _explain_impossible(problem, program)
+    return finish_plan(problem, solution)
+
+
+def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
+    """Turn a solution into a plan's values and predict what it does."""
+    values = write_values(problem, solution)
+    wish = problem.wish
+    resolved = resolve_values(values, wish.device, wish.model)
+    cost = cost_resolved(resolved, problem.rates, store=wish.store)
+    return PlannedPlan(wish=wish, values=values, resolved=resolved, solution=solution, cost=cost)
+
+
+def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
+    """The fastest plans for memories from the least to what holds everything."""
+    rates = read_rates(wish.device)
+    problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), rates)
+    program = Program(problem)
+    least, fastest = program.solve("memory"), program.solve("time")
+    if least is None or fastest is None:
+        raise _explain_impossible(problem, program)
+    low, high = least.memory_bytes, fastest.memory_bytes
+    found = []
+    for number in range(points):
+        limit = low + (high - low) * number / max(points - 1, 1)
+        size = round_up(int(limit) + 1, MIB)
+        solution = program.solve("time", memory_bytes=float(size))
+        if solution is not None:
+            own = replace(problem, wish=replace(problem.wish, memory_bytes=size))
+            found.append(finish_plan(own, solution))
+    return found
+
+
+def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
+    """The plan's document as plain values."""
+    wish, mode = problem.wish, solution.mode
+    values = make_plan_values(
+        wish,
+        predictor=mode.predictor,
+        kv=solution.kv.type,
+        chunk=solution.chunk.tokens,
+        stride=problem.stride,
+    )
+    hots = [0.0] * wish.model.shape.layers
+    denses = [0.0] * wish.model.shape.layers
+    for group, resident, dense in zip(
+        problem.groups, solution.resident, solution.dense, strict=True
+    ):
+        whole = mode.cache_share == 0.0 or resident >= 1.0 - 1e-6
+        hot = 1.0 if whole else _round_down(resident * (1.0 - mode.cache_share))
+        for layer in group.layers:
+            hots[layer] = hot
+            denses[layer] = _round_down(min(dense, hot))
+    values["layers"] = _write_layers(problem, hots, denses)
+    resolved = resolve_values(values, wish.device, wish.model)
+    needs = dict(resolved.needs.items())
+    segments = {"runtime": RUNTIME_BYTES}
+    for name in ("attention", "kv", "predictor", "workspace"):
+        segments[name] = round_up(needs[name].bytes, MIB)
+    segments["hot"] = round_up(needs["hot"].bytes, MIB)
+    absent = sum(problem.neurons * (1.0 - hot) for hot in hots) * problem.stride
+    wanted = 0.0
+    if mode.predictor != "none":
+        resident_bytes = sum(
+            share * group.count * problem.neurons * problem.stride
+            for group, share in zip(problem.groups, solution.resident, strict=True)
+        )
+        wanted = max(resident_bytes - needs["hot"].bytes, needs["cold"].bytes)
+    spent = sum(segments.values())
+    room = None if wish.memory_bytes is None else wish.memory_bytes - spent
+    if wish.memory_bytes is not None and wish.objective == "speed" and mode.predictor != "none":
+        wanted = max(wanted, float(wish.memory_bytes - spent))  # what is left over helps
+    cold = min(wanted, float(round_up(int(absent), MIB)))
+    if room is not None:
+        cold = min(cold, float(max(room, 0)))
+    segments["cold"] = int(cold) // MIB * MIB
+    if segments["cold"] < needs["cold"].bytes:
+        segments["cold"] = round_up(needs["cold"].bytes, MIB)
+    budget = max(wish.memory_bytes or 0, 0) or sum(segments.values())
+    values["memory"] = {
+        "budget": format_bytes(budget),
+        "segments": {name: format_bytes(size) for name, size in segments.items()},
+    }
+    values["io"] = {
+        "engine": solution.io.engine,
+        "threads": solution.io.threads,
+        "depth": solution.io.depth,
+    }
+    values["decode"]["look_ahead"] = solution.look_ahead
+    return values
+
+
+def _write_layers(
+    problem: Problem, hots: Sequence[float], denses: Sequence[float]
+) -> dict[str, Any]:
+    """``[layers]``: the commonest settings, and overrides for the others."""
+    cpu = next(n for n, unit in problem.wish.device.units.items() if unit.kind == "cpu")
+    unit = problem.rates.dense
+
+    def split(dense: float) -> dict[str, float]:
+        if unit is None or dense <= 0.0:
+            return {cpu: 1.0}
+        return {unit.name: dense, cpu: round(1.0 - dense, 6)}
+
+    kinds: dict[tuple[float, float], list[int]] = {}
+    for layer, kind in enumerate(zip(hots, denses, strict=True)):
+        kinds.setdefault(kind, []).append(layer)
+    base = max(kinds, key=lambda kind: (len(kinds[kind]), kind))
+    found: dict[str, Any] = {"split": split(base[1]), "hot": base[0]}
+    overrides = []
+    for kind, layers in kinds.items():
+        if kind == base:
+            continue
+        values: dict[str, Any] = {"select": _write_ranges(layers)}
+        if split(kind[1]) != split(base[1]):
+            values["split"] = split(kind[1])
+        if kind[0] != base[0]:
+            values["hot"] = kind[0]
+        overrides.append(values)
+    if overrides:
+        found["overrides"] = overrides
+    return found
+
+
+def _write_ranges(layers: Sequence[int]) -> str:
+    """``"0-3,7"``."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and parts[-1][1] == layer - 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _round_down(share: float) -> float:
+    return round(int(share / HOT_STEP + 1e-9) * HOT_STEP, 6)
+
+
+def _explain_impossible(problem: Problem, program: Program) -> UserError:
+    """P350: which limit is in the way, and the nearest wishes; P351 where reads are unknown."""
+    wish = problem.wish
+    least = program.solve("memory")
+    if least is None:
+        return UserError.of("P350", "no plan exists for this device and model at all")
+    notes = [
+        f"embeddings, attention, norms: {format_bytes(problem.attention_bytes)}",
+        f"keys and values of {wish.context} tokens: {format_bytes(least.kv.bytes)} "
+        f"({least.kv.type})",
+        f"finding active neurons ({least.mode.predictor}): "
+        f"{format_bytes(least.mode.predictor_bytes)}",
+        f"workspace: {format_bytes(least.chunk.workspace_bytes)}",
+        f"Python and libraries: {format_bytes(RUNTIME_BYTES)}",
+    ]
+    memory = wish.memory_bytes
+    if memory is not None and memory < least.memory_bytes:
+        if problem.rates.flash is None:
+            check_flash(problem.rates, wish.device)
+        needed = round_up(int(least.memory_bytes) + 1, MIB)
+        return UserError.of(
+            "P350",
+            f"{approximate_bytes(memory)} are not enough: every plan needs at least "
+            f"{approximate_bytes(needed)}",
+            help=f"--memory '{needed // MIB} MiB', or a --context below {wish.context}",
+            notes=notes,
+        )
+    assert wish.tokens_s is not None
+    fastest = program.solve("time", memory_bytes=memory)
+    assert fastest is not None
+    speed = 1.0 / fastest.token_s
+    where = "" if memory is None else f" within {approximate_bytes(memory)}"
+    nearest = [f"--speed {int(speed * 100) / 100:g}tok/s"]
+    if memory is not None:
+        enough = program.solve("memory", token_s=1.0 / wish.tokens_s)
+        if enough is not None:
+            needed = round_up(int(enough.memory_bytes) + 1, MIB)
+            nearest.append(f"--memory '{needed // MIB} MiB'")
+    return UserError.of(
+        "P350",
+        f"{wish.tokens_s:g} tokens/s cannot be reached{where}: {speed:.3g} are the most",
+        help=f"the nearest wishes are {' and '.join(nearest)}",
+        notes=[_name_limit(problem, fastest)],
+    )
+
+
+def _name_limit(problem: Problem, fastest: Solution) -> str:
+    """What takes the time of the fastest plan."""
+    cost = finish_plan(problem, fastest).cost
+    parts = {
+        "attention": sum(x.attention_s for x in cost.layers),
+        "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),
+        "computing neurons": sum(max(x.compute_s, x.dense_s) for x in cost.layers),
+        "waiting for flash": sum(x.wait_s for x in cost.layers),
+        "the head": cost.head_s,
+    }
+    shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
+    return f"a token of the fastest plan: {shown}"

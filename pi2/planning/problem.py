@@ -1,0 +1,323 @@
+"""The choices of a plan with what each of them costs: the coefficients of the program.
+
+Memory is linear in the shares of neurons that stay.  Missing neurons fall with these shares along
+a convex curve, which is replaced by straight lines that touch it.  Everything else is a choice out
+of a few: predictor, type of keys and values, chunk, engine and depth of reads, looking ahead, and
+the part of the resident neurons that is a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from pi2.plan.drafting import RUNTIME_BYTES
+from pi2.plan.layout import round_up
+from pi2.plan.model import Model
+from pi2.plan.plan import KvType
+from pi2.plan.resolved import Resolved
+from pi2.plan.sizes import find_block_bytes
+from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
+from pi2.planning.cost import POSITION, LookAhead, Settings, Sizes, cost_layer, measure_sizes
+from pi2.planning.rates import Rates, find_stream_rate
+from pi2.planning.resolving import make_plan_values, resolve_values
+from pi2.planning.storage_choice import IoChoice, list_io_choices
+from pi2.planning.wish import Wish
+
+MIB = 1 << 20
+GROUPS = 8
+"""Layers whose activity is alike share their settings, in so many groups at most."""
+CACHE_SHARES = (0.1, 0.25, 0.5)
+"""Parts of the resident neurons that may be a cache."""
+STREAM_SHARE = 1e-9
+"""The same where every neuron is computed and what does not stay streams by: no cache."""
+CHUNKS = (32, 128)
+_GRID = np.linspace(0.0, 1.0, 17)
+_STREAMS = IoChoice(engine="io_uring", threads=1, depth=128, neuron_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers with the same settings."""
+
+    layers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """A way to find the active neurons, with an amount of cache: curves per group of layers."""
+
+    predictor: PredictorMode
+    cache_share: float
+    """Part of the resident neurons; 0 means that every neuron stays."""
+    predictor_bytes: int
+    least_cold_bytes: int
+    lines: tuple[tuple[tuple[float, float], ...], ...]
+    """Per group: (slope, offset) of missing neurons over the resident share."""
+    fixed_s: tuple[float, ...]
+    """Per group: attention, norm, prediction, look-up."""
+    compute_s: tuple[float, ...]
+    """Per group: computing all active neurons on the CPU."""
+    dense_lines: tuple[tuple[tuple[float, float], ...], ...]
+    """Per group: (slope, offset) of the CPU's time over the share that a dense unit computes."""
+    missing_s: float
+    """What a missing neuron costs besides reading: its place in the cache."""
+    neuron_s: float
+    """Reading where neurons stream by, whatever the engine; 0 where the engine's choice counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvChoice:
+    """A type of keys and values."""
+
+    type: KvType
+    bytes: int
+    token_s: float
+    """What it adds to a token, over the cheapest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkChoice:
+    """A chunk of the prefill and the workspace that it needs."""
+
+    tokens: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All choices."""
+
+    wish: Wish
+    rates: Rates
+    stride: int
+    neurons: int
+    groups: tuple[LayerGroup, ...]
+    modes: tuple[Mode, ...]
+    kvs: tuple[KvChoice, ...]
+    chunks: tuple[ChunkChoice, ...]
+    ios: tuple[IoChoice, ...]
+    look_aheads: tuple[LookAhead, ...]
+    attention_s: float
+    """Attention of a layer, that looking ahead hides reads behind."""
+    attention_bytes: int
+    head_s: float
+    activity_source: str
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What every plan needs."""
+        return self.attention_bytes + RUNTIME_BYTES
+
+
+def pose_problem(wish: Wish, rates: Rates) -> Problem:
+    """Collect the choices that the device and the model leave, with their costs."""
+    model = wish.model
+    stride = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
+    modes, ahead = _list_predictors(wish)
+    activities = {mode: describe_activity(model, mode, wish.store) for mode in modes}
+    groups = _group_layers(activities[modes[0]][0])
+    ios: tuple[IoChoice, ...] = (_STREAMS,)
+    if rates.flash is not None:
+        ios = tuple(list_io_choices(rates.flash, stride, model.layer_neurons * stride))
+    kvs = _list_kvs(wish, rates, stride)
+    least = _resolve(wish, modes[0], kvs[0].type, CHUNKS[0], stride)
+    sizes = measure_sizes(model, modes[0], "fp16", stride)
+    settings = _make_settings(modes[0], rates, "fp16", wish.context)
+    bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
+    listed = []
+    for mode in modes:
+        shares = [0.0] if rates.flash is None else [0.0, *CACHE_SHARES]
+        if mode == "none" and rates.flash is not None:
+            shares = [0.0, STREAM_SHARE]
+        for share in shares:
+            listed.append(_pose_mode(wish, rates, mode, share, activities[mode][0], groups, stride))
+    return Problem(
+        wish=wish,
+        rates=rates,
+        stride=stride,
+        neurons=model.layer_neurons,
+        groups=groups,
+        modes=tuple(listed),
+        kvs=kvs,
+        chunks=tuple(
+            ChunkChoice(
+                tokens=min(chunk, wish.context),
+                workspace_bytes=round_up(
+                    _resolve(
+                        wish, modes[0], kvs[0].type, min(chunk, wish.context), stride
+                    ).needs.workspace.bytes,
+                    MIB,
+                ),
+            )
+            for chunk in CHUNKS
+        ),
+        ios=ios,
+        look_aheads=ahead,
+        attention_s=bare.attention_s,
+        attention_bytes=round_up(least.needs.attention.bytes, MIB),
+        head_s=rates.multiply.time(sizes.head) / rates.scale(settings.threads),
+        activity_source=activities[modes[0]][1],
+    )
+
+
+def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
+    """Ways to find active neurons that the model has, and whether reads may begin early."""
+    model = wish.model
+    if model.is_smooth and model.predictor is None:
+        return ["none"], ("none",)
+    modes: list[PredictorMode] = []
+    if model.predictor is not None and not wish.exact:
+        modes.append("low-rank")
+    if not model.is_smooth:
+        modes.append("gate")
+    if not modes:
+        return ["none"], ("none",)
+    ahead: tuple[LookAhead, ...] = ("none", "layer") if "low-rank" in modes else ("none",)
+    return modes, ahead
+
+
+def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
+    """fp16, and int8 unless the result may not change."""
+    types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
+    model = wish.model
+    mode: PredictorMode = "none"
+    found = []
+    for kind in types:
+        resolved = _resolve(wish, mode, kind, CHUNKS[0], stride)
+        size = measure_sizes(model, mode, kind, stride).kv_token
+        seconds = model.shape.layers * min(POSITION, wish.context) * size / rates.attend.bytes_s
+        found.append((kind, round_up(resolved.needs.kv.bytes, MIB), seconds))
+    cheapest = min(seconds for _, _, seconds in found)
+    return tuple(
+        KvChoice(type=kind, bytes=size, token_s=seconds - cheapest) for kind, size, seconds in found
+    )
+
+
+def _resolve(
+    wish: Wish, mode: PredictorMode, kv: KvType, chunk: int, stride: int, hot: float = 0.0
+) -> Resolved:
+    values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, stride=stride)
+    values["layers"]["hot"] = hot
+    return resolve_values(values, wish.device, wish.model)
+
+
+def _make_settings(mode: PredictorMode, rates: Rates, kv: KvType, context: int) -> Settings:
+    return Settings(
+        predictor=mode,
+        kv=kv,
+        threads=rates.cores,
+        look_ahead="none",
+        policy="lfu",
+        neuron_s=0.0,
+        clusters=2,
+        cluster=64,
+        position=min(POSITION, context),
+    )
+
+
+def _pose_mode(
+    wish: Wish,
+    rates: Rates,
+    mode: PredictorMode,
+    cache_share: float,
+    activities: Sequence[LayerActivity],
+    groups: Sequence[LayerGroup],
+    stride: int,
+) -> Mode:
+    model = wish.model
+    sizes = measure_sizes(model, mode, "fp16", stride)
+    settings = _make_settings(mode, rates, "int8" if not wish.exact else "fp16", wish.context)
+    cheap = measure_sizes(model, mode, settings.kv, stride)
+    resolved = _resolve(wish, mode, "fp16", CHUNKS[0], stride)
+    lines, fixed, compute, dense = [], [], [], []
+    for group in groups:
+        activity = activities[group.layers[len(group.layers) // 2]]
+        all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0)
+        fixed.append(all_hot.total_s - all_hot.compute_s)
+        compute.append(all_hot.compute_s)
+        missing = [
+            0.0
+            if cache_share == 0.0
+            else cost_layer(
+                rates,
+                sizes,
+                settings,
+                activity,
+                hot=float(share) * (1.0 - cache_share),
+                cold=float(share) * cache_share,
+            ).missing
+            for share in _GRID
+        ]
+        lines.append(_draw_lines(_GRID.tolist(), missing))
+        dense.append(_draw_dense_lines(rates, sizes, settings, activity, model))
+    stream = mode == "none" and cache_share > 0.0 and rates.flash is not None
+    return Mode(
+        predictor=mode,
+        cache_share=cache_share,
+        predictor_bytes=round_up(resolved.needs.predictor.bytes, MIB),
+        least_cold_bytes=0 if cache_share == 0.0 else resolved.needs.cold.bytes,
+        lines=tuple(lines),
+        fixed_s=tuple(fixed),
+        compute_s=tuple(compute),
+        dense_lines=tuple(dense),
+        missing_s=0.0 if mode == "none" else 1.0 / rates.look_up.bytes_s,
+        neuron_s=stride / find_stream_rate(rates.flash) if stream and rates.flash else 0.0,
+    )
+
+
+def _draw_dense_lines(
+    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity, model: Model
+) -> tuple[tuple[float, float], ...]:
+    """The CPU's time over the share that a dense unit computes; empty without such a unit."""
+    if rates.dense is None or model.moe is not None:
+        return ()
+    times = [
+        cost_layer(
+            rates, sizes, settings, activity, hot=1.0, cold=0.0, dense=float(share)
+        ).compute_s
+        for share in _GRID
+    ]
+    return _draw_lines(_GRID.tolist(), times)
+
+
+def _draw_lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Lines through neighbouring points of the lower convex hull."""
+    hull: list[tuple[float, float]] = []
+    for point in zip(xs, ys, strict=True):
+        while len(hull) >= 2 and _turns_down(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return tuple(
+        ((y1 - y0) / (x1 - x0), y0 - (y1 - y0) / (x1 - x0) * x0)
+        for (x0, y0), (x1, y1) in pairwise(hull)
+    )
+
+
+def _turns_down(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]:
+    """Layers by the neurons that would be missing with half of them in memory."""
+    keys = [round(item.used - item.count_within(0.5), 6) for item in activities]
+    kinds = sorted(set(keys))
+    if len(kinds) <= GROUPS:
+        parts = [[n for n, key in enumerate(keys) if key == kind] for kind in kinds]
+    else:
+        order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
+        parts = [part.tolist() for part in np.array_split(np.array(order), GROUPS)]
+    return tuple(LayerGroup(layers=tuple(sorted(part))) for part in parts)
+
+
+def with_wish(problem: Problem, wish: Wish) -> Problem:
+    """The same choices for other limits."""
+    return replace(problem, wish=wish)

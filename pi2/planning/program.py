@@ -1,0 +1,303 @@
+"""The mixed-integer program of a plan, solved with HiGHS by way of scipy.
+
+Continuous: per group of layers the share of neurons that are resident (r), the neurons missing
+(m), the share that a dense unit computes (d), the time of computing (b) and of waiting for flash
+(w).  Binary: one of each kind of choice.  A row that only holds for some choices is relaxed by a
+large number where they are not made.
+
+    minimise   time, or memory
+    time       head + sum over layers of (fixed + b + look-up m + w)
+    memory     everything fixed + predictor + kv + workspace + neurons x stride x sum of r
+    misses     m >= line(r), for the lines of the chosen predictor and cache
+    compute    b >= time of all active neurons; with a dense unit, b >= its time too
+    waiting    w >= time of reading m with the chosen engine - what runs meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.planning.cost import LookAhead
+from pi2.planning.problem import ChunkChoice, KvChoice, Mode, Problem
+from pi2.planning.storage_choice import IoChoice
+
+TIME_LIMIT_S = 60.0
+GAP = 1e-3
+"""Relative distance to the best plan that is good enough."""
+_TIE_S_PER_BYTE = 1e-15
+"""Of two plans that are equally fast, the smaller one: a microsecond for a gigabyte."""
+_TIE_BYTES_PER_S = 1e6
+"""Of two plans that are equally small, the faster one: a megabyte for a second."""
+_CHUNK_S = 2e-6
+"""What a token of a smaller chunk costs prompts, so that larger ones are taken where they fit."""
+
+Floats = npt.NDArray[np.float64]
+Goal = Literal["time", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The choices of the best plan."""
+
+    mode: Mode
+    kv: KvChoice
+    chunk: ChunkChoice
+    io: IoChoice
+    look_ahead: LookAhead
+    resident: tuple[float, ...]
+    """Share of neurons in memory by group of layers."""
+    dense: tuple[float, ...]
+    """Share that a dense unit computes, by group."""
+    token_s: float
+    memory_bytes: float
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows ``low <= a x`` of a program with ``size`` variables."""
+
+    size: int
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lows: list[float] = field(default_factory=list)
+    highs: list[float] = field(default_factory=list)
+
+    def add(self, terms: Mapping[int, float], low: float = -np.inf, high: float = np.inf) -> None:
+        """``low <= sum of coefficient x variable <= high``."""
+        for column, value in terms.items():
+            self.rows.append(len(self.lows))
+            self.columns.append(column)
+            self.values.append(value)
+        self.lows.append(low)
+        self.highs.append(high)
+
+
+class Program:
+    """Variables and rows for a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        groups = len(problem.groups)
+        self._places = 0
+        self._r = self._take(groups)
+        self._m = self._take(groups)
+        self._d = self._take(groups)
+        self._b = self._take(groups)
+        self._w = self._take(groups)
+        self._continuous = self._places
+        self._modes = self._take(len(problem.modes))
+        self._kvs = self._take(len(problem.kvs))
+        self._chunks = self._take(len(problem.chunks))
+        self._ios = self._take(len(problem.ios))
+        self._aheads = self._take(len(problem.look_aheads))
+        self._time, self._time_fixed = self._describe_time()
+        self._memory, self._memory_fixed = self._describe_memory()
+
+    def solve(
+        self, goal: Goal, *, memory_bytes: float | None = None, token_s: float | None = None
+    ) -> Solution | None:
+        """The best plan within the limits; None if there is none.
+
+        UserError P352 without scipy.
+        """
+        optimize, sparse = _import_solver()
+        rows = self._list_rows()
+        if memory_bytes is not None:
+            rows.add(self._memory, high=(memory_bytes - self._memory_fixed) / _MIB)
+        if token_s is not None:
+            rows.add(self._time, high=token_s - self._time_fixed)
+        size = self._places
+        objective = np.zeros(size)
+        scale = {"time": (1.0, _TIE_S_PER_BYTE * _MIB), "memory": (_TIE_BYTES_PER_S / _MIB, 1.0)}
+        for terms, weight in zip((self._time, self._memory), scale[goal], strict=True):
+            for column, value in terms.items():
+                objective[column] += weight * value
+        for place, chunk in zip(self._chunks, self._problem.chunks, strict=True):
+            objective[place] += scale[goal][0] * _CHUNK_S * (1024 - chunk.tokens)
+        matrix = sparse.csr_matrix(
+            (rows.values, (rows.rows, rows.columns)), shape=(len(rows.lows), size)
+        )
+        low, high = self._find_bounds()
+        integrality = np.zeros(size)
+        integrality[self._continuous :] = 1
+        result = optimize.milp(
+            objective,
+            integrality=integrality,
+            bounds=optimize.Bounds(low, high),
+            constraints=optimize.LinearConstraint(matrix, rows.lows, rows.highs),
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+        )
+        return None if result.x is None else self._read(result.x)
+
+    def _take(self, count: int) -> range:
+        start = self._places
+        self._places += count
+        return range(start, start + count)
+
+    def _find_bounds(self) -> tuple[Floats, Floats]:
+        low, high = np.zeros(self._places), np.ones(self._places)
+        high[self._m.start : self._m.stop] = self._problem.neurons
+        high[self._b.start : self._w.stop] = np.inf
+        if self._problem.rates.dense is None:
+            high[self._d.start : self._d.stop] = 0.0
+        return low, high
+
+    def _describe_time(self) -> tuple[dict[int, float], float]:
+        problem = self._problem
+        terms: dict[int, float] = {}
+        for group, b, w in zip(problem.groups, self._b, self._w, strict=True):
+            terms[b] = terms[w] = float(group.count)
+        for place, mode in zip(self._modes, problem.modes, strict=True):
+            terms[place] = sum(
+                group.count * seconds
+                for group, seconds in zip(problem.groups, mode.fixed_s, strict=True)
+            )
+        for place, kv in zip(self._kvs, problem.kvs, strict=True):
+            terms[place] = kv.token_s
+        look_up_s = max((mode.missing_s for mode in problem.modes), default=0.0)
+        for group, m in zip(problem.groups, self._m, strict=True):
+            terms[m] = group.count * look_up_s
+        return terms, problem.head_s
+
+    def _describe_memory(self) -> tuple[dict[int, float], float]:
+        """In MiB: solvers like numbers of similar size."""
+        problem = self._problem
+        terms: dict[int, float] = {}
+        for group, r in zip(problem.groups, self._r, strict=True):
+            terms[r] = group.count * problem.neurons * problem.stride / _MIB
+        for place, mode in zip(self._modes, problem.modes, strict=True):
+            terms[place] = mode.predictor_bytes / _MIB
+        for place, kv in zip(self._kvs, problem.kvs, strict=True):
+            terms[place] = kv.bytes / _MIB
+        for place, chunk in zip(self._chunks, problem.chunks, strict=True):
+            terms[place] = chunk.workspace_bytes / _MIB
+        # Sizes are written in whole MiB, rounded up: hot, and the cache.
+        return terms, float(problem.fixed_bytes + 2 * _MIB)
+
+    def _list_rows(self) -> _Rows:
+        problem = self._problem
+        rows = _Rows(self._places)
+        for kind in (self._modes, self._kvs, self._chunks, self._ios, self._aheads):
+            rows.add(dict.fromkeys(kind, 1.0), low=1.0, high=1.0)
+        for mode, place in zip(problem.modes, self._modes, strict=True):
+            self._add_misses(rows, mode, place)
+            self._add_waiting(rows, mode, place)
+            if mode.predictor != "low-rank":
+                for ahead, other in zip(problem.look_aheads, self._aheads, strict=True):
+                    if ahead != "none":
+                        rows.add({place: 1.0, other: 1.0}, high=1.0)
+        for number in range(len(problem.groups)):
+            self._add_compute(rows, number)
+        return rows
+
+    def _add_misses(self, rows: _Rows, mode: Mode, place: int) -> None:
+        """m >= slope r + offset if the mode is chosen."""
+        problem, large = self._problem, float(self._problem.neurons)
+        for lines, r, m in zip(mode.lines, self._r, self._m, strict=True):
+            for slope, offset in lines:
+                rows.add({m: 1.0, r: -slope, place: -large}, low=offset - large)
+            if mode.cache_share == 0.0:
+                rows.add({r: 1.0, place: -1.0}, low=0.0)  # everything stays
+        if mode.least_cold_bytes:
+            layer = problem.neurons * problem.stride
+            terms = {
+                r: group.count * mode.cache_share * layer / _MIB
+                for group, r in zip(problem.groups, self._r, strict=True)
+            }
+            needed = mode.least_cold_bytes / _MIB
+            rows.add({**terms, place: -needed}, low=0.0)
+
+    def _add_compute(self, rows: _Rows, number: int) -> None:
+        """b is the longer one of the CPU's and the dense unit's time; d is not above what stays."""
+        problem, b, d = self._problem, self._b[number], self._d[number]
+        for mode, place in zip(problem.modes, self._modes, strict=True):
+            lines = mode.dense_lines[number]
+            if not lines:
+                rows.add({b: 1.0, place: -mode.compute_s[number]}, low=0.0)
+                continue
+            for slope, offset in lines:
+                large = mode.compute_s[number]
+                rows.add({b: 1.0, d: -slope, place: -large}, low=offset - large)
+        if problem.rates.dense is not None:
+            unit = problem.rates.dense
+            neuron = 3 * problem.wish.model.shape.hidden / 2  # 4 bits, one scale for a row
+            rows.add({b: 1.0, d: -problem.neurons * neuron / unit.bytes_s}, low=unit.launch_s)
+            share = min(1.0 - mode.cache_share for mode in problem.modes if mode.cache_share < 1.0)
+            rows.add({self._r[number]: share, d: -1.0}, low=0.0)
+
+    def _add_waiting(self, rows: _Rows, mode: Mode, place: int) -> None:
+        """w >= reading - what runs meanwhile, for every engine and every way of looking ahead."""
+        problem = self._problem
+        latency = 0.0 if problem.rates.flash is None else problem.rates.flash.latency_s
+        if mode.cache_share == 0.0:
+            return
+        for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
+            most = max((offset for _, offset in mode.lines[number]), default=0.0)
+            for io, io_place in zip(problem.ios, self._ios, strict=True):
+                neuron_s = mode.neuron_s or io.neuron_s
+                large = most * neuron_s + latency
+                for ahead, ahead_place in zip(problem.look_aheads, self._aheads, strict=True):
+                    hidden = problem.attention_s if ahead != "none" else 0.0
+                    late_s = 0.0
+                    if ahead == "none" and mode.predictor != "none":
+                        # The last of two clusters is computed when reading is over.
+                        late_s = mode.compute_s[number] / max(_count_used(mode, number), 1.0) / 2
+                    rows.add(
+                        {
+                            w: 1.0,
+                            b: 1.0,
+                            m: -(neuron_s + late_s),
+                            place: -large,
+                            io_place: -large,
+                            ahead_place: -large,
+                        },
+                        low=latency - hidden - 3 * large,
+                    )
+
+    def _read(self, x: Floats) -> Solution:
+        problem = self._problem
+
+        def pick(places: Sequence[int]) -> int:
+            return int(np.argmax([x[place] for place in places]))
+
+        time_s = sum(value * x[column] for column, value in self._time.items())
+        memory = sum(value * x[column] for column, value in self._memory.items())
+        return Solution(
+            mode=problem.modes[pick(self._modes)],
+            kv=problem.kvs[pick(self._kvs)],
+            chunk=problem.chunks[pick(self._chunks)],
+            io=problem.ios[pick(self._ios)],
+            look_ahead=problem.look_aheads[pick(self._aheads)],
+            resident=tuple(float(min(max(x[place], 0.0), 1.0)) for place in self._r),
+            dense=tuple(float(min(max(x[place], 0.0), 1.0)) for place in self._d),
+            token_s=float(time_s) + self._time_fixed,
+            memory_bytes=float(memory) * _MIB + self._memory_fixed,
+        )
+
+
+_MIB = float(1 << 20)
+
+
+def _count_used(mode: Mode, number: int) -> float:
+    """Neurons that a token uses: what is missing with nothing in memory."""
+    return max((offset for _, offset in mode.lines[number]), default=0.0)
+
+
+def _import_solver() -> tuple[Any, Any]:
+    """scipy's modules; UserError P352 without them."""
+    try:
+        from scipy import optimize, sparse
+    except ImportError:
+        raise UserError.of(
+            "P352",
+            "scipy is not installed, whose solver finds plans",
+            help="pip install 'pi2[plan]'",
+        ) from None
+    return optimize, sparse

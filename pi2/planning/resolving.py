@@ -1,0 +1,54 @@
+"""Plans that have no file yet: their values, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pi2.diagnostics import UserError
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+from pi2.plan.plan import Plan, Segments
+from pi2.plan.quantities import format_bytes
+from pi2.plan.resolved import Resolved, lay_out_plan_bundle, resolve_layers
+
+if TYPE_CHECKING:
+    from pi2.planning.wish import Wish
+
+
+def make_plan_values(
+    wish: Wish, *, predictor: str, kv: str, chunk: int, stride: int
+) -> dict[str, Any]:
+    """A plan without sizes; UserError P026 for a device without a CPU."""
+    unit = next((name for name, item in wish.device.units.items() if item.kind == "cpu"), None)
+    if unit is None:
+        raise UserError.of(
+            "P026",
+            f"the device {wish.device.id} has no CPU",
+            help="add a unit of the kind cpu to the device",
+        )
+    return {
+        "schema_version": 1,
+        "device": wish.device.id,
+        "model": wish.model.id,
+        "store": f"stores/{wish.model.id}",
+        "memory": {"budget": "1 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
+        "bundle": {"stride": format_bytes(stride)},
+        "layers": {"split": {unit: 1.0}, "hot": 0.0},
+        "prefill": {"chunk": chunk},
+        "decode": {"predictor": predictor},
+        "kv": {"type": kv, "context": wish.context},
+    }
+
+
+def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> Resolved:
+    """Put a plan's values, its device and its model together."""
+    plan = Plan.model_validate_json(json.dumps(values))
+    return Resolved(
+        plan=plan,
+        device=device,
+        model=model,
+        layers=resolve_layers(plan, model),
+        bundle=lay_out_plan_bundle(plan, model),
+    )

@@ -1,0 +1,126 @@
+"""A planned plan as TOML that an author can edit: every choice with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pi2.plan.quantities import approximate_bytes
+from pi2.plan.sizes import count_ffn_bytes
+from pi2.plan.toml_text import write_key, write_value
+from pi2.planning.cost import Cost
+from pi2.planning.planner import PlannedPlan
+
+_SEGMENTS = {
+    "runtime": "Python and libraries",
+    "attention": "embeddings, attention, norms",
+    "kv": "keys and values of the context",
+    "predictor": "what finds the active neurons",
+    "hot": "neurons that stay",
+    "cold": "cache of the others",
+    "workspace": "activations and staging",
+}
+
+
+def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
+    """The document's text; references as they are to stand in it.  The same wish, device, model
+    and statistics give the same text."""
+    values = planned.values
+    lines = [f"# {line}" if line else "#" for line in describe_choices(planned)]
+    lines += [
+        "schema_version = 1",
+        f"name = {write_value(name)}",
+        f"device = {write_value(device)}",
+        f"model = {write_value(model)}",
+        f"store = {write_value(store)}  # relative to this file",
+        f"backends = {write_value(_choose_backends(planned))}",
+        "",
+        "[memory]",
+        f"budget = {write_value(values['memory']['budget'])}  # the whole process stays below it",
+        "",
+        "[memory.segments]",
+    ]
+    for key, remark in _SEGMENTS.items():
+        lines.append(f"{key} = {write_value(values['memory']['segments'][key])}  # {remark}")
+    used = planned.resolved.bundle.used_bytes
+    lines += ["", "[bundle]"]
+    lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
+    lines += _write_layers(values["layers"])
+    for table in ("io", "prefill", "decode", "kv"):
+        lines += ["", f"[{table}]"]
+        lines += [f"{write_key(key)} = {write_value(item)}" for key, item in values[table].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
+    yield from ("", "[layers]")
+    yield f"split = {write_value(layers['split'])}"
+    yield f"hot = {write_value(layers['hot'])}  # share of neurons that stay"
+    for override in layers.get("overrides", ()):
+        yield from ("", "[[layers.overrides]]")
+        for key, item in override.items():
+            yield f"{key} = {write_value(item)}"
+
+
+def _choose_backends(planned: PlannedPlan) -> dict[str, str]:
+    """The cpu backend; plans that use other units can be simulated and dry-run."""
+    units = planned.resolved.device.units
+    kinds = {units[name].kind for layer in planned.resolved.layers for name in layer.split}
+    if kinds == {"cpu"}:
+        return {"cpu": "cpu"}
+    return dict.fromkeys(sorted(kinds), "null")
+
+
+def describe_choices(planned: PlannedPlan) -> Iterator[str]:
+    """What was chosen, and what it is expected to do, line by line."""
+    cost, solution, resolved = planned.cost, planned.solution, planned.resolved
+    plan, segments = resolved.plan, resolved.plan.memory.segments
+    yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
+    yield from describe_cost(cost)
+    whole = count_ffn_bytes(resolved)
+    if segments.hot >= whole:
+        yield f"All neurons stay in memory: {approximate_bytes(whole)}."
+    else:
+        yield (
+            f"Of {approximate_bytes(whole)} of neurons, {approximate_bytes(segments.hot)} stay and "
+            f"{approximate_bytes(segments.cold)} are a cache; the others are read when used."
+        )
+        yield (
+            f"Reads: {plan.io.engine}, "
+            + (
+                f"{plan.io.depth} in flight"
+                if plan.io.engine == "io_uring"
+                else f"{plan.io.threads} threads"
+            )
+            + f": {solution.io.neuron_s * 1e6:.1f} us a neuron, the fastest that was measured."
+        )
+    if len({layer.hot for layer in resolved.layers}) > 1:
+        yield "Layers whose activity is spread more widely keep more neurons."
+    yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
+    if plan.decode.look_ahead != "none":
+        yield "Reads begin a layer ahead, so that they are hidden behind more work."
+    if plan.kv.type == "int8":
+        yield "Keys and values take 8 bits: what that saves holds neurons."
+
+
+def describe_cost(cost: Cost) -> Iterator[str]:
+    """Predicted figures and what takes the time."""
+    waits = sum(layer.wait_s for layer in cost.layers)
+    yield (
+        f"Predicted: {cost.tokens_s:.3g} tokens/s; {cost.token_s * 1e3:.1f} ms a token, "
+        f"{waits * 1e3:.1f} ms of it waiting for flash."
+    )
+    prefill = "unknown" if cost.prefill_tokens_s is None else f"{cost.prefill_tokens_s:.3g}"
+    yield (
+        f"Prompts {prefill} tokens/s, {approximate_bytes(cost.memory_bytes)} of memory, "
+        f"{cost.hit_rate:.1%} of the neurons used are in it."
+    )
+    yield f"Activity of neurons: {cost.activity}."
+
+
+def _describe_predictor(mode: str) -> str:
+    return {
+        "none": "every neuron is computed",
+        "gate": "all gates are computed first, which is exact",
+        "low-rank": "trained predictors name them",
+    }[mode]

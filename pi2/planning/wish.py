@@ -1,0 +1,32 @@
+"""What somebody wants a plan for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+
+Objective = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Limits, what to make the best of within them, and what the plan is for."""
+
+    device: Device
+    model: Model
+    memory_bytes: int | None = None
+    """Highest resident set of the process."""
+    tokens_s: float | None = None
+    """Lowest speed of generation."""
+    objective: Objective = "speed"
+    context: int = 4096
+    """Tokens of prompt and answer together."""
+    exact: bool = False
+    """Only choices that do not change the result: all gates, fp16 keys and values, no looking
+    ahead."""
+    store: Path | None = None
+    """Neuron store whose activations count, where there is one."""

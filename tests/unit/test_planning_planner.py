@@ -1,0 +1,272 @@
+"""`pi2 plan`: from a wish to a plan that validates, and impossible wishes explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.plan.check import check_plan
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+from pi2.planning.cost import cost_resolved
+from pi2.planning.documents import read_document
+from pi2.planning.planner import PlannedPlan, plan, trace_pareto
+from pi2.planning.problem import _draw_lines
+from pi2.planning.rates import read_rates
+from pi2.planning.resolving import resolve_values
+from pi2.planning.text import write_planned
+from pi2.planning.wish import Wish
+
+pytest.importorskip("scipy")
+GIB, MIB = 1 << 30, 1 << 20
+DEVICE = {
+    "schema_version": 1,
+    "id": "box",
+    "units": {
+        "cpu": {
+            "kind": "cpu",
+            "clusters": [{"id": "cores", "cores": 4}],
+            "read_bandwidth": {"value": "20 GB/s", "status": "estimated", "source": "a test"},
+            "compute": [
+                {
+                    "giga_ops": 200,
+                    "precision": "int8",
+                    "status": "estimated",
+                    "source": "a test",
+                }
+            ],
+        }
+    },
+    "storage": {
+        "block_size": "512 B",
+        "reads": [
+            {
+                "pattern": "sequential",
+                "block": "1 MiB",
+                "rate": "1 GB/s",
+                "status": "estimated",
+                "source": "a test",
+            },
+            {
+                "pattern": "random",
+                "block": "8 KiB",
+                "rate": "100 MB/s",
+                "threads": 1,
+                "depth": 8,
+                "status": "estimated",
+                "source": "a test",
+            },
+            {
+                "pattern": "random",
+                "block": "8 KiB",
+                "rate": "300 MB/s",
+                "threads": 1,
+                "depth": 64,
+                "status": "estimated",
+                "source": "a test",
+            },
+        ],
+    },
+}
+
+
+def make_device(changes: Mapping[str, Any] | None = None) -> Device:
+    return Device.model_validate_json(json.dumps({**DEVICE, **(changes or {})}))
+
+
+def read_model(name: str) -> Model:
+    document = read_document(name, "model").document
+    assert isinstance(document, Model)
+    return document
+
+
+def make_wish(**changes: Any) -> Wish:
+    wish = Wish(device=make_device(), model=read_model("bamboo-7b"), memory_bytes=3 * GIB)
+    return dataclasses.replace(wish, **changes)
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlannedPlan:
+    return plan(make_wish())
+
+
+def test_the_memory_is_kept_and_used(planned: PlannedPlan) -> None:
+    segments = planned.resolved.plan.memory.segments
+    total = sum(getattr(segments, name) for name in type(segments).model_fields)
+    assert 3 * GIB - 64 * MIB < total <= 3 * GIB
+
+
+def test_the_fastest_reads_are_chosen(planned: PlannedPlan) -> None:
+    io = planned.resolved.plan.io
+    assert (io.engine, io.depth) == ("io_uring", 64)
+
+
+def test_the_program_and_the_cost_model_agree(planned: PlannedPlan) -> None:
+    assert planned.solution.token_s == pytest.approx(planned.cost.token_s, rel=0.1)
+
+
+def test_the_text_validates_and_is_the_same_every_time(
+    planned: PlannedPlan, tmp_path: Path
+) -> None:
+    def write(item: PlannedPlan) -> str:
+        return write_planned(
+            item, device="./box.device.toml", model="bamboo-7b", store="stores/x", name="A plan"
+        )
+
+    text = write(planned)
+    assert text == write(plan(make_wish()))
+    assert all(len(line) <= 120 for line in text.splitlines())
+    from pi2.plan.writing import write_document
+
+    (tmp_path / "box.device.toml").write_text(write_document(make_device()))
+    report = check_plan(tmp_path / "my.plan.toml", text=text)
+    assert report.resolved is not None, report.diagnostics
+    assert not report.diagnostics
+
+
+def test_no_random_plan_within_the_memory_is_faster(planned: PlannedPlan) -> None:
+    """Twenty plans that spend the memory otherwise."""
+    random = np.random.default_rng(0)
+    rates, wish = read_rates(make_device()), planned.wish
+    tried = 0
+    while tried < 20:
+        values = json.loads(json.dumps(planned.values))
+        values["layers"] = {"split": {"cpu": 1.0}, "hot": round(float(random.uniform(0, 0.5)), 3)}
+        values["kv"]["type"] = str(random.choice(["fp16", "int8"]))
+        values["decode"]["predictor"] = str(random.choice(["gate", "low-rank"]))
+        values["decode"]["look_ahead"] = "none"
+        values["io"]["depth"] = int(random.choice([8, 64]))
+        values["prefill"]["chunk"] = int(random.choice([32, 128]))
+        resolved = resolve_values(values, wish.device, wish.model)
+        needs = dict(resolved.needs.items())
+        spent = 160 * MIB + sum(item.bytes for name, item in needs.items() if name != "cold")
+        cold = 3 * GIB - spent
+        if cold < needs["cold"].bytes:
+            continue
+        values["memory"]["segments"]["cold"] = f"{cold} B"
+        cost = cost_resolved(resolve_values(values, wish.device, wish.model), rates)
+        assert planned.cost.token_s <= cost.token_s * 1.001, values
+        tried += 1
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [item.cost.tokens_s for item in trace_pareto(make_wish(memory_bytes=None), 4)]
+    assert len(speeds) == 4
+    assert all(b >= a * 0.999 for a, b in itertools.pairwise(speeds))
+    assert speeds[-1] > 1.5 * speeds[0]
+
+
+def test_a_speed_is_reached_with_as_little_memory_as_possible() -> None:
+    slow = plan(make_wish(memory_bytes=None, tokens_s=3.0))
+    fast = plan(make_wish(memory_bytes=None, tokens_s=6.0))
+    assert slow.cost.tokens_s >= 3.0 * 0.95 and fast.cost.tokens_s >= 6.0 * 0.95
+    budgets = [item.resolved.plan.memory.budget for item in (slow, fast)]
+    assert budgets[0] < budgets[1]
+
+
+def test_exact_plans_change_no_result() -> None:
+    found = plan(make_wish(exact=True, memory_bytes=6 * GIB)).resolved.plan
+    assert (found.decode.predictor, found.kv.type, found.decode.look_ahead) == (
+        "gate",
+        "fp16",
+        "none",
+    )
+
+
+def test_a_smooth_model_is_computed_whole() -> None:
+    found = plan(make_wish(model=read_model("mistral-7b"), memory_bytes=3 * GIB))
+    assert found.resolved.plan.decode.predictor == "none"
+    assert found.resolved.plan.memory.segments.cold == 0
+    assert 0.0 < found.resolved.layers[0].hot < 1.0
+
+
+def test_an_npu_gets_neurons_where_it_is_faster() -> None:
+    document = read_document("oneplus-12", "device").document
+    assert isinstance(document, Device)
+    found = plan(make_wish(device=document, memory_bytes=4 * GIB))
+    shares = [layer.split.get("npu", 0.0) for layer in found.resolved.layers]
+    hots = [layer.hot for layer in found.resolved.layers]
+    assert max(shares) > 0.0
+    assert all(share <= hot + 1e-9 for share, hot in zip(shares, hots, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory_bytes": 600 * MIB}, ["at least", "--memory"]),
+        ({"memory_bytes": None, "tokens_s": 1000.0}, ["the most", "--speed"]),
+        ({"memory_bytes": 3 * GIB, "tokens_s": 7.0}, ["within 3 GiB", "--speed", "--memory"]),
+    ],
+)
+def test_an_impossible_wish_names_the_nearest(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(make_wish(**changes))
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P350"
+    for word in words:
+        assert word in f"{finding.message} {finding.help}"
+
+
+def test_the_nearest_wish_can_be_fulfilled() -> None:
+    with pytest.raises(UserError) as caught:
+        plan(make_wish(memory_bytes=600 * MIB))
+    help_text = caught.value.diagnostics[0].help or ""
+    size = int(help_text.split("'")[1].removesuffix(" MiB")) * MIB
+    assert plan(make_wish(memory_bytes=size)).resolved.plan.memory.budget == size
+
+
+def test_a_device_without_read_rates_says_how_to_measure_them() -> None:
+    device = make_device({"storage": {}})
+    with pytest.raises(UserError) as caught:
+        plan(make_wish(device=device, memory_bytes=2 * GIB))
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P351"
+    assert "storage.reads" in finding.message and "pi2 probe" in (finding.help or "")
+    found = plan(make_wish(device=device, memory_bytes=8 * GIB))
+    assert found.resolved.layers[0].hot == 1.0, "no reads are needed where everything stays"
+
+
+def test_lines_lie_below_the_curve_and_touch_it() -> None:
+    xs = [0.0, 0.25, 0.5, 0.75, 1.0]
+    ys = [100.0, 40.0, 30.0, 5.0, 0.0]
+    lines = _draw_lines(xs, ys)
+    below = [max(slope * x + offset for slope, offset in lines) for x in xs]
+    assert all(a <= b + 1e-9 for a, b in zip(below, ys, strict=True))
+    assert below[0] == 100.0 and below[-1] == pytest.approx(0.0)
+
+
+def test_the_command_writes_a_plan_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.plan.toml"
+    arguments = ["plan", "--device", "oneplus-12", "--model", "bamboo-7b"]
+    assert run([*arguments, "--memory", "4GiB", "-o", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "Predicted:" in printed.out and "tokens/s" in printed.out
+    assert run(["validate", str(path)]) == 0
+    assert run([*arguments, "--memory", "4GiB", "-o", str(path)]) == 2, "nothing is overwritten"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--memory", "3 parsecs"], "P105"),
+        (["--speed", "fast"], "P105"),
+        (["--memory", "100MiB"], "P350"),
+        (["--memory", "4GiB", "-o", "my.toml"], "P009"),
+    ],
+)
+def test_wishes_that_are_no_wishes(
+    arguments: list[str], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--device", "oneplus-12", "--model", "bamboo-7b", *arguments]) != 0
+    assert code in capsys.readouterr().err
