@@ -91,7 +91,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "inherit-of-a-number.plan.toml": ("P024", 3, 22),
     "inherit-wrong-word.plan.toml": ("P104", 3, 28),
     "inherited-array.device.toml": ("P104", 7, 9),
-    "inherited-rule.plan.toml": ("P202", 5, 13),
+    "inherited-rule.plan.toml": ("P235", 41, 9, "parts/base.plan.toml"),
     "inline-and-header.plan.toml": ("P011", 47, 1),
     "key-under-wrong-table.plan.toml": ("P101", 25, 1),
     "kv-too-small.plan.toml": ("P202", 13, 6),
