@@ -88,6 +88,8 @@ class LayerOverride(Table):
 
     select: Selector
     """Which layers, such as ``"0-7,28-31"``."""
+    id: Identifier | None = None
+    """Name by which a plan that extends this one changes this exception, or removes it."""
     split: Split | None = None
     """Replaces ``layers.split``."""
     hot: Share | None = None

@@ -140,6 +140,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "rests-on-claims.plan.toml": ("P403", 2, 10),
     "reversed-range.plan.toml": ("P212", 27, 10),
     "same-cluster-twice.device.toml": ("P252", 8, 12),
+    "same-override-twice.plan.toml": ("P215", 33, 6),
     "same-reads-twice.device.toml": ("P256", 28, 1),
     "self-reference.plan.toml": ("P014", 2, 10),
     "serial-number.device.toml": ("P411", 26, 10),

@@ -113,6 +113,23 @@ def test_entries_with_an_id_merge_by_it(base: Path) -> None:
     assert list(device.units) == ["cpu"]
 
 
+def test_overrides_with_an_id_are_changed_and_removed_by_it(base: Path) -> None:
+    folder = base.parents[1]
+    text = '[[layers.overrides]]\nid = "{}"\nselect = "{}"\nhot = {}\n'
+    entries = text.format("first", "0-1", 0.1) + text.format("last", "7", 0.15)
+    head = 'extends = ["common/base.plan.toml"]\n'
+    write(folder / "named.plan.toml", head + entries)
+    named = 'extends = ["named.plan.toml"]\n'
+    change = '[[layers.overrides]]\nid = "last"\nhot = 0.2\n'
+    mine = load_plan(write(folder / "my.plan.toml", named + change))
+    assert [layer.hot for layer in mine.layers][-2:] == [0.2, 0.2]
+    assert [item.select for item in mine.plan.layers.overrides] == ["0-1", "7"]
+    mine = load_plan(
+        write(folder / "my.plan.toml", named + 'remove = ["layers.overrides.first"]\n')
+    )
+    assert [item.id for item in mine.plan.layers.overrides] == ["last"]
+
+
 def test_later_documents_are_stronger(base: Path) -> None:
     folder = base.parents[1]
     write(folder / "slow.toml", "io.threads = 1\nprefill.chunk = 32\n")
