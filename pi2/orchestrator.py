@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from pi2.backends.protocol import Backend, BuildRequest, Executor
+from pi2.backends.protocol import Backend, BuildRequest, Executor, Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
@@ -26,7 +27,7 @@ from pi2.machine import (
     detect_machine,
     list_allowed_cores,
 )
-from pi2.memory.budget import PAGE, Budget
+from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
 from pi2.memory.frequency import expect_uses
@@ -36,9 +37,9 @@ from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
-from pi2.plan.tensor_names import EMBEDDING
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
+from pi2.store.dense_reader import read_tensors
 from pi2.store.reader import NeuronStore
 
 U8 = npt.NDArray[np.uint8]
@@ -118,7 +119,6 @@ def build(
         staging = allocate_staging(resolved, budget)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)
-        load_dense(request)
         feed_forward = FeedForward(
             executor,
             cache,
@@ -254,14 +254,8 @@ def describe_build(
     progress: Progress,
 ) -> BuildRequest:
     """Gather what the backend needs, and count the mapped tensors in their segments."""
-    tensors = store.tensors if store is not None else {}
     mode = resolved.plan.decode.predictor
-    for name, tensor in tensors.items():
-        size = tensor.weights.nbytes + (tensor.scales.nbytes if tensor.scales is not None else 0)
-        if ".predictor" not in name:
-            budget.charge("attention", size)
-        elif mode == "low-rank":
-            budget.charge("predictor", size)
+    tensors = {} if store is None else load_dense(store, mode, budget, progress)
     gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
@@ -291,6 +285,24 @@ def describe_build(
         progress=progress,
         cores=bound,
     )
+
+
+def load_dense(
+    store: NeuronStore, mode: str, budget: Budget, progress: Progress
+) -> Mapping[str, Tensor]:
+    """Read the tensors that are used into their segments; the others stay mapped."""
+    predictors = [name for name in store.tensors if ".predictor" in name]
+    others = [name for name in store.tensors if ".predictor" not in name]
+    loaded = dict(store.tensors)
+    for segment, names in (("attention", others), ("predictor", predictors)):
+        if segment == "attention" or mode == "low-rank":
+            loaded |= read_tensors(
+                store,
+                names,
+                partial(budget.allocate, segment),
+                lambda share: progress("loading dense tensors", share),
+            )
+    return loaded
 
 
 def allocate_gate_rows(
@@ -376,14 +388,6 @@ def load_neurons(
                 if request.gate_biases is not None:
                     request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
         progress("loading neurons", (layer + 1) / layers)
-
-
-def load_dense(request: BuildRequest) -> None:
-    """Bring mapped tensors into memory, in long reads: the first tokens would wait for every page
-    of them.  Rows of the embedding are taken one by one, when a token needs them."""
-    for name, tensor in request.tensors.items():
-        if name != EMBEDDING or request.model.tied_head:
-            tensor.weights.reshape(-1).view(np.uint8)[::PAGE].max(initial=0)
 
 
 def report_build(

@@ -173,44 +173,59 @@ def measure_row(arguments: argparse.Namespace) -> None:
 def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Make the store unless it is there; returns it, and a plan with everything in memory."""
     store: Path = arguments.store or arguments.cache / f"{row.model}-skew-{arguments.skew:g}"
-    plan = arguments.cache / f"{store.name}.plan.toml"
-    if not (store / "manifest.json").is_file() or not plan.is_file():
-        arguments.cache.mkdir(parents=True, exist_ok=True)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    if not (store / "manifest.json").is_file():
         command = [sys.executable, str(ROOT / "tools" / "synthesize.py"), row.model, str(store)]
-        skew = arguments.skew
-        if arguments.store is not None:
-            skew = json.loads((store / "synthesis.json").read_text("utf-8"))["skew"]
-        command += ["--skew", str(skew), "--plan", str(plan), "--tokens", "32"]
+        command += ["--skew", str(arguments.skew), "--tokens", "32"]
         done = subprocess.run(command, check=False)
         if done.returncode:
             raise SystemExit(done.returncode)
+    plan = arguments.cache / f"{store.name}.plan.toml"
+    write_row_plan(row, store, plan, None)
     return store, plan
+
+
+def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
+    """Write a plan for ``memory`` bytes, or with everything in memory."""
+    from pi2.importing.synthesis.plan_file import PlanWish, write_plan
+    from pi2.plan.check import check_file
+    from pi2.plan.device import Device
+    from pi2.plan.model import Model
+    from pi2.plan.references import find_document
+    from pi2.store.manifest import read_manifest
+
+    model_file = find_document(row.model, "model", Path())
+    model = check_file(model_file).document
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(model, Model) and isinstance(device, Device)
+    write_plan(
+        plan,
+        model=model,
+        model_file=model_file,
+        device=device,
+        store=store,
+        bundle=read_manifest(store).bundle.layout,
+        store_bytes=count_bytes(store),
+        wish=PlanWish(memory=memory, context=CONTEXT),
+    )
+
+
+def count_bytes(store: Path) -> int:
+    """Size of a store."""
+    return sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
 
 
 def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
     """The limit in bytes, and a plan with that budget."""
-    from pi2.importing.synthesis.plan_file import PlanWish, write_plan
-    from pi2.plan.references import find_document
-
     resolved = load_plan(whole)
     segments = resolved.plan.memory.segments
-    store_bytes = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     if row.limit < 0:
         limit = resolved.plan.memory.budget + int(segments.hot * (-row.limit - 1))
     else:
-        limit = int(row.limit * store_bytes) if row.limit < 1 else int(row.limit)
+        limit = int(row.limit * count_bytes(store)) if row.limit < 1 else int(row.limit)
     limit = limit >> 20 << 20
     plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
-    write_plan(
-        plan,
-        model=resolved.model,
-        model_file=find_document(row.model, "model", Path()),
-        device=resolved.device,
-        store=store,
-        bundle=resolved.bundle,
-        store_bytes=store_bytes,
-        wish=PlanWish(memory=limit, context=CONTEXT),
-    )
+    write_row_plan(row, store, plan, limit)
     # What this program's libraries take was measured; all else of a margin is for neurons.
     written = load_plan(plan).plan.memory.segments
     saved = max(0, written.runtime - RUNTIME_BYTES)

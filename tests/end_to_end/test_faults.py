@@ -60,6 +60,14 @@ def test_a_store_cut_while_it_runs_ends_the_generation(plan: Path, engine: str) 
         expect_code(caught, "P620")
 
 
+def test_dense_tensors_cut_while_it_runs_do_no_harm(plan: Path) -> None:
+    with pi2.load(plan) as model:
+        expected = generate(model)
+    with pi2.load(plan) as model:
+        os.truncate(store_of(plan) / "dense.arrow", 100)
+        assert generate(model) == expected
+
+
 def test_a_store_replaced_while_it_runs_does_no_harm(plan: Path) -> None:
     with pi2.load(plan) as model:
         expected = generate(model)

@@ -1,0 +1,102 @@
+"""Reads dense tensors of a store into memory of the caller's.
+
+Unlike mapped ones they stay there whatever becomes of the file: one that is cut while a run goes on
+does not end the process, and the system cannot take pages away that every token needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import Tensor
+from pi2.diagnostics import UserError
+from pi2.plan.layout import GROUP, round_up
+from pi2.store.manifest import DENSE_FILE, StoredTensor
+from pi2.store.reader import NeuronStore
+
+U8 = npt.NDArray[np.uint8]
+
+ALIGNMENT = 64
+"""Bytes; every tensor begins at a multiple of it."""
+_PIECE_BYTES = 4 << 20
+
+
+def read_tensors(
+    store: NeuronStore,
+    names: Iterable[str],
+    allocate: Callable[[int], U8],
+    progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, Tensor]:
+    """Read the tensors ``names`` into one region of ``allocate(size)``, uint8 [size], aligned.
+
+    Raises `UserError` P506 if the file is too short, P508 if it cannot be read.
+    """
+    entries = {tensor.name: tensor for tensor in store.manifest.tensors}
+    wanted = [entries[name] for name in names]
+    sizes = [round_up(sum(count_bytes(tensor)), ALIGNMENT) for tensor in wanted]
+    region = allocate(sum(sizes))
+    path, result, done = store.path / DENSE_FILE, dict[str, Tensor](), 0
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+    try:
+        for tensor, size in zip(wanted, sizes, strict=True):
+            weights_bytes, scales_bytes = count_bytes(tensor)
+            weights = region[done : done + weights_bytes]
+            scales = region[done + weights_bytes : done + weights_bytes + scales_bytes]
+            _read(fd, path, weights, tensor.weights_offset)
+            _read(fd, path, scales, tensor.scales_offset)
+            result[tensor.name] = _view(tensor, weights, scales)
+            done += size
+            progress(done / len(region))
+    finally:
+        os.close(fd)
+    return result
+
+
+def count_bytes(tensor: StoredTensor) -> tuple[int, int]:
+    """Bytes of a tensor's weights, and of its scales."""
+    if tensor.precision == "fp32":
+        return 4 * tensor.rows * tensor.length, 0
+    return tensor.rows * tensor.dense.row_weight_bytes, tensor.rows * tensor.dense.row_scale_bytes
+
+
+def _view(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
+    rows, length = tensor.rows, tensor.length
+    if tensor.precision == "fp32":
+        values: npt.NDArray[np.generic] = weights.view(np.float32).reshape(rows, length)
+        return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
+    return Tensor(
+        name=tensor.name,
+        rows=rows,
+        length=length,
+        precision=tensor.precision,
+        weights=weights.reshape(rows, -1),
+        scales=scales.view(np.float16).reshape(rows, length // GROUP) if len(scales) else None,
+    )
+
+
+def _read(fd: int, path: Path, target: U8, offset: int) -> None:
+    done = 0
+    while done < len(target):
+        piece = target[done : done + _PIECE_BYTES]
+        try:
+            count = os.preadv(fd, [piece.data], offset + done)
+        except OSError as error:
+            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+        if count == 0:
+            raise UserError.of(
+                "P506",
+                f"{path} ends too early: it was cut or replaced",
+                help="make the store again, or copy it again as a whole",
+            )
+        if hasattr(os, "posix_fadvise"):
+            # It is in our memory now: the page cache would be a second copy.
+            os.posix_fadvise(fd, offset + done, count, os.POSIX_FADV_DONTNEED)
+        done += count
