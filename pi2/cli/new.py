@@ -107,22 +107,22 @@ def new_device(name: str | None, like: str | None, output: Path | None, force: b
 @click.argument("name", required=False)
 @click.option("--like", help="Begin with this model.")
 @click.option(
-    "--config",
+    "--checkpoint",
     type=click.Path(path_type=Path),
-    help="Take what can be taken from a checkpoint's config.json.",
+    help="Describe this Hugging Face folder, as `pi2 model new` does.",
 )
 @click.option("--activation", help="Activation of the FFN, such as relu or silu.")
 @_output
 def new_model(
     name: str | None,
     like: str | None,
-    config: Path | None,
+    checkpoint: Path | None,
     activation: str | None,
     output: Path | None,
     force: bool,
     **sizes: int | None,
 ) -> None:
-    """Write the model NAME, from sizes, a config.json, or another model."""
+    """Write the model NAME, from a checkpoint, another model, or its sizes."""
     from pi2.plan.drafting import draft_like, draft_model
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
@@ -131,20 +131,18 @@ def new_model(
         _read(like, "model")
         _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
         return
-    if config is not None:
-        from pi2.plan.hub_config import read_config
+    if checkpoint is not None:
+        from pi2.importing.new_model import describe_checkpoint
 
-        shape, options = read_config(config)
-    else:
-        shape, options = {}, {}
+        _write(path, describe_checkpoint(checkpoint, _take_name(path)).text)
+        return
+    shape: dict[str, int] = {}
     for key, text in _SHAPE.items():
-        if sizes[key] is not None or key not in shape:
-            given = None if sizes[key] is None else str(sizes[key])
-            answer = _ask(f"--{key.replace('_', '-')}", given, text.rstrip("."))
-            shape[key] = _parse_count(answer, key)
-    if activation is not None or "activation" not in options:
-        options["activation"] = _ask("--activation", activation, "Activation", default="silu")
-    _write(path, draft_model(_take_name(path), shape, options))
+        given = None if sizes[key] is None else str(sizes[key])
+        answer = _ask(f"--{key.replace('_', '-')}", given, text.rstrip("."))
+        shape[key] = _parse_count(answer, key)
+    activation = _ask("--activation", activation, "Activation", default="silu")
+    _write(path, draft_model(_take_name(path), shape, activation))
 
 
 for _key, _text in _SHAPE.items():

@@ -252,31 +252,18 @@ def draft_device(name: str, facts: MachineFacts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draft_model(name: str, shape: Mapping[str, int], options: Mapping[str, Any]) -> str:
-    """Text of a model called ``name``: ``shape`` has the keys of `Shape`.
-
-    ``options`` may have ``activation``, ``theta``, ``epsilon``, ``tied_head``, ``qkv_bias``,
-    ``bos`` and ``eos``.
-    """
+def draft_model(name: str, shape: Mapping[str, int], activation: str) -> str:
+    """Text of a model called ``name``: ``shape`` has the keys of `Shape`."""
     lines = [
         "schema_version = 1",
         f"id = {write_value(name)}",
         f"name = {write_value(name)}",
-    ]
-    if options.get("tied_head"):
-        lines.append("tied_head = true")
-    lines += ["", "[shape]", *(f"{key} = {value}" for key, value in shape.items())]
-    if "epsilon" in options:
-        lines += ["", "[norm]", f"epsilon = {write_value(options['epsilon'])}"]
-    if "theta" in options:
-        lines += ["", "[rope]", f"theta = {write_value(float(options['theta']))}"]
-    if options.get("qkv_bias"):
-        lines += ["", "[attention]", "qkv_bias = true"]
-    lines += ["", "[ffn]", f"activation = {write_value(options.get('activation', 'silu'))}"]
-    token_ids = {key: options[key] for key in ("bos", "eos") if key in options}
-    if token_ids:
-        lines += ["", "[tokenizer]", *(f"{k} = {write_value(v)}" for k, v in token_ids.items())]
-    lines += [
+        "",
+        "[shape]",
+        *(f"{key} = {value}" for key, value in shape.items()),
+        "",
+        "[ffn]",
+        f"activation = {write_value(activation)}",
         "",
         "# Say what is known of the activations, with its source, and the plan can count on it:",
         "# [sparsity]",

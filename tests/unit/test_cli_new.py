@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pi2.cli import new
 from pi2.cli.main import run
 from pi2.plan.check import check_file
 from pi2.plan.references import list_shipped
+from tests.helpers.goldens import copy_checkpoint, list_goldens
 
 SIZES = "layers=4 hidden=64 ffn=128 heads=4 kv-heads=2 head-dim=16 vocab=100 context=128"
 SHAPE = [f"--{item}" for item in SIZES.split()]
@@ -39,7 +39,7 @@ def test_a_new_plan_is_sound(device: str, memory: str) -> None:
 
 @pytest.mark.parametrize("model", sorted(list_shipped("model")))
 def test_every_shipped_model_gets_a_plan(model: str) -> None:
-    code = make_plan("--device", "cloud-vm-zen5", "--model", model, memory="12 GiB")
+    code = make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB")
     assert code == 0
     (path,) = Path().glob("*.plan.toml")
     report = check_file(path)
@@ -99,39 +99,23 @@ def test_devices_and_models_begin_with_others() -> None:
         assert report.document.id == name.split(".")[0]  # type: ignore[attr-defined]
 
 
-def test_a_model_takes_its_sizes_from_a_configuration() -> None:
-    config = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 500000,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "model_type": "qwen2",
-        "eos_token_id": [2, 3],
-    }
-    Path("config.json").write_text(json.dumps(config))
-    assert run(["new", "model", "small", "--config", "config.json"]) == 0
-    values = tomli.loads(Path("small.model.toml").read_text())
-    assert values["shape"]["head_dim"] == 16
-    assert values["rope"]["theta"] == 500000.0
-    assert values["attention"]["qkv_bias"] is True
-    assert values["tokenizer"]["eos"] == [2, 3]
-    assert check_file(Path("small.model.toml")).diagnostics == ()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": 3}', "[" * 5000])
-def test_a_configuration_without_sizes_is_refused(
-    text: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("config.json").write_text(text)
-    assert run(["new", "model", "small", "--config", "config.json"]) == 2
-    assert "error[P028]" in capsys.readouterr().err
+    Path("empty").mkdir()
+    assert run(["new", "model", "small", "--checkpoint", name]) == 2
+    assert "error[P5" in capsys.readouterr().err
+    assert list(Path().glob("*.toml")) == []
+
+
+def test_a_model_may_be_a_checkpoint_s(tmp_path: Path) -> None:
+    copy_checkpoint(list_goldens()[0], tmp_path / "checkpoint")
+    assert run(["new", "model", "small", "--checkpoint", "checkpoint"]) == 0
+    report = check_file(Path("small.model.toml"))
+    assert report.is_sound
+    assert report.document is not None
+    assert report.document.id == "small"  # type: ignore[attr-defined]
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
