@@ -25,16 +25,34 @@ COLUMNS = 88
 @click.argument("what", required=False, metavar="[CODE|KEY]")
 @click.argument("file", required=False, metavar="[FILE]")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-def command(what: str | None, file: str | None, settings: tuple[str, ...]) -> None:
+@click.option("--cost", is_flag=True, help="Of a plan: the time of a token, layer by layer.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --cost, write a picture as well (needs the extra `plot`).",
+)
+def command(
+    what: str | None,
+    file: str | None,
+    settings: tuple[str, ...],
+    cost: bool,
+    plot: Path | None,
+) -> None:
     """Explain a CODE such as P210, or a KEY such as kv.context.
 
     With FILE, a plan, device or model, it says what the key's value there is, where it comes from
     and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer, and
     device.memory.capacity and model.shape.ffn go on in its device and model.  Without anything, it
     lists all codes.
+    `pi2 explain PLAN --cost` says what a plan's token costs: predicted, not measured.
     """
     from pi2.plan.pages import load_pages
 
+    if cost or plot is not None:
+        if what is None or file is not None or not cost:
+            raise click.UsageError("--cost and --plot go with a plan: pi2 explain PLAN --cost")
+        _explain_cost(Path(what), settings, plot)
+        return
     if what is not None and file is not None:
         click.echo(_explain_value(what, file, settings), nl=False)
         return
@@ -54,6 +72,23 @@ def command(what: str | None, file: str | None, settings: tuple[str, ...]) -> No
         _print_in_colour(page)
     else:
         click.echo(write_page(page), nl=False)
+
+
+def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> None:
+    """Print the terms of a plan's cost; UserError P351 where its device lacks figures."""
+    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.resolve import load_plan
+    from pi2.planning.cost import cost_plan
+    from pi2.planning.table import draw_cost, write_cost
+    from pi2.sharing.files import write_atomically
+    from pi2.sharing.resolver import LockedReferences
+
+    resolver = LockedReferences(path.parent)
+    resolved = load_plan(path, overrides=parse_assignments(settings), resolver=resolver)
+    cost = cost_plan(resolved)
+    click.echo("\n".join(write_cost(cost)))
+    if plot is not None:
+        write_atomically(plot, draw_cost(cost, plot.suffix.lstrip(".") or "png"))
 
 
 def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:

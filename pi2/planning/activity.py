@@ -48,6 +48,10 @@ class LayerActivity:
     """Chance of an expert to compute a token; 1 without experts."""
     neurons: int
     """Of the layer, all experts together."""
+    opened: float = 1.0
+    """Share of what is computed whose gate is open, so that its up row is read, too."""
+    fired: float = 1.0
+    """Share whose activation is not zero, so that its down column is read, too."""
 
     @property
     def used(self) -> float:
@@ -131,17 +135,28 @@ def describe_activity(
         named = [item.named(mode) for item in known]
         return tuple(
             LayerActivity(
-                named=make_counted(row, share), chosen=chosen, neurons=model.layer_neurons
+                named=make_counted(row, share),
+                chosen=chosen,
+                neurons=model.layer_neurons,
+                opened=item.opened(mode),
+                fired=item.fired(mode),
             )
-            for row, share in zip(counts, named, strict=True)
+            for row, share, item in zip(counts, named, known, strict=True)
         ), "the store's counted activations"
     if known is not None:
-        pairs = [(item.named(mode), item.skew) for item in known]
-        source = "the store's statistics"
-    else:
-        pairs = [_read_model(model, mode, constants)] * model.shape.layers
-        stated = model.sparsity.source if model.sparsity is not None else "assumed"
-        source = f"the model's document ({stated})"
+        return tuple(
+            LayerActivity(
+                named=make_hotness(item.named(mode), item.skew),
+                chosen=chosen,
+                neurons=model.layer_neurons,
+                opened=item.opened(mode),
+                fired=item.fired(mode),
+            )
+            for item in known
+        ), "the store's statistics"
+    pairs = [_read_model(model, mode, constants)] * model.shape.layers
+    stated = model.sparsity.source if model.sparsity is not None else "assumed"
+    source = f"the model's document ({stated})"
     return tuple(
         LayerActivity(named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons)
         for active, skew in pairs
@@ -168,6 +183,14 @@ class LayerStatistics:
     def named(self, mode: PredictorMode) -> float:
         """Share of neurons that the engine computes for a token."""
         return {"none": 1.0, "gate": self.gate_positive, "low-rank": self.predicted}[mode]
+
+    def opened(self, mode: PredictorMode) -> float:
+        """Share of these whose gate is open."""
+        return min(1.0, self.gate_positive / max(self.named(mode), 1e-9))
+
+    def fired(self, mode: PredictorMode) -> float:
+        """Share of these whose activation is not zero."""
+        return min(1.0, self.active / max(self.named(mode), 1e-9))
 
 
 def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | None:

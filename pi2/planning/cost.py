@@ -51,6 +51,7 @@ class Sizes:
     projection_weights: int
     """Number of weights of attention, for arithmetic."""
     hidden: int
+    is_gated: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,7 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
         head=matrix_bytes(shape.vocab, shape.hidden, head),
         projection_weights=qkv * shape.hidden + shape.hidden * query,
         hidden=shape.hidden,
+        is_gated=bundle.is_gated,
     )
 
 
@@ -195,7 +197,8 @@ def cost_layer(
         dense_s = rates.dense.launch_s
         dense_s += dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
     resident = max(computed - missing, 0.0)
-    per_neuron = sizes.neuron / rates.gather.bytes_s * slow / speed
+    per_neuron = _count_neuron_bytes(rates, sizes, settings, activity) / rates.gather.bytes_s
+    per_neuron *= slow / speed
     calls = (resident >= 1.0) + (_count_clusters(missing, settings) if missing > 0 else 0.0)
     compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
     read = missing * settings.neuron_s
@@ -217,6 +220,18 @@ def cost_layer(
         missing=missing,
         hot_bytes=round(hot * activity.neurons) * sizes.stride,
     )
+
+
+def _count_neuron_bytes(
+    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity
+) -> float:
+    """Bytes of a neuron that are read on average: up only behind an open gate, down only if the
+    neuron fires.  Unmeasured devices have a rate for whole neurons."""
+    if not rates.measured or not sizes.is_gated or settings.predictor == "none":
+        return float(sizes.neuron)
+    if settings.predictor == "gate":
+        return sizes.neuron * (1.0 + activity.fired) / 2
+    return sizes.neuron * (1.0 + activity.opened + activity.fired) / 3
 
 
 def _count_clusters(missing: float, settings: Settings) -> float:
@@ -362,12 +377,21 @@ def _uses_dense(resolved: Resolved) -> bool:
     return any(units[name].kind != "cpu" for layer in resolved.layers for name in layer.split)
 
 
-def count_memory(resolved: Resolved) -> int:
-    """Bytes that are resident once the caches are full: what the segments need, and the cache."""
+def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
+    """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
+
+    Of keys and values, and of an embedding table that is not the head, only what was used is.
+    """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
     fixed = sum(needs[name].bytes for name in ("attention", "kv", "predictor", "hot", "workspace"))
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     cold = min(segments.cold, absent * stride)
-    return ceil(segments.runtime + fixed + cold)
+    plan, model = resolved.plan, resolved.model
+    share = min(1.0, tokens / plan.kv.context)
+    untouched = needs["kv"].bytes * (1.0 - share)
+    if not model.tied_head:
+        rows = max(model.shape.vocab - tokens, 0)
+        untouched += matrix_bytes(rows, model.shape.hidden, model.quantization.embedding)
+    return ceil(segments.runtime + fixed + cold - untouched)

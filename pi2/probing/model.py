@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,8 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.model import Attention, Ffn, Model, Predictor, Shape
+from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Shape
+from pi2.plan.tensor_names import EMBEDDING
 from pi2.store.tensors import DenseTensor, list_tensors
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ U8 = npt.NDArray[np.uint8]
 LAYERS = 4
 """Enough for their weights to exceed the caches of most processors."""
 NEURONS = 14336
-RANK = 512
+RANK = 1024
 CONTEXT = 2112
 CHUNK = 128
 ARENA_NEURONS = 40_000
@@ -46,15 +49,21 @@ def make_model() -> Model:
         ),
         attention=Attention(),
         ffn=Ffn(activation="drelu"),
+        quantization=Quantization(predictor="int4"),
         predictor=Predictor(rank=RANK),
     )
 
 
-def allocate(_segment: str, size: int) -> U8:
-    """Zeroed bytes, page-aligned."""
-    room = np.zeros(size + 4096, np.uint8)
-    start = -room.ctypes.data % 4096
-    return room[start : start + size]
+def allocate(_segment: str, size: int, *, huge: bool = False) -> U8:
+    """Zeroed bytes, page-aligned; in pages of 2 MiB only where asked for.
+
+    A store's weights are a mapped file, in small pages, and finding those takes time: what is
+    measured has to lie in memory as what runs does.
+    """
+    room = mmap.mmap(-1, max(size, 1))
+    if sys.platform == "linux":
+        room.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(room, np.uint8, count=size)
 
 
 def make_request(
@@ -88,7 +97,7 @@ def make_arena(model: Model) -> U8:
     Random nibbles are -0.5 on average: with negative scales, sums of thousands are positive.
     """
     layout = model.lay_out_bundle()
-    arena = fill(ARENA_NEURONS * layout.stride).reshape(-1, layout.stride)
+    arena = fill(ARENA_NEURONS * layout.stride, huge=True).reshape(-1, layout.stride)
     size = scale_bytes(layout.hidden, layout.precision)
     scales = np.full(size // 2, -0.01, np.float16).view(np.uint8)
     for part in layout.parts:
@@ -96,10 +105,10 @@ def make_arena(model: Model) -> U8:
     return arena
 
 
-def fill(size: int) -> U8:
+def fill(size: int, *, huge: bool = False) -> U8:
     """``size`` random bytes, page-aligned, a pattern of 4 MiB over and over."""
     pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8)
-    room = allocate("", size)
+    room = allocate("", size, huge=huge)
     for start in range(0, size, _PATTERN_BYTES):
         room[start : start + _PATTERN_BYTES] = pattern[: size - start]
     return room
@@ -112,6 +121,8 @@ def _make_tensor(item: DenseTensor) -> Tensor:
         values[...] = np.float32(0.0 if "predictor_bias" in item.name else 1.0)
         return _wrap(item, values, None)
     weights = fill(item.rows * weight_bytes(item.length, item.precision))
+    if item.name == EMBEDDING:
+        weights[:] = 100  # what the layers get is then positive, and all neurons fire
     size = scale_bytes(item.length, item.precision)
     scales = None
     if size:

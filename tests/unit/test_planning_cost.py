@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
 from pi2.plan.resolve import load_plan
@@ -25,8 +27,6 @@ def change_device(resolved: ResolvedPlan, change: Any) -> Cost:
     """Cost on a device whose JSON was changed."""
     values = resolved.device.model_dump(mode="json", exclude_none=True)
     change(values)
-    import json
-
     device = Device.model_validate_json(json.dumps(values))
     return cost_resolved(resolved, read_rates(device))
 
@@ -119,3 +119,22 @@ def test_a_plan_that_keeps_everything_reads_nothing() -> None:
     assert cost.hit_rate == 1.0
     assert all(layer.read_s == layer.wait_s == 0.0 for layer in cost.layers)
     assert cost.memory_bytes <= resolved.plan.memory.budget
+
+
+def test_explain_shows_every_term_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(HALF), "--cost"]) == 0
+    text = capsys.readouterr().out
+    for word in ("Predicted:", "attention", "look up", "wait", "| 0-31 |", "Sources"):
+        assert word in text
+
+
+def test_explain_draws_the_terms(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "cost.png"
+    assert run(["explain", str(HALF), "--cost", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "P210", "--plot", "x.png"]) == 2
+    assert "--cost" in capsys.readouterr().err

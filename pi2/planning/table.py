@@ -1,0 +1,92 @@
+"""A plan's cost as a table per layer, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import groupby
+
+from pi2.diagnostics import UserError
+from pi2.plan.quantities import approximate_bytes
+from pi2.planning.cost import Cost, LayerCost
+from pi2.planning.text import describe_cost
+
+_TERMS = {
+    "attention": "attention_s",
+    "norm": "norm_s",
+    "predict": "predict_s",
+    "look up": "look_up_s",
+    "compute": "compute_s",
+    "dense": "dense_s",
+    "read": "read_s",
+    "wait": "wait_s",
+    "total": "total_s",
+}
+_STACKED = ("attention_s", "norm_s", "predict_s", "look_up_s", "busy_s", "wait_s")
+
+
+def write_cost(cost: Cost) -> Iterator[str]:
+    """Microseconds of every term, layers with the same settings together, and their sources."""
+    yield from describe_cost(cost)
+    yield ""
+    yield "Microseconds of a token in a layer; read is hidden behind the others, all but wait:"
+    yield ""
+    names = ["layers", "hot", "used", "missing", *_TERMS]
+    yield "| " + " | ".join(names) + " |"
+    yield "|" + " --- |" * len(names)
+    for key, group in groupby(enumerate(cost.layers), key=lambda item: item[1]):
+        numbers = [number for number, _ in group]
+        yield _write_row(numbers, key)
+    total = [sum(getattr(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS.values()]
+    shown = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(_TERMS, total, strict=True))
+    yield ""
+    yield f"Milliseconds of a token: {shown}, head {cost.head_s * 1e3:.1f}."
+    yield "Sources of the rates:"
+    for name, source in sorted(cost.sources.items()):
+        yield f"  {name}: {source}"
+
+
+def _write_row(numbers: list[int], layer: LayerCost) -> str:
+    name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    cells = [name, approximate_bytes(layer.hot_bytes), f"{layer.used:.0f}", f"{layer.missing:.1f}"]
+    cells += [f"{getattr(layer, field) * 1e6:.0f}" for field in _TERMS.values()]
+    return "| " + " | ".join(cells) + " |"
+
+
+def draw_cost(cost: Cost, form: str) -> bytes:
+    """Terms of every layer on top of each other; UserError P632 without matplotlib, P633 for a
+    type of picture that it does not draw."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError.of(
+            "P632",
+            "pictures need matplotlib, which is not installed",
+            help="install it with `pip install 'pi2[plot]'`",
+        ) from None
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(cost.layers))
+    base = [0.0] * len(cost.layers)
+    for name in _STACKED:
+        values = [_read_term(layer, name) * 1e6 for layer in cost.layers]
+        label = {"busy_s": "compute"}.get(name, name.removesuffix("_s").replace("_", " "))
+        axes.bar(places, values, bottom=base, label=label)
+        base = [a + b for a, b in zip(base, values, strict=True)]
+    axes.set_xlabel("layer")
+    axes.set_ylabel("microseconds of a token, predicted")
+    axes.legend()
+    stream = BytesIO()
+    try:
+        figure.savefig(stream, format=form)
+    except ValueError as error:
+        raise UserError.of(
+            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
+        ) from None
+    return stream.getvalue()
+
+
+def _read_term(layer: LayerCost, name: str) -> float:
+    if name == "busy_s":
+        return max(layer.compute_s, layer.dense_s)
+    return float(getattr(layer, name))
