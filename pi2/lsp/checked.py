@@ -18,6 +18,9 @@ from pi2.plan.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.spans import SpanIndex, index_spans
 from pi2.sharing.resolver import LockedReferences
 
+MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000
+"""Longer texts and lines get findings, and no help: they come from programs."""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -43,11 +46,17 @@ class Checked:
 
     @cached_property
     def spans(self) -> SpanIndex:
-        """Places of keys and values in this text; none where it is nested without end."""
-        try:
-            return index_spans(str(self.path), self.text)
-        except RecursionError:
-            return SpanIndex(str(self.path))
+        """Places of keys and values in this text; none where nobody wrote it."""
+        name = str(self.path)
+        return index_spans(name, self.text) if self.is_written_by_people else SpanIndex(name)
+
+    @cached_property
+    def is_written_by_people(self) -> bool:
+        """Whether it is worth a look for help: neither huge nor nested without end."""
+        longest = max(len(line) for line in self.text.split("\n"))
+        if len(self.text) > MAX_CHARACTERS or longest > MAX_COLUMNS:
+            return False
+        return all(item.code != "P012" for item in self.report.diagnostics)
 
     @property
     def source(self) -> SourceFile | None:

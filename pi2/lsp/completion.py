@@ -37,6 +37,8 @@ class Item:
 
 def complete(checked: Checked, offset: int) -> tuple[Cursor, list[Item]]:
     """The place at ``offset``, and what may be written there; editors narrow it by the word."""
+    if not checked.is_written_by_people:
+        return Cursor(role="none", path=(), start=offset), []
     cursor = find_cursor(checked.text, offset)
     kind = checked.kind
     if kind is None or cursor.role == "none":

@@ -45,3 +45,11 @@ def test_any_text_is_answered(text: str, data: st.DataObject) -> None:
     line, column = before.count("\n") + 1, offset - before.rfind("\n")
     explain_place(checked, line, column)
     find_definition(checked, line, column)
+
+
+def test_texts_of_programs_get_findings_alone() -> None:
+    for text in ("a = " + "[" * 5_000, "[\n" * 3_000, "a." * 3_000, "# x\n" * 60_000):
+        checked = Checked(ROOT / "plans/x.plan.toml", text)
+        assert list(checked.list_findings())
+        assert complete(checked, len(text))[1] == []
+        assert explain_place(checked, 1, 1) is None
