@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     help="Neurons of a layer whose pairs are counted.",
 )
 @click.option(
+    "--moments",
+    is_flag=True,
+    help="Keep the second moments of what weights meet, for `pi2 convert --quantizer`.",
+)
+@click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a picture (needs the extra `plot`).",
@@ -72,6 +77,7 @@ def command(
     windows: int | None,
     largest: float | None,
     samples: int,
+    moments: bool,
     plot: Path | None,
     replace: bool,
     settings: tuple[str, ...],
@@ -86,7 +92,9 @@ def command(
     from pi2.statistics.recording import RecordingOptions, record_activations
     from pi2.statistics.texts import read_texts
 
-    options = RecordingOptions(context=context, windows=windows, largest=largest, samples=samples)
+    options = RecordingOptions(
+        context=context, windows=windows, largest=largest, samples=samples, moments=moments
+    )
     with ProgressBar() as progress:
         statistics = record_activations(
             plan,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +12,8 @@ import click
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.importing.quantizers.errors import TensorError
+    from pi2.importing.quantizers.quantizer import Method
     from pi2.plan.model import Model
 
 MIB = 1024 * 1024
@@ -50,6 +54,25 @@ PLAN = "default.plan.toml"
     type=click.Path(path_type=Path),
     help="Parquet file of activation counts: neurons are stored most active first.",
 )
+@click.option(
+    "--quantizer",
+    type=click.Choice(["nearest", "search", "compensated"]),
+    default="nearest",
+    show_default=True,
+    help="How int4 is rounded: search and compensated are slower and err less.",
+)
+@click.option(
+    "--statistics",
+    metavar="STATS",
+    type=click.Path(path_type=Path),
+    help="Folder of `pi2 activations --moments`: what weights meet, for search and compensated.",
+)
+@click.option(
+    "--errors",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the error of every quantised tensor as JSON.",
+)
 @click.option("--replace", is_flag=True, help="Replace a neuron store that exists.")
 def command(
     checkpoint: Path,
@@ -58,6 +81,9 @@ def command(
     quantization: Literal["int4", "int8", "fp16"] | None,
     predictors: Path | None,
     activations: Path | None,
+    quantizer: Method,
+    statistics: Path | None,
+    errors: Path | None,
     replace: bool,
 ) -> None:
     """Turn the Hugging Face folder CHECKPOINT into the neuron store STORE.
@@ -70,6 +96,7 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import describe_checkpoint, write_model
+    from pi2.importing.quantizers.quantizer import Quantizer
 
     if model is None:
         document, origin = describe_checkpoint(checkpoint).model, f"{checkpoint.name}/config.json"
@@ -81,6 +108,7 @@ def command(
     plan, refusal = draft_default_plan(document)
     if plan is not None:
         notes[PLAN] = plan.encode()
+    rounding = Quantizer(quantizer, statistics, report=errors is not None)
     with ProgressBar() as progress:
         manifest = convert_checkpoint(
             checkpoint,
@@ -89,15 +117,32 @@ def command(
             predictors=predictors,
             activations=activations,
             notes=notes,
+            quantizer=rounding,
             replace=replace,
             progress=progress,
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
+    if errors is not None and rounding.errors is not None:
+        click.echo(write_errors(errors, rounding.errors.list_errors()), err=True)
     if plan is not None:
         click.echo(f"next: pi2 run {output / PLAN}", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
+
+
+def write_errors(file: Path, found: Sequence[TensorError]) -> str:
+    """Write the errors of all tensors; returns the worst of them as a line."""
+    from dataclasses import asdict
+
+    try:
+        file.write_text(json.dumps([asdict(error) for error in found], indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise UserError.of("P631", f"cannot write {file}: {error.strerror}") from None
+    if not found:
+        return f"{file}: nothing was quantised; what a resumed job had done is not listed"
+    worst = max(found, key=lambda error: error.relative)
+    return f"{file}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
 
 
 def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -> Model:

@@ -22,12 +22,13 @@ from pi2.diagnostics import UserError
 from pi2.importing.activations import order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.predictors import LayerPredictor, find_predictors
+from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import pack_bundles, quantize
+from pi2.plan.packing import pack_bundles
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -35,6 +36,7 @@ from pi2.store.writer import StoreWriter, TensorPieces
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
+F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[np.generic]
 Progress = Callable[[str, float], None]
@@ -66,6 +68,7 @@ def convert_checkpoint(
     extras: Mapping[str, Path] | None = None,
     notes: Mapping[str, bytes] | None = None,
     stride: int | None = None,
+    quantizer: Quantizer | None = None,
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Manifest:
@@ -75,7 +78,8 @@ def convert_checkpoint(
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what
-    a replaced store has there is kept with the ending ``.old``.
+    a replaced store has there is kept with the ending ``.old``.  ``quantizer`` rounds weights; by
+    default to nearest.
     ``progress`` is called with a label and the share of bytes read.
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
@@ -87,7 +91,8 @@ def convert_checkpoint(
     order = _choose_order(model, activations)
     files = _read_extra_files(source, model, activations, extras or {})
     inputs = [*source.files, *([predictors] if predictors is not None else [])]
-    job = _describe_job(model, order, inputs, stride)
+    chosen = quantizer or Quantizer()
+    job = _describe_job(model, order, inputs, stride, chosen)
     with StoreWriter(
         output,
         model,
@@ -97,7 +102,7 @@ def convert_checkpoint(
         replace=replace,
         job=job,
     ) as writer:
-        conversion = _Conversion(source, model, found, order, progress)
+        conversion = _Conversion(source, model, found, order, chosen, progress)
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
             conversion.write_layers(writer, pool)
             writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
@@ -119,12 +124,14 @@ class _Conversion:
         model: Model,
         predictors: list[LayerPredictor] | None,
         order: I32,
+        quantizer: Quantizer,
         progress: Progress,
     ) -> None:
         self._source = source
         self._model = model
         self._predictors = predictors
         self._order = order
+        self._quantizer = quantizer
         self._progress = progress
         self._total_bytes = sum(tensor.size_bytes for tensor in source.tensors.values())
         self._read_bytes = 0
@@ -165,13 +172,17 @@ class _Conversion:
             rows = [source.tensor.widen(matrix[neurons]) for source, matrix in pairs]
             gate = rows[0] if bundle.is_gated else None
             added = None if biases is None else biases[neurons]
-            try:
-                return pack_bundles(gate, rows[-2], rows[-1], bundle, added)
-            except ValueError:
-                # Say which of them it is.
-                for source, part in zip(sources, rows, strict=True):
-                    _quantize(part, bundle.precision, source.tensor)
-                raise
+            parts = dict(zip((str(part.name) for part in bundle.parts), sources, strict=True))
+
+            def pack_part(name: str, values: F32) -> tuple[U8, F16 | None]:
+                # The rows of gate and up meet the FFN's input; those of down do not.
+                ffn_layer = None if name == "down" else layer
+                packed, scales = self._quantize(
+                    values, bundle.precision, parts[name].tensor, ffn_layer
+                )
+                return packed.view(np.uint8), scales
+
+            return pack_bundles(gate, rows[-2], rows[-1], bundle, added, pack_part)
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
 
@@ -180,7 +191,7 @@ class _Conversion:
         if not bundle.biases:
             return None
         sources = [self._find(f"{bias.name}_bias", layer) for bias in bundle.biases]
-        columns = [_quantize(source.read(), "fp32", source.tensor)[0] for source in sources]
+        columns = [self._quantize(source.read(), "fp32", source.tensor)[0] for source in sources]
         return np.stack(columns, axis=1).astype(np.float32)
 
     def _quantize_rows(
@@ -192,7 +203,7 @@ class _Conversion:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
             vectors = [source.read()[None] + np.float32(offset) for source in sources]
             pairs = zip(vectors, sources, strict=True)
-            parts = [_quantize(vector, "fp32", source.tensor)[0] for vector, source in pairs]
+            parts = [self._quantize(vector, "fp32", source.tensor)[0] for vector, source in pairs]
             yield np.concatenate(parts, axis=1), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
@@ -204,7 +215,7 @@ class _Conversion:
 
         def pack(piece: tuple[Rows, int, int]) -> Packed:
             source, start, stop = piece
-            return _quantize(source.read(start, stop), tensor.precision, source.tensor)
+            return self._quantize(source.read(start, stop), tensor.precision, source.tensor)
 
         yield from _map_in_order(pool, pack, pieces)
 
@@ -212,11 +223,30 @@ class _Conversion:
         assert self._predictors is not None
         predictor, order = self._predictors[layer], self._order[layer]
         if kind == "predictor_in":
-            return _quantize(predictor.read_inner(), tensor.precision, predictor.inner)
+            return self._quantize(predictor.read_inner(), tensor.precision, predictor.inner)
         if kind == "predictor_out":
-            return _quantize(predictor.read_outer()[order], tensor.precision, predictor.outer)
+            return self._quantize(predictor.read_outer()[order], tensor.precision, predictor.outer)
         bias = predictor.read_bias()[order][None]
-        return _quantize(bias, tensor.precision, predictor.bias or predictor.outer)
+        return self._quantize(bias, tensor.precision, predictor.bias or predictor.outer)
+
+    def _quantize(
+        self,
+        rows: F32,
+        precision: StoredPrecision,
+        source: SourceTensor,
+        ffn_layer: int | None = None,
+    ) -> Packed:
+        """Quantise rows of ``source``; `UserError` P539 if they hold what cannot be stored."""
+        try:
+            if precision != "fp32":
+                return self._quantizer.quantize(rows, precision, source.name, ffn_layer)
+            if not np.isfinite(rows).all():
+                raise ValueError("a weight is not a finite number")
+        except ValueError as error:
+            raise UserError.of(
+                "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
+            ) from None
+        return rows, None
 
     def _find(self, key: str, layer: int = 0) -> Rows:
         return find_rows(self._source.tensors, self._model, key, layer)
@@ -248,20 +278,6 @@ def _transpose(matrix: Raw) -> Raw:
             tile = matrix[row : row + _TILE, column : column + _TILE]
             turned[column : column + _TILE, row : row + _TILE] = tile.T
     return turned
-
-
-def _quantize(rows: F32, precision: StoredPrecision, source: SourceTensor) -> Packed:
-    """Quantise rows of ``source``; `UserError` P539 if they hold what cannot be stored."""
-    try:
-        if precision != "fp32":
-            return quantize(rows, precision)
-        if not np.isfinite(rows).all():
-            raise ValueError("a weight is not a finite number")
-    except ValueError as error:
-        raise UserError.of(
-            "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
-        ) from None
-    return rows, None
 
 
 def _choose_order(model: Model, activations: Path | None) -> I32:
@@ -325,7 +341,9 @@ def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
         )
 
 
-def _describe_job(model: Model, order: I32, inputs: list[Path], stride: int | None) -> str:
+def _describe_job(
+    model: Model, order: I32, inputs: list[Path], stride: int | None, quantizer: Quantizer
+) -> str:
     """A key that is equal where the same call would write the same files."""
     stats = [(file, file.stat()) for file in inputs]
     fields: dict[str, Any] = {
@@ -335,5 +353,6 @@ def _describe_job(model: Model, order: I32, inputs: list[Path], stride: int | No
         "inputs": [[str(file.resolve()), at.st_size, at.st_mtime_ns] for file, at in stats],
         "order": hashlib.sha256(order.tobytes()).hexdigest(),
         "stride": stride,
+        "quantizer": quantizer.describe(),
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

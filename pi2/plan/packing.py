@@ -14,6 +14,8 @@ A group whose scale is 0 has ``q = 0``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -122,13 +124,19 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
 
 
 def pack_bundles(
-    gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
+    gate: F32 | None,
+    up: F32,
+    down: F32,
+    layout: BundleLayout,
+    biases: F32 | None = None,
+    pack: Callable[[str, F32], tuple[U8, F16 | None]] | None = None,
 ) -> U8:
     """Quantise neurons into bundles uint8 [n, stride].
 
     ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
     float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
-    [n, len(layout.biases)].  Bytes beyond ``used_bytes`` are zero.
+    [n, len(layout.biases)].  ``pack`` quantises the rows of a part by its name, by default to
+    nearest.  Bytes beyond ``used_bytes`` are zero.
     """
     bundles = np.zeros((up.shape[0], layout.stride), np.uint8)
     vectors = {"up": up, "down": down}
@@ -136,7 +144,10 @@ def pack_bundles(
         vectors["gate"] = gate
     assert (gate is not None) == layout.is_gated, layout
     for part in layout.parts:
-        weights, scales = quantize(vectors[part.name], layout.precision)
+        rows = vectors[part.name]
+        weights, scales = (
+            quantize(rows, layout.precision) if pack is None else pack(part.name, rows)
+        )
         end = part.weights_offset + weights.shape[1]
         bundles[:, part.weights_offset : end] = weights
         if scales is not None:

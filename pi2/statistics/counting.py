@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +30,26 @@ class Counts:
     tokens in which one fired."""
     samples: I32
     """Stored indices of the sampled neurons [samples], the same in every layer."""
+    moments: F32
+    """Sums of u u^T over the FFN's inputs [layers, hidden, hidden]; [0, 0, 0] if not wanted."""
 
     @classmethod
-    def make(cls, layers: int, neurons: int, samples: int) -> Counts:
-        """Nothing counted yet; ``samples`` neurons, spread evenly over the stored order."""
+    def make(cls, layers: int, neurons: int, samples: int, moments_of: int = 0) -> Counts:
+        """Nothing counted yet; ``samples`` neurons, spread evenly over the stored order;
+        ``moments_of``: width of the inputs whose moments are wanted, 0 for none."""
         chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
         return cls(
             fired=np.zeros((layers, len(BATCHES), neurons), np.int64),
             groups=np.zeros((layers, len(BATCHES)), np.int64),
             together=np.zeros((layers, len(chosen), len(chosen)), np.int64),
             samples=chosen,
+            moments=np.zeros((layers if moments_of else 0, moments_of, moments_of), np.float32),
         )
+
+    def list_sums(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that grow, by name."""
+        names = ("fired", "groups", "together", "moments")
+        return {name: getattr(self, name) for name in names}
 
 
 class ActivationCounter:
@@ -61,6 +71,8 @@ class ActivationCounter:
             self.counts.groups[layer, place] += groups
         sampled = active[:, self.counts.samples].astype(np.float32)
         self.counts.together[layer] += (sampled.T @ sampled).astype(np.int64)
+        if len(self.counts.moments):
+            self.counts.moments[layer] += inputs.T @ inputs
 
 
 def find_active(activations: F32, largest: float | None) -> Bools:

@@ -7,6 +7,8 @@ In the folder, all written beside their places and renamed, ``statistics.json`` 
   --activations` stores neurons in this order.
 - ``coactivations.parquet``: layer, first, second, count: tokens in which two sampled neurons of the
   checkpoint fired both.
+- ``moments/layer-000.npy``, where wanted: E[u u^T] of the FFN's inputs, float32 [hidden, hidden],
+  for the quantisers of `pi2 convert`.
 - ``statistics.json``: what was run, and a summary by layer.
 """
 
@@ -29,6 +31,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
+from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
 from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
 from pi2.statistics.texts import encode_windows
@@ -83,6 +86,8 @@ class RecordingOptions:
     """Share of a token's neurons that counts as active; None counts what is not zero."""
     samples: int = 256
     """Neurons of a layer whose pairs are counted."""
+    moments: bool = False
+    """Whether the second moments of the FFN's inputs are kept, for quantisers."""
 
 
 def record_activations(
@@ -113,7 +118,9 @@ def record_activations(
                 "never exactly zero",
                 help="say --largest 0.5 to count the larger half of a token's neurons as active",
             )
-        counts = Counts.make(request.model.shape.layers, request.neurons, chosen.samples)
+        shape = request.model.shape
+        width = shape.hidden if chosen.moments else 0
+        counts = Counts.make(shape.layers, request.neurons, chosen.samples, width)
         counter = ActivationCounter(counts, chosen.largest)
         return ObservedExecutor(executor, request, counter)
 
@@ -127,18 +134,25 @@ def record_activations(
         if known is not None:
             return known
         first = _restore(folder, job, counter.counts)
-        saved = time.monotonic()
+        saved, pause_s = time.monotonic(), SAVE_S
         for number in range(first, len(windows)):
             for _ in model.iterate_logits(windows[number].tokens):
                 pass
             progress("recording", (number + 1) / len(windows))
-            if time.monotonic() - saved > SAVE_S:
+            if time.monotonic() - saved > pause_s:
+                saving = time.monotonic()
                 _save(folder, job, number + 1, counter.counts)
                 saved = time.monotonic()
+                # Moments are large: most of the time is for counting.
+                pause_s = max(SAVE_S, 20 * (saved - saving))
         original = np.stack([layer.original for layer in model.store.layers])
         summary = summarise_counts(counter.counts, model.plan.model.id, job)
         _write(folder / ACTIVATIONS, encode_activations(counter.counts, original))
         _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original))
+        for layer, moments in enumerate(counter.counts.moments):
+            path = folder / name_moments(layer)
+            path.parent.mkdir(exist_ok=True)
+            _write(path, encode_array(moments / summary.tokens))
         _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1).encode() + b"\n")
         (folder / UNFINISHED).unlink(missing_ok=True)
     return summary
@@ -180,6 +194,13 @@ def read_statistics(folder: Path) -> Statistics | None:
         return Statistics(**found, layers=layers)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def encode_array(array: npt.NDArray[np.generic]) -> bytes:
+    """A numpy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def encode_activations(counts: Counts, original: I32) -> bytes:
@@ -245,7 +266,7 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
         )
     try:
         if folder.is_dir() and any(
-            path.name not in (SUMMARY, ACTIVATIONS, COACTIVATIONS, UNFINISHED)
+            path.name not in (SUMMARY, ACTIVATIONS, COACTIVATIONS, UNFINISHED, MOMENTS)
             and not path.name.startswith(".")
             for path in folder.iterdir()
         ):
@@ -260,14 +281,9 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
 
 def _save(folder: Path, job: str, done: int, counts: Counts) -> None:
     buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        job=np.array(job),
-        done=np.array(done),
-        fired=counts.fired,
-        groups=counts.groups,
-        together=counts.together,
-    )
+    notes: dict[str, Any] = {"job": np.array(job), "done": np.array(done)}
+    notes.update(counts.list_sums())
+    np.savez(buffer, **notes)
     _write(folder / UNFINISHED, buffer.getvalue())
 
 
@@ -277,13 +293,12 @@ def _restore(folder: Path, job: str, counts: Counts) -> int:
         with np.load(folder / UNFINISHED) as found:
             if str(found["job"]) != job:
                 return 0
-            counts.fired[:] = found["fired"]
-            counts.groups[:] = found["groups"]
-            counts.together[:] = found["together"]
+            for name, array in counts.list_sums().items():
+                array[...] = found[name]
             return int(found["done"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        for array in (counts.fired, counts.groups, counts.together):
-            array[:] = 0
+        for array in counts.list_sums().values():
+            array[...] = 0
         return 0
 
 
