@@ -179,6 +179,9 @@ class Storage(Table):
     """Time of one small read in an idle queue."""
     reader_penalty: ShareFigure | None = None
     """Part of the read rate that is lost where several cores issue reads instead of one."""
+    overlap: ShareFigure | None = None
+    """Part of the time of reads that computing with all cores hides: 1 where reading costs the
+    cores nothing, 0 where it needs them all."""
     reads: tuple[ReadFigure, ...] = ()
     """Measured or published read rates."""
 

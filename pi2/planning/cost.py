@@ -215,7 +215,7 @@ def cost_layer(
         compute_s=compute,
         dense_s=dense_s,
         read_s=read,
-        wait_s=max(read - max(hidden_s, 0.0), 0.0),
+        wait_s=read - rates.overlap * min(read, max(hidden_s, 0.0)),
         used=used,
         missing=missing,
         hot_bytes=round(hot * activity.neurons) * sizes.stride,

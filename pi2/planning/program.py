@@ -236,6 +236,7 @@ class Program:
         """w >= reading - what runs meanwhile, for every engine and every way of looking ahead."""
         problem = self._problem
         latency = 0.0 if problem.rates.flash is None else problem.rates.flash.latency_s
+        overlap = problem.rates.overlap
         if mode.cache_share == 0.0:
             return
         for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
@@ -243,6 +244,11 @@ class Program:
             for io, io_place in zip(problem.ios, self._ios, strict=True):
                 neuron_s = mode.neuron_s or io.neuron_s
                 large = most * neuron_s + latency
+                # What the cores are needed for while reading goes on cannot be hidden.
+                rows.add(
+                    {w: 1.0, m: -(1.0 - overlap) * neuron_s, place: -large, io_place: -large},
+                    low=(1.0 - overlap) * latency - 2 * large,
+                )
                 for ahead, ahead_place in zip(problem.look_aheads, self._aheads, strict=True):
                     hidden = problem.attention_s if ahead != "none" else 0.0
                     late_s = 0.0
@@ -252,13 +258,13 @@ class Program:
                     rows.add(
                         {
                             w: 1.0,
-                            b: 1.0,
-                            m: -(neuron_s + late_s),
+                            b: overlap,
+                            m: -(neuron_s + overlap * late_s),
                             place: -large,
                             io_place: -large,
                             ahead_place: -large,
                         },
-                        low=latency - hidden - 3 * large,
+                        low=latency - overlap * hidden - 3 * large,
                     )
 
     def _read(self, x: Floats) -> Solution:

@@ -61,6 +61,8 @@ class Rates:
     shared_bytes_s: float
     dense: DenseUnit | None
     flash: Flash | None
+    overlap: float = 1.0
+    """Part of reading that computing with all cores can hide."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class _Reader:
             shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
             dense=dense,
             flash=self._read_flash(),
+            overlap=self._read_overlap(),
             bandwidths=tuple(
                 (item.threads, float(item.value)) for item in cpu.bandwidth_by_threads
             ),
@@ -227,6 +230,11 @@ class _Reader:
                         ops_s=None if best is None else best * 1e9,
                     )
         return None
+
+    def _read_overlap(self) -> float:
+        """What was measured; 1 on devices that state nothing, as in the simulator."""
+        figure = self._device.storage.overlap
+        return 1.0 if figure is None else float(figure.value)
 
     def _read_flash(self) -> Flash | None:
         storage = self._device.storage

@@ -152,6 +152,12 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
     if block is not None:
         values["block_size"] = f"{block} B"
     direct = "direct" if storage.direct.works else "buffered"
+    overlap = summarise(found.overlap)
+    values["overlap"] = {
+        "value": overlap.value,
+        **_origin("reads of 8 KiB beside gathered neurons", overlap.samples),
+        "spread": overlap.spread,
+    }
     values["reads"] = [
         _describe_read(spec, found.read_bytes_s[spec.key], direct) for spec in found.reads
     ]

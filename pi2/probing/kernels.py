@@ -6,6 +6,7 @@ takes is the sum of such times.  Weights are read from four layers in turn, more
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -134,6 +135,16 @@ class KernelBench:
         """Seconds of one small read in an idle queue."""
         assert self._storage is not None, "open_storage comes first"
         return self._storage.measure_latency(rounds)
+
+    def measure_overlap(self, rounds: int) -> list[float]:
+        """Part of reading that computing hides, and the other way round."""
+        assert self._storage is not None, "open_storage comes first"
+        slots = synthetic.choose_slots(256, VARIANTS)
+        self._stir(0)
+        numbers = itertools.cycle(range(VARIANTS))
+        return self._storage.measure_overlap(
+            lambda: self._executor.add_neurons(0, self._arena, slots[next(numbers)]), rounds
+        )
 
     def close(self) -> None:
         """Give everything back."""

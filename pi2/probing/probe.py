@@ -34,6 +34,8 @@ class Measurements:
     reads: tuple[ReadSpec, ...]
     read_bytes_s: dict[Key, list[float]]
     latency_s: list[float]
+    overlap: list[float]
+    """Part of the shorter one of reading and computing that is saved where both go on at once."""
     steady_s: list[float]
     """Times of the same piece of work."""
 
@@ -70,6 +72,7 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
                 _extend(rates, bench.call("measure_reads", reads, 1))
                 progress("storage", (number + 1) / rounds)
             latency: list[float] = bench.call("measure_latency", rounds)
+            overlap: list[float] = bench.call("measure_overlap", rounds)
         steady: list[float] = bench.call("measure_steady", STEADY_PIECES)
         # The kernels once more: half a minute later, the machine may have another speed.
         _extend(step_s, bench.call("measure", 1))
@@ -83,6 +86,7 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
         reads=tuple(spec for spec in reads if spec.key in rates),
         read_bytes_s=rates,
         latency_s=latency,
+        overlap=overlap,
         steady_s=steady,
     )
 

@@ -71,6 +71,7 @@ def make_measurements(**changes: Any) -> Measurements:
         reads=READS,
         read_bytes_s={spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS},
         latency_s=[33e-6, 34e-6, 35e-6],
+        overlap=[0.4, 0.5, 0.6],
         steady_s=[1.0] * 95 + [1.5] * 5,
     )
     return dataclasses.replace(found, **changes)
@@ -181,6 +182,8 @@ def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.M
     ]
     found = bench.measure(specs, 2)
     latency = bench.measure_latency(2)
+    overlap = bench.measure_overlap(lambda: None, 2)
+    assert len(overlap) == 2 and all(0.0 <= share <= 1.0 for share in overlap)
     bench.close()
     assert set(found) == {spec.key for spec in specs}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in found.values())

@@ -1,0 +1,133 @@
+"""Plan and simulate many devices, models and memories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.plan.device import Device
+    from pi2.plan.model import Model
+    from pi2.plan.source import Kind
+
+MOST_CELLS = 100_000
+
+
+@click.command("sweep")
+@click.option(
+    "--devices", multiple=True, required=True, help="Short name, path, or a pattern in quotes."
+)
+@click.option("--models", multiple=True, required=True, help="The same for models.")
+@click.option("--memory", required=True, help="FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")
+@click.option("--context", type=click.IntRange(1, 2**31 - 1), default=2048, show_default=True)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens to simulate in every cell.",
+)
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Parquet file to write."
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a picture of speed over memory (needs the extra `plot`).",
+)
+def command(
+    devices: tuple[str, ...],
+    models: tuple[str, ...],
+    memory: str,
+    context: int,
+    tokens: int,
+    jobs: int | None,
+    output: Path,
+    plot: Path | None,
+) -> None:
+    """Find and simulate the fastest plan of every device and model for every memory.
+
+    A sweep that was interrupted goes on where it was.  Devices that lack figures, and wishes that
+    cannot be fulfilled, are results as well.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.planning.sweep import draw_summary, list_cells, run_sweep, write_summary
+    from pi2.sharing.files import write_atomically
+
+    cells = list_cells(
+        list(_read_devices(devices)),
+        list(_read_models(models)),
+        parse_range(memory),
+        context=context,
+        tokens=tokens,
+    )
+    if not 0 < len(cells) <= MOST_CELLS:
+        raise UserError.of(
+            "P105", f"a grid of {len(cells)} cells", help="the devices have less memory, or more"
+        )
+    with ProgressBar() as progress:
+        found = run_sweep(cells, output, jobs=jobs or os.cpu_count() or 1, progress=progress)
+    click.echo("\n".join(write_summary(found)))
+    if plot is not None:
+        write_atomically(plot, draw_summary(found, plot.suffix.lstrip(".") or "png"))
+    click.echo(f"{output}: {len(found)} cells", err=True)
+
+
+def parse_range(text: str) -> list[int]:
+    """Sizes of ``FIRST:LAST:STEP``, both ends included, or of one size; UserError P105."""
+    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+
+    try:
+        parts = [int(parse_quantity(part, BYTE_UNITS)) for part in text.split(":")]
+    except QuantityError as error:
+        raise UserError.of("P105", f"--memory {text!r}: {error}") from None
+    if len(parts) == 1:
+        parts = [parts[0], parts[0], 1]
+    if len(parts) != 3 or min(parts) <= 0 or parts[1] < parts[0]:
+        raise UserError.of(
+            "P105", f"--memory {text!r} is no range", help="for example --memory 4GiB:24GiB:1GiB"
+        )
+    first, last, step = parts
+    if (last - first) // step > MOST_CELLS:
+        raise UserError.of("P105", f"--memory {text!r} has too many steps")
+    return list(range(first, last + 1, step))
+
+
+def _read_devices(references: tuple[str, ...]) -> Iterator[Device]:
+    from pi2.plan.device import Device
+    from pi2.planning.documents import read_document
+
+    for reference in _expand(references, "device"):
+        document = read_document(reference, "device").document
+        assert isinstance(document, Device)
+        yield document
+
+
+def _read_models(references: tuple[str, ...]) -> Iterator[Model]:
+    from pi2.plan.model import Model
+    from pi2.planning.documents import read_document
+
+    for reference in _expand(references, "model"):
+        document = read_document(reference, "model").document
+        assert isinstance(document, Model)
+        yield document
+
+
+def _expand(references: tuple[str, ...], kind: Kind) -> Iterator[str]:
+    """Paths of patterns, sorted; UserError P015 for a pattern that means nothing."""
+    for reference in references:
+        if not any(sign in reference for sign in "*?["):
+            yield reference
+            continue
+        found = sorted(glob(reference))
+        if not found:
+            raise UserError.of("P015", f"no {kind} is called {reference!r}")
+        yield from (path if os.path.isabs(path) else os.path.join(".", path) for path in found)
