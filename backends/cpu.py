@@ -28,6 +28,7 @@ from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES
 from pi2.backends.kernels.runtime import Library, find_runtime_library
 from pi2.backends.kernels.spec import (
+    KEPT,
     KV_BLOCK,
     KV_DTYPES,
     PANEL,
@@ -213,7 +214,7 @@ class CpuExecutor:
         ]
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
         values = space.wrap(space.make("float32", chunk, PANEL))
-        unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED * 128))
+        unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED + KEPT, 128))
         self._every = space.make("int32", neurons)
         self._every[:] = np.arange(neurons)
 

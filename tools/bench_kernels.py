@@ -11,20 +11,23 @@ average is printed with the result.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
 from pi2.plan.layout import Precision, lay_out_bundle, weight_bytes
+from pi2.plan.plan import KvType
 
 HIDDEN = 4096
+HUGE_BYTES = 64 << 20
 ROTATED_BYTES = 300 << 20
 """More than any last-level cache of these machines."""
 
@@ -41,9 +44,21 @@ class Work:
 def allocate(dtype: str, *shape: int) -> npt.NDArray[Any]:
     """Return a zeroed array that begins at a multiple of 64 bytes."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        # As the engine's arena of neurons has them.
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(region, np.uint8).view(dtype).reshape(shape)
     raw = np.zeros(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an aligned copy."""
+    copy = allocate(array.dtype.name, *array.shape)
+    copy[:] = array
+    return copy
 
 
 def make_spec(threads: int, features: Sequence[str], planes: int) -> KernelSpec:
@@ -84,7 +99,9 @@ class Bench:
         from tvm.tirx.script import builder as T
 
         from pi2.backends.kernels import vectors as v
+        from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
         from pi2.backends.kernels.compile import generate, make_target
+        from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
         from pi2.backends.kernels.program import Parameters, Program, make_function
 
@@ -132,12 +149,35 @@ class Bench:
 
             return emit
 
+        def make_attention(kind: KvType) -> Callable[[Parameters], None]:
+            own = replace(spec, kv=kind)
+
+            def emit(take: Parameters) -> None:
+                position, context = take.take_number("position"), take.take_number("context")
+                keys, values = (take.take_array(n, KV_DTYPES[kind]) for n in ("keys", "values"))
+                scales = None
+                if kind == "int8":
+                    scales = (take.take_array("a", "float16"), take.take_array("b", "float16"))
+                qkv, sums, tops, totals, output = (
+                    take.take_array(n, "float32") for n in ("qkv", "sums", "tops", "totals", "o")
+                )
+                cache = make_cache(own, keys, values, scales, context, T.min(context, 1))
+                spans = divide_blocks(own, position, sums, tops, totals)
+                with T.parallel(own.kv_heads * spans.count) as task:
+                    span, head = T.floormod(task, spans.count), T.floordiv(task, spans.count)
+                    emit_span_attention(own, qkv, cache, spans, position, span, head)
+                emit_merge(own, spans, cache, output)
+
+            return emit
+
         functions: dict[str, Callable[[Parameters], None]] = {"read": emit_read}
         for precision in ("int4", "int8", "fp16"):
             functions[f"multiply_{precision}"] = make_multiply(HIDDEN, precision)
         listed = program.list_functions()
         for name in ("add_neurons", "add_dense", "predict_low_rank_512", "begin_ffn"):
             functions[name] = listed[name]
+        for kind in ("fp16", "int8"):
+            functions[f"attend_{kind}"] = make_attention(kind)
         module = tvm.IRModule({name: make_function(name, e) for name, e in functions.items()})
         self.kernels = tvm.runtime.Executable(generate(module, target)).jit()
         rng = np.random.default_rng(0)
@@ -147,7 +187,7 @@ class Bench:
             piece = self.data[start : start + step]
             piece[:] = rng.integers(0, 256, len(piece), np.uint8)
         self.result = allocate("int32", spec.threads * 64)
-        self.scales = allocate("float16", 11008, HIDDEN // 32)
+        self.scales = allocate("float16", 14336, HIDDEN // 32)
         self.scales[:] = 0.01
         self.x = self.make_activations(128, HIDDEN)
         self.x[3][:] = rng.standard_normal((128, HIDDEN))
@@ -229,12 +269,31 @@ class Bench:
             run=run,
         )
 
+    def attend(self, kind: KvType, depth: int) -> Work:
+        """Attention of one token to ``depth`` tokens, without its projections."""
+        spec = self.spec
+        cache = [allocate(KV_DTYPES[kind], depth * spec.kv_heads * spec.head_dim) for _ in range(2)]
+        read_bytes = sum(array.nbytes for array in cache)
+        if kind == "int8":
+            cache += [allocate("float16", depth * spec.kv_heads) for _ in range(2)]
+        spans = [allocate("float32", spec.heads * SPANS * n) for n in (spec.head_dim, 1, 1)]
+        qkv, output = allocate("float32", spec.qkv_rows), allocate("float32", spec.width)
+        kernel = self.kernels[f"attend_{kind}"]
+        name = f"attention, {kind}, {depth} tokens"
+        rotated = [[align(array) for array in cache] for _ in range(1 + (64 << 20) // read_bytes)]
+
+        def run(index: int) -> None:
+            chosen = rotated[index % len(rotated)]
+            kernel(depth - 1, depth, *chosen, qkv, *spans, output)
+
+        return Work(name=name, read_bytes=read_bytes, run=run)
+
     def dense(self, count: int, tokens: int) -> Work:
         """A dense FFN for several tokens."""
         spec = self.spec
         arena = self.make_arena()[:count]
         values = allocate("float32", 128, PANEL)
-        unpacked = allocate("float32", spec.threads, UNPACKED * 128)
+        unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
         kernel = self.kernels["add_dense"]
         masks = allocate("int32", 128, PARTS)
         fixed = self.flat(arena, *self.x, values, masks, unpacked, self.y)
@@ -296,7 +355,10 @@ def main() -> None:
         bench.multiply(4096, "fp16"),
         bench.gather(11008, 0.10),
         bench.gather(11008, 0.25),
+        bench.gather(14336, 0.12),
         bench.multiply(4096, "int4", 128),
+        bench.multiply(14336, "int4", 128),
+        *(bench.attend(kind, depth) for kind in ("fp16", "int8") for depth in (512, 4096, 16384)),
         bench.dense(512, 128),
     ]
     print(f"{options.threads} threads, load average {os.getloadavg()[0]:.1f}\n")

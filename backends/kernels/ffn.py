@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
@@ -11,12 +13,13 @@ from pi2.backends.kernels.matrix import ROW_TILE, emit_split, emit_token_tiles
 from pi2.backends.kernels.neurons import (
     activate,
     emit_unit,
+    list_places,
     list_units,
     load_unit_scale,
     take_part,
 )
 from pi2.backends.kernels.plain import emit_plain_activations
-from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import PartName
 
 
@@ -36,9 +39,12 @@ def emit_dense(
 
     ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
-    [threads, UNPACKED * 128].  Per panel of neurons: first the activations, threads sharing the
-    neurons; then y, threads sharing the elements, for active neurons only.  So no sum depends on
-    the number of threads.
+    [threads, UNPACKED + KEPT, 128].  Per panel of neurons: first the activations, threads sharing
+    the neurons; then y, threads sharing the elements, for active neurons only where some rest.  So
+    no sum depends on the number of threads.
+
+    ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
+    is at: in y itself, those of one token after the other push each other out of the caches.
     """
     threads, hidden = spec.threads, spec.hidden
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as panel:
@@ -52,8 +58,9 @@ def emit_dense(
                 _emit_activations(
                     isa, spec, activations, bundles, origin, start, stop, tokens, values
                 )
-        with T.parallel(tokens) as token:
-            _emit_masks(values, size, token, masks)
+        if not spec.is_smooth:
+            with T.parallel(tokens) as token:
+                _emit_masks(values, size, token, masks)
         runs = list_units(hidden, spec.ffn)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(units for _, _, units in runs))
@@ -72,7 +79,7 @@ def emit_dense(
                             values,
                             masks,
                             unpacked,
-                            v.let(thread * (UNPACKED * 128)),
+                            v.let(thread * ((KEPT + UNPACKED) * 128)),
                             total,
                             lanes,
                             group,
@@ -136,34 +143,128 @@ def _emit_unit_sum(
     groups = 1 if spec.ffn == "fp16" else lanes
     first = v.let(group + T.floordiv(unit, per_block) * groups)
     chunk = v.let(T.floormod(unit, per_block))
-    with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
-        begin = v.let(part * UNPACKED)
-        number = v.let(T.min(size - begin, UNPACKED))
-        places: list[v.Expr] = []
+    own = v.let(scratch + UNPACKED * 128)
+    places = list_places(spec.ffn, lanes, first, chunk)
+
+    with T.serial(T.floordiv(tokens + KEPT - 1, KEPT)) as turn:
+        origin_token = v.let(turn * KEPT)
+        kept = v.let(T.min(tokens - origin_token, KEPT))
+        _emit_copies(spec, total, unpacked, origin_token, kept, own, places, lanes, leave=False)
+        with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
+            begin = v.let(part * UNPACKED)
+            number = v.let(T.min(size - begin, UNPACKED))
+            with T.serial(number) as index:
+                base = v.let(v.wide(origin + begin + index) * spec.stride)
+                vector = take_part(spec, bundles, base, "down")
+                scale = v.let(load_unit_scale(vector, lanes, first))
+                rows = emit_unit(isa, vector, lanes, first, chunk)
+                for row, (_, weights) in enumerate(rows):
+                    at = scratch + (index * len(rows) + row) * lanes
+                    v.store(unpacked, at, weights * scale, lanes)
+            here = _Unpacked(
+                values, begin, origin_token, unpacked, scratch, own, len(places), lanes
+            )
+            if spec.is_smooth:
+                _emit_full_sums(isa, here, kept, number)
+            else:
+                _emit_masked_sums(here, kept, masks, part)
+        _emit_copies(spec, total, unpacked, origin_token, kept, own, places, lanes, leave=True)
+
+
+def _emit_copies(
+    spec: KernelSpec,
+    total: v.Buffer,
+    unpacked: v.Buffer,
+    origin: v.Expr,
+    kept: v.Expr,
+    own: v.Expr,
+    places: list[v.Expr],
+    lanes: int,
+    *,
+    leave: bool,
+) -> None:
+    """Copy y of ``kept`` tokens from ``origin`` on, at a unit's places, to ``own`` or back."""
+    with T.serial(kept) as token:
+        for index, place in enumerate(places):
+            y = v.let((origin + token) * spec.hidden + place)
+            near = v.let(own + (token * len(places) + index) * lanes)
+            if leave:
+                v.store(total, y, v.load(unpacked, near, lanes), lanes)
+            else:
+                v.store(unpacked, near, v.load(total, y, lanes), lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """A unit of a part's down vectors, float32 [neurons, count, lanes] from ``scratch`` on, and of
+    y, [tokens, count, lanes] from ``own`` on."""
+
+    values: v.Buffer
+    begin: v.Expr
+    """The part's first neuron in its panel."""
+    origin: v.Expr
+    """The first token whose y is kept; tokens are counted from it."""
+    unpacked: v.Buffer
+    scratch: v.Expr
+    own: v.Expr
+    count: int
+    lanes: int
+
+    def load_weights(self, index: v.Expr) -> list[v.Expr]:
+        """Return the vectors of neuron ``index`` of the part."""
+        base = v.let(self.scratch + index * (self.count * self.lanes))
+        return [self._load(base + row * self.lanes) for row in range(self.count)]
+
+    def _load(self, place: v.Expr) -> v.Expr:
+        return v.load(self.unpacked, place, self.lanes)
+
+    def load_value(self, token: v.Expr, index: v.Expr) -> v.Expr:
+        """Return the activation of neuron ``index`` in every lane."""
+        value = self.values[(self.origin + token) * PANEL + self.begin + index]
+        return v.let(v.splat(value, self.lanes))
+
+    def load_sums(self, token: v.Expr) -> list[v.Cell]:
+        """Return y of a token."""
+        base = v.let(self.own + token * (self.count * self.lanes))
+        return [v.Cell(self._load(base + row * self.lanes)) for row in range(self.count)]
+
+    def store_sums(self, token: v.Expr, sums: list[v.Cell]) -> None:
+        """Set y of a token."""
+        base = v.let(self.own + token * (self.count * self.lanes))
+        for row, cell in enumerate(sums):
+            v.store(self.unpacked, base + row * self.lanes, cell.get(), self.lanes)
+
+
+def _emit_masked_sums(unit: _Unpacked, tokens: v.Expr, masks: v.Buffer, part: v.Expr) -> None:
+    """Add the neurons of a part that fire, token by token."""
+    with T.serial(tokens) as token:
+        sums = unit.load_sums(token)
+        mask = v.Cell(masks[(unit.origin + token) * PARTS + part])
+        with T.serial(T.popcount(mask.get())):
+            index = v.let(count_trailing_zeros(mask.get()))
+            mask.set(mask.get() & (mask.get() - 1))
+            value = unit.load_value(token, index)
+            for weights, cell in zip(unit.load_weights(index), sums, strict=True):
+                cell.set(T.fma(weights, value, cell.get()))
+        unit.store_sums(token, sums)
+
+
+def _emit_full_sums(isa: Isa, unit: _Unpacked, tokens: v.Expr, number: v.Expr) -> None:
+    """Add all ``number`` neurons of a part; a few tokens share the loads of weights."""
+    together = 3 if isa.lanes == 16 else 1
+    with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
+        # The last tile repeats the last token, and stores its sum again.
+        named = [v.let(T.min(tile * together + turn, tokens - 1)) for turn in range(together)]
+        sums = [unit.load_sums(token) for token in named]
         with T.serial(number) as index:
-            base = v.let(v.wide(origin + begin + index) * spec.stride)
-            vector = take_part(spec, bundles, base, "down")
-            scale = v.let(load_unit_scale(vector, lanes, first))
-            rows = emit_unit(isa, vector, lanes, first, chunk)
-            for row, (place, weights) in enumerate(rows):
-                at = scratch + (index * len(rows) + row) * lanes
-                v.store(unpacked, at, weights * scale, lanes)
-                places.append(place)
-        count = len(places)
-        with T.serial(tokens) as token:
-            origin_y = v.let(token * spec.hidden)
-            sums = [v.Cell(v.load(total, origin_y + place, lanes)) for place in places]
-            mask = v.Cell(masks[token * PARTS + part])
-            with T.serial(T.popcount(mask.get())):
-                index = v.let(count_trailing_zeros(mask.get()))
-                mask.set(mask.get() & (mask.get() - 1))
-                value = v.let(v.splat(values[token * PANEL + begin + index], lanes))
-                row = v.let(scratch + index * (count * lanes))
-                for place, cell in enumerate(sums):
-                    weights = v.load(unpacked, row + place * lanes, lanes)
-                    cell.set(T.fma(weights, value, cell.get()))
-            for place, cell in zip(places, sums, strict=True):
-                v.store(total, origin_y + place, cell.get(), lanes)
+            values = [unit.load_value(token, index) for token in named]
+            for place, row in enumerate(unit.load_weights(index)):
+                # One vector of weights at a time: the registers are full of sums.
+                weights = v.let(row)
+                for value, cells in zip(values, sums, strict=True):
+                    cells[place].set(T.fma(weights, value, cells[place].get()))
+        for token, cells in zip(named, sums, strict=True):
+            unit.store_sums(token, cells)
 
 
 def count_trailing_zeros(mask: v.Expr) -> v.Expr:

@@ -127,6 +127,19 @@ def emit_unit(
     return result
 
 
+def list_places(
+    precision: Precision, lanes: int, first: v.Expr, chunk: v.Expr | int
+) -> list[v.Expr]:
+    """Return where the elements of a unit stand in y, in the order of `emit_unit`."""
+    start = first * GROUP
+    if precision == "fp16":
+        return [v.let(start + half * 16) for half in range(2)]
+    if precision == "int8":
+        return [v.let(start + (4 * chunk + index) * lanes) for index in range(4)]
+    elements = [4 * chunk + index // 2 + 16 * (index % 2) for index in range(8)]
+    return [v.let(start + element * lanes) for element in elements]
+
+
 def load_unit_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
     """Return the scales of a block as float32 x lanes."""
     if vector.precision == "fp16":

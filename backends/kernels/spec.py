@@ -19,6 +19,9 @@ PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""
 UNPACKED = 32
 """Neurons whose down weights are unpacked together in the dense FFN: a bit each in a mask."""
+KEPT = 33
+"""Tokens whose y a thread of the dense FFN keeps by it at a time, a multiple of those that share
+the loads of weights."""
 PARTS = PANEL // UNPACKED
 """Masks of a panel."""
 KV_BLOCK = 16

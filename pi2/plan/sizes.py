@@ -37,7 +37,7 @@ LOGIT_ROWS = 16
 """Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
 PANEL_FLOATS = 264
 """Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
-THREAD_BYTES = 16 << 10
+THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
@@ -223,7 +223,7 @@ def _need_workspace(resolved: Resolved) -> Need:
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
     floats; 264 floats of dense FFN; its id; d floats more for parallel residuals.  V floats of
     logits for up to 16 tokens.  Rotary positions (context w floats), 16 spans of attention of w + 2
-    floats per head, eight numbers per neuron of a layer, d floats and 16 KiB per thread.  Two
+    floats per head, eight numbers per neuron of a layer, d floats and 33 KiB per thread.  Two
     staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model

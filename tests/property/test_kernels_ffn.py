@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.backends.kernels.spec import PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.layout import Precision, lay_out_bundle
 from pi2.plan.model import Activation
 from pi2.plan.packing import pack_bundles, unpack_bundles
@@ -92,7 +92,7 @@ class Layer:
         """What ``add_dense`` makes of neurons ``begin`` to ``end``."""
         spec = self.spec
         values = allocate("float32", self.tokens, PANEL)
-        unpacked = allocate("float32", spec.threads, UNPACKED * 128)
+        unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
         y = allocate("float32", self.tokens, spec.hidden)
         kernel = compile_program("add_dense", spec)
         bundles = self.bundles[begin:end].copy()
