@@ -129,6 +129,8 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
         "cache_hit_rate": _rounded(statistics.hit_rate),
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
+        "io_engine": model.io_engine,
+        "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,
         "peak_rss_bytes": read_peak_rss_bytes(),
         "budget_changes": list(model.changes),

