@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.experts import route
 from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES
 from pi2.backends.kernels.runtime import Library, find_runtime_library
@@ -40,6 +41,7 @@ from pi2.backends.kernels.spec import (
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
+from pi2.plan.model import Model
 from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
 
@@ -109,6 +111,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         norm=model.norm.kind,
         norm_bias=model.norm.bias,
         parallel=model.residual == "parallel",
+        keeps_input=model.residual == "parallel" or _routes_by_input(model),
+        experts=0 if model.moe is None else model.moe.experts,
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
         head_norm=model.attention.head_norm,
@@ -123,6 +127,11 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         logit_factor=model.multipliers.logits,
         logit_cap=model.logit_softcap,
     )
+
+
+def _routes_by_input(model: Model) -> bool:
+    """Whether a router reads what attention reads."""
+    return model.moe is not None and model.moe.router_input == "layer"
 
 
 class _Workspace:
@@ -162,14 +171,18 @@ class _Workspace:
         """Return the kernels' views of a norm: weight, and bias if it has one."""
         return (*self.wrap_tensor(name), *(self.wrap_tensor(f"{name}_bias") if bias else ()))
 
-    def make_activations(self, tokens: int, length: int, planes: int) -> tuple[Any, ...]:
+    def make_activations(
+        self, tokens: int, length: int, planes: int, values: _F32 | None = None
+    ) -> tuple[Any, ...]:
         """Return codes, scales, sums and values for ``tokens`` vectors."""
+        if values is None:
+            values = self.make("float32", tokens, length)
         groups = length // GROUP
         return (
             self.wrap(self.make("int8", tokens, planes, length)),
             self.wrap(self.make("float32", tokens, groups)),
             self.wrap(self.make("int32", tokens, groups)),
-            self.wrap(self.make("float32", tokens, length)),
+            self.wrap(values),
         )
 
 
@@ -191,7 +204,8 @@ class CpuExecutor:
 
         x = space.wrap(space.make("float32", chunk, spec.hidden))
         y = space.wrap(space.make("float32", chunk, spec.hidden))
-        hidden = space.make_activations(chunk, spec.hidden, spec.planes)
+        self._normalized = space.make("float32", chunk, spec.hidden)
+        hidden = space.make_activations(chunk, spec.hidden, spec.planes, self._normalized)
         self._ffn_input = np.from_dlpack(hidden[-1]).reshape(chunk, spec.hidden)
         mixed = space.make_activations(chunk, spec.width, spec.planes)
         qkv = space.wrap(space.make("float32", chunk, spec.qkv_rows))
@@ -226,7 +240,18 @@ class CpuExecutor:
             for size in ((spec.head_dim,), (), ())
         )
         # What the FFN reads: with parallel residuals, the layer's input.
-        before = space.wrap(space.make("float32", chunk, spec.hidden)) if spec.parallel else x
+        self._moe = request.model.moe
+        self._input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
+        kept = None if self._input is None else space.wrap(self._input)
+        before = kept if spec.parallel else x
+        self._routes = space.make("float32", chunk, max(1, spec.experts))
+        routes = (space.wrap(self._routes),) if spec.experts else ()
+        self._routers = [
+            np.asarray(request.tensors[name_layer_tensor(layer, "router")].weights)
+            .view(np.float32)
+            .reshape(-1, spec.hidden)
+            for layer in range(shape.layers if spec.experts else 0)
+        ]
         self._positions = library.find("add_positions") if spec.positions else None
         self._position_arguments = (*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else ()
         self._attend = [
@@ -237,7 +262,7 @@ class CpuExecutor:
             )
             for layer in range(shape.layers)
         ]
-        inputs = (x, before) if spec.parallel else (x,)
+        inputs = (x,) if kept is None else (x, kept)
         self._attend_arguments = [
             (*self._bind_attention(layer, inputs, rope, qkv, hidden, mixed), *spans)
             for layer in range(shape.layers)
@@ -265,13 +290,13 @@ class CpuExecutor:
         scratch = (*hidden, *lists, partial)
         if spec.has_plain_ffn:
             scratch = (*hidden, partial)
-        self._gather_rest = (*scratch, space.wrap(self._counts), y)
+        self._gather_rest = (*scratch, space.wrap(self._counts), y, *routes)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
-        self._gather_uncounted = (*scratch, space.wrap(uncounted), y)
+        self._gather_uncounted = (*scratch, space.wrap(uncounted), y, *routes)
         self._dense = library.find("add_dense")
         masks = space.wrap(space.make("int32", chunk, PARTS))
-        self._dense_rest = (*hidden, values, masks, unpacked, y)
+        self._dense_rest = (*hidden, values, masks, unpacked, y, *routes)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
         self._predict_gate = None
         if spec.gate_rows is not None and not spec.is_smooth:
@@ -281,7 +306,7 @@ class CpuExecutor:
             self._gather_gates = (scores, space.wrap(self._wanted))
             assert request.gate_rows is not None
             self._gate_arguments = [
-                (*self._bind_gate(rows, scales), *biases, *hidden, *found)
+                (*self._bind_gate(rows, scales), *biases, *routes, *hidden, *found)
                 for (rows, scales), biases in zip(
                     request.gate_rows, self._bind_gate_biases(request), strict=True
                 )
@@ -341,11 +366,14 @@ class CpuExecutor:
         return weights, weights if scales is None else self._space.wrap(scales.view(np.uint8))
 
     def _bind_gate_biases(self, request: BuildRequest) -> list[tuple[Any, ...]]:
-        """Return the view of each layer's gate biases; nothing where gates have none."""
-        if not self._spec.ffn_bias:
-            return [()] * request.model.shape.layers
-        assert request.gate_biases is not None
-        return [(self._space.wrap(biases),) for biases in request.gate_biases]
+        """Return views of each layer's gate biases and experts; nothing where gates have none."""
+        given = [
+            arrays for arrays in (request.gate_biases, request.gate_experts) if arrays is not None
+        ]
+        return [
+            tuple(self._space.wrap(arrays[layer]) for arrays in given)
+            for layer in range(request.model.shape.layers)
+        ]
 
     def _bind_predictors(
         self, request: BuildRequest, hidden: tuple[Any, ...], found: tuple[Any, ...]
@@ -399,6 +427,12 @@ class CpuExecutor:
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
         self._begin(self._tokens, *self._begin_arguments[layer])
+        if self._moe is not None:
+            read = self._normalized
+            if self._moe.router_input == "layer" and self._input is not None:
+                read = self._input
+            tokens = slice(0, self._tokens)
+            self._routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
 
     def predict_low_rank(self, layer: int, threshold: float) -> _I32:
         """Return the neurons whose predictor score reaches ``threshold``."""

@@ -78,6 +78,8 @@ class BuildRequest:
     gate_biases: Sequence[F32] | None = None
     """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
     no gate, their up rows stand for gates."""
+    gate_experts: Sequence[I32] | None = None
+    """Per layer, the expert of every gate [neurons], in a mixture of experts."""
     threads: int
     """Compute threads."""
     features: frozenset[str]

@@ -14,10 +14,11 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.experts import route
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model, Norm
-from pi2.plan.packing import dequantize, slice_bias, unpack_part
+from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
 
@@ -146,6 +147,7 @@ class ReferenceExecutor:
         self._x = np.zeros((0, shape.hidden), np.float32)
         self._input = self._x
         self._u = self._x
+        self._routes = self._x
         self._y = self._x
         self._active = 0
 
@@ -221,6 +223,10 @@ class ReferenceExecutor:
     def begin_ffn(self, layer: int) -> None:
         x = self._input if self._model.residual == "parallel" else self._x
         self._u = self._normalize(x, name_layer_tensor(layer, "ffn_norm"))
+        moe = self._model.moe
+        if moe is not None:
+            read = self._input if moe.router_input == "layer" else self._u
+            self._routes = route(moe, read, self._layer(layer, "router"))
         self._y = np.zeros_like(self._x)
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
@@ -238,7 +244,10 @@ class ReferenceExecutor:
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         threshold = self._model.ffn.threshold if self._model.ffn.activation == "fatrelu" else 0.0
-        return np.flatnonzero(gate > threshold).astype(np.int32)
+        fires = gate > threshold
+        if self._request.gate_experts is not None:
+            fires &= self._routes[0, self._request.gate_experts[layer]] > 0
+        return np.flatnonzero(fires).astype(np.int32)
 
     def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, stride]."""
@@ -247,7 +256,10 @@ class ReferenceExecutor:
         for index in range(2 if layout.is_gated else 1):
             value = self._u @ unpack_part(bundles, layout, index).T
             values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-        return activate(self._model, values[0], values[1] if layout.is_gated else None)
+        active = activate(self._model, values[0], values[1] if layout.is_gated else None)
+        if layout.expert_offset is None:
+            return active
+        return active * self._routes[:, slice_experts(bundles, layout)]
 
     def add_neurons(
         self,

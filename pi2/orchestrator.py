@@ -33,7 +33,7 @@ from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.packing import slice_bias, slice_part
+from pi2.plan.packing import slice_bias, slice_experts, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
@@ -194,12 +194,14 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
 
 
 def check_operators(resolved: ResolvedPlan) -> None:
-    """UserError P322 for what only the null backend and the simulator can do so far."""
-    if resolved.model.moe is not None:
+    """UserError P322 for what no backend computes yet."""
+    if resolved.model.moe is not None and resolved.plan.decode.predictor == "low-rank":
         raise UserError.of(
             "P322",
-            f"model {resolved.model.id!r} is a mixture of experts, which no backend computes yet",
-            help="run it dry with the null backend: --set 'backends.cpu=\"null\"'",
+            f"model {resolved.model.id!r} is a mixture of experts, whose predictors no backend "
+            "computes yet",
+            help='write decode.predictor = "gate" or "none", or run it dry with the null backend: '
+            "--set 'backends.cpu=\"null\"'",
             file=str(resolved.path),
         )
 
@@ -256,13 +258,18 @@ def describe_build(
     """Gather what the backend needs, and count the mapped tensors in their segments."""
     mode = resolved.plan.decode.predictor
     tensors = {} if store is None else load_dense(store, mode, budget, progress)
-    gate_rows = gate_biases = None
+    gate_rows = gate_biases = gate_experts = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
         if resolved.bundle.biases:
             size = 4 * resolved.model.layer_neurons
             gate_biases = [
                 budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
+            ]
+        if resolved.model.moe is not None:
+            size = 4 * resolved.model.layer_neurons
+            gate_experts = [
+                budget.allocate("predictor", size).view(np.int32) for _ in resolved.layers
             ]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
@@ -278,6 +285,7 @@ def describe_build(
         chunk_type=resolved.plan.prefill.activations,
         gate_rows=gate_rows,
         gate_biases=gate_biases,
+        gate_experts=gate_experts,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,
@@ -387,6 +395,8 @@ def load_neurons(
                     scales[rows] = piece_scales
                 if request.gate_biases is not None:
                     request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
+                if request.gate_experts is not None:
+                    request.gate_experts[layer][rows] = slice_experts(piece, request.bundle)
         progress("loading neurons", (layer + 1) / layers)
 
 

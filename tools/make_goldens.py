@@ -169,6 +169,10 @@ MODELS: dict[str, tuple[str, Options]] = {
             "ffn_hidden_size": 96,
         },
     ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36},
+    ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }

@@ -34,13 +34,14 @@ def emit_dense(
     masks: v.Buffer,
     unpacked: v.Buffer,
     total: v.Buffer,
+    routes: v.Buffer | None = None,
 ) -> None:
     """Add ``count`` contiguous neurons to ``total`` (y [tokens, hidden], lane order).
 
     ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
-    [threads, UNPACKED + KEPT, 128].  Per panel of neurons: first the activations, threads sharing
-    the neurons; then y, threads sharing the elements, for active neurons only where some rest.  So
+    [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
+    experts.  Per panel of neurons: first the activations, threads sharing the neurons; then y, threads sharing the elements, for active neurons only where some rest.  So
     no sum depends on the number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
@@ -56,7 +57,7 @@ def emit_dense(
                 start = v.let(begin + tile * ROW_TILE)
                 stop = v.let(T.min(start + ROW_TILE, end))
                 _emit_activations(
-                    isa, spec, activations, bundles, origin, start, stop, tokens, values
+                    isa, spec, activations, bundles, origin, start, stop, tokens, values, routes
                 )
         if not spec.is_smooth:
             with T.parallel(tokens) as token:
@@ -98,10 +99,13 @@ def _emit_activations(
     stop: v.Expr,
     tokens: v.Expr,
     values: v.Buffer,
+    routes: v.Buffer | None,
 ) -> None:
     """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
     if spec.has_plain_ffn:
-        emit_plain_activations(isa, spec, activations, bundles, origin, start, stop, tokens, values)
+        emit_plain_activations(
+            isa, spec, activations, bundles, origin, start, stop, tokens, values, routes
+        )
         return
     together = isa.tile_rows // 2
 

@@ -32,13 +32,14 @@ def emit_plain_gathered(
     partial: v.Buffer,
     counts: v.Buffer,
     total: v.Buffer,
+    routes: v.Buffer | None,
 ) -> None:
     """Add ``count`` neurons of ``arena`` uint8 [., stride] to ``total`` (y of one token).
 
     ``slots`` int32 [count]; ``partial`` float32 [threads, hidden] one sum per thread, added up in
     the order of threads; ``counts`` int32 [threads + 1]: the last one counts non-zero activations,
-    ever.  Which thread computes a neuron depends on its place in ``slots`` alone: equal input gives
-    equal bits.
+    ever; ``routes`` float32 [experts]: weights of a mixture's experts, None without.  Which thread
+    computes a neuron depends on its place in ``slots`` alone: equal input gives equal bits.
     """
     threads, hidden, zero = spec.threads, spec.hidden, T.int32(0)
 
@@ -50,11 +51,22 @@ def emit_plain_gathered(
         fired = v.Cell(zero)
         with T.serial(end - begin) as step:
             base = v.let(v.wide(slots[begin + step]) * spec.stride)
-            value = v.let(_emit_values(isa, spec, activations, arena, [base], [zero])[0][0])
-            with T.If(value != v.constant(0.0, "float32")), T.Then():
-                fired.set(fired.get() + 1)
-                vector = take_part(spec, arena, base, "down")
-                _emit_down(isa, spec, vector, value, partial, origin, activations.once)
+
+            def emit_neuron(base: v.Expr = base) -> None:
+                found = _emit_values(isa, spec, activations, arena, [base], [zero], routes)
+                value = v.let(found[0][0])
+                with T.If(value != v.constant(0.0, "float32")), T.Then():
+                    fired.set(fired.get() + 1)
+                    vector = take_part(spec, arena, base, "down")
+                    _emit_down(isa, spec, vector, value, partial, origin, activations.once)
+
+            if routes is None:
+                emit_neuron()
+            else:
+                # Of experts that rest nothing but the number is read.
+                weight = _load_route(spec, arena, base, routes, zero)
+                with T.If(weight != v.constant(0.0, "float32")), T.Then():
+                    emit_neuron()
         v.store(counts, thread, fired.get(), 1)
 
     emit_shared(threads, v.wide(count) * spec.bundle.used_bytes, emit_thread)
@@ -78,6 +90,7 @@ def emit_plain_activations(
     stop: v.Expr,
     tokens: v.Expr,
     values: v.Buffer,
+    routes: v.Buffer | None,
 ) -> None:
     """Set ``values`` float32 [tokens, PANEL] of neurons ``start`` to ``stop`` of the panel that
     begins with neuron ``origin``."""
@@ -89,7 +102,7 @@ def emit_plain_activations(
             # A repeated token or neuron writes the same value again.
             neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
             bases = [v.let(v.wide(origin + neuron) * spec.stride) for neuron in neurons]
-            found = _emit_values(isa, spec, activations, bundles, bases, named)
+            found = _emit_values(isa, spec, activations, bundles, bases, named, routes)
             for neuron, row in zip(neurons, found, strict=True):
                 for token, value in zip(named, row, strict=True):
                     v.store(values, token * PANEL + neuron, value, 1)
@@ -104,8 +117,9 @@ def _emit_values(
     arena: v.Buffer,
     bases: list[v.Expr],
     tokens: list[v.Expr],
+    routes: v.Buffer | None,
 ) -> list[list[v.Expr]]:
-    """Values of the neurons at ``bases`` for ``tokens``."""
+    """Values of the neurons at ``bases`` for ``tokens``, times the weights of their experts."""
     names = [part.name for part in spec.bundle.parts[:-1]]
     vectors = [take_part(spec, arena, base, name) for base in bases for name in names]
     dots = emit_dots(isa, vectors, activations, tokens)
@@ -118,9 +132,21 @@ def _emit_values(
             terms = [v.let(part[turn]) for part in rows]
             if biases:
                 terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
-            row.append(activate(spec, terms[0], terms[1] if spec.gated else None))
+            value = activate(spec, terms[0], terms[1] if spec.gated else None)
+            if routes is not None:
+                value = value * _load_route(spec, arena, base, routes, tokens[turn])
+            row.append(value)
         found.append(row)
     return found
+
+
+def _load_route(
+    spec: KernelSpec, arena: v.Buffer, base: v.Expr, routes: v.Buffer, token: v.Expr
+) -> v.Expr:
+    """Weight of the expert of the neuron at ``base`` for a token."""
+    assert spec.bundle.expert_offset is not None
+    expert = v.load_as(arena, base + spec.bundle.expert_offset, "int32", 1)
+    return v.let(routes[token * spec.experts + expert])
 
 
 def _load_bias(arena: v.Buffer, byte: v.Expr) -> v.Expr:

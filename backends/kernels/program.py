@@ -175,6 +175,9 @@ class Program:
         spec = self.spec
         return take.take_activations(name, length, spec.planes, tokens, spec.chunk_planes)
 
+    def _take_routes(self, take: Parameters) -> v.Buffer | None:
+        return take.take_array("routes", "float32") if self.spec.experts else None
+
     def _take_norm(self, take: Parameters) -> NormWeights:
         weight = take.take_array("norm", "float32")
         bias = take.take_array("norm_bias", "float32") if self.spec.norm_bias else None
@@ -220,7 +223,7 @@ class Program:
         position = take.take_number("position")
         context = take.take_number("context")
         x = take.take_array("x", "float32")
-        before = take.take_array("before", "float32") if spec.parallel else None
+        before = take.take_array("before", "float32") if spec.keeps_input else None
         norm = self._take_norm(take)
         project = take.take_matrix("qkv", spec.qkv_rows, spec.hidden, spec.attention)
         bias = take.take_array("bias", "float32") if spec.qkv_bias else None
@@ -353,6 +356,8 @@ class Program:
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
         biases = take.take_array("biases", "float32") if spec.ffn_bias else None
+        experts = take.take_array("experts", "int32") if spec.experts else None
+        routes = self._take_routes(take)
         hidden = self._take_hidden(take, neurons)
         scores = take.take_array("scores", "float32")
         indices = take.take_array("indices", "int32")
@@ -362,7 +367,12 @@ class Program:
         )
 
         def keep(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            v.store(scores, row, value if biases is None else value + biases[row], 1)
+            total = value if biases is None else value + biases[row]
+            if experts is not None and routes is not None:
+                rests = routes[experts[row]] == v.constant(0.0, "float32")
+                # No threshold is below zero.
+                total = T.Select(rests, v.constant(-1.0, "float32"), total)
+            v.store(scores, row, total, 1)
 
         emit_multiply(self.isa, spec.threads, matrix, hidden, None, keep)
         limit = spec.threshold if spec.activation == "fatrelu" else 0.0
@@ -409,6 +419,7 @@ class Program:
             partial=take.take_array("partial", "float32"),
             counts=take.take_array("counts", "int32"),
             total=take.take_array("y", "float32"),
+            routes=self._take_routes(take),
         )
 
     def emit_add_dense(self, take: Parameters) -> None:
@@ -427,6 +438,7 @@ class Program:
             masks=take.take_array("masks", "int32"),
             unpacked=take.take_array("unpacked", "float32"),
             total=take.take_array("y", "float32"),
+            routes=self._take_routes(take),
             count=count,
             tokens=tokens,
         )

@@ -91,6 +91,10 @@ class KernelSpec:
     """Whether some layers see all tokens although there is a window."""
     gated: bool = True
     ffn_bias: bool = False
+    experts: int = 0
+    """Of a mixture; 0 without."""
+    keeps_input: bool = False
+    """Whether the layer's input is kept: for the FFN, or for the router."""
     embedding_factor: float = 1.0
     residual_factor: float = 1.0
     logit_factor: float = 1.0
@@ -117,7 +121,12 @@ class KernelSpec:
     def bundle(self) -> BundleLayout:
         """Layout of a neuron."""
         return lay_out_bundle(
-            self.hidden, self.ffn, self.stride, gated=self.gated, bias=self.ffn_bias
+            self.hidden,
+            self.ffn,
+            self.stride,
+            gated=self.gated,
+            bias=self.ffn_bias,
+            mixed=self.experts > 0,
         )
 
     @property
@@ -128,7 +137,7 @@ class KernelSpec:
     @property
     def has_plain_ffn(self) -> bool:
         """Whether `pi2.backends.kernels.plain` computes the FFN."""
-        return self.ffn_bias or not self.gated
+        return self.ffn_bias or not self.gated or self.experts > 0
 
     def to_json(self) -> str:
         """Return canonical JSON."""

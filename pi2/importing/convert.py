@@ -1,6 +1,6 @@
 """Turns a checkpoint into a neuron store, tensor by tensor.
 
-At most the three FFN matrices of one layer are in memory at once, as they are in the checkpoint.
+At most the FFN matrices of one layer are in memory at once, as they are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -157,34 +157,57 @@ class _Conversion:
         self, layer: int, order: I32, bundle: BundleLayout, pool: ThreadPoolExecutor
     ) -> Iterator[U8]:
         """Bundles uint8 [n, stride] of a layer in stored order."""
-        sources = [self._find(part.name, layer) for part in bundle.parts]
-        for source in sources:
-            self._advance(source)
-        raw = [source.read_raw() for source in sources]
+        experts = 1 if self._model.moe is None else self._model.moe.experts
+        sources = [
+            [self._find(part.name, layer, expert) for part in bundle.parts]
+            for expert in range(experts)
+        ]
+        raw = [[self._read(source) for source in group] for group in sources]
         # Columns become rows once, in the narrow type: gathering columns would be far slower.
-        raw[-1] = _transpose(raw[-1])
+        for matrices in raw:
+            matrices[-1] = _transpose(matrices[-1])
         biases = self._read_biases(layer, bundle)
+        neurons_of_expert = self._model.shape.ffn
         step = max(1, _PIECE_WEIGHTS // bundle.hidden)
+
+        def gather(part: int, neurons: I32) -> F32:
+            rows = np.empty((len(neurons), bundle.hidden), np.float32)
+            owners = neurons // neurons_of_expert
+            for owner in np.unique(owners):
+                mine = owners == owner
+                matrix = raw[owner][part][neurons[mine] - owner * neurons_of_expert]
+                rows[mine] = sources[owner][part].tensor.widen(matrix)
+            return rows
 
         def pack(start: int) -> U8:
             neurons = order[start : start + step]
-            pairs = zip(sources, raw, strict=True)
-            rows = [source.tensor.widen(matrix[neurons]) for source, matrix in pairs]
+            rows = [gather(part, neurons) for part in range(len(bundle.parts))]
             gate = rows[0] if bundle.is_gated else None
             added = None if biases is None else biases[neurons]
-            parts = dict(zip((str(part.name) for part in bundle.parts), sources, strict=True))
+            owners = neurons // neurons_of_expert
+            numbers = None if bundle.expert_offset is None else owners
+            places = {str(part.name): index for index, part in enumerate(bundle.parts)}
 
             def pack_part(name: str, values: F32) -> tuple[U8, F16 | None]:
                 # The rows of gate and up meet the FFN's input; those of down do not.
                 ffn_layer = None if name == "down" else layer
-                packed, scales = self._quantize(
-                    values, bundle.precision, parts[name].tensor, ffn_layer
-                )
-                return packed.view(np.uint8), scales
+                weights, scales = [], []
+                for first, last in _find_runs(owners):
+                    tensor = sources[owners[first]][places[name]].tensor
+                    packed, some = self._quantize(
+                        values[first:last], bundle.precision, tensor, ffn_layer
+                    )
+                    weights.append(packed.view(np.uint8))
+                    scales += [] if some is None else [some]
+                return np.concatenate(weights), np.concatenate(scales) if scales else None
 
-            return pack_bundles(gate, rows[-2], rows[-1], bundle, added, pack_part)
+            return pack_bundles(gate, rows[-2], rows[-1], bundle, added, pack_part, numbers)
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
+
+    def _read(self, source: Rows) -> Raw:
+        self._advance(source)
+        return source.read_raw()
 
     def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
         """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""
@@ -248,8 +271,8 @@ class _Conversion:
             ) from None
         return rows, None
 
-    def _find(self, key: str, layer: int = 0) -> Rows:
-        return find_rows(self._source.tensors, self._model, key, layer)
+    def _find(self, key: str, layer: int = 0, expert: int = 0) -> Rows:
+        return find_rows(self._source.tensors, self._model, key, layer, expert)
 
     def _advance(self, source: Rows) -> None:
         self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
@@ -269,6 +292,12 @@ def _map_in_order(
         yield running.popleft().result()
 
 
+def _find_runs(owners: I32) -> list[tuple[int, int]]:
+    """First and last place (exclusive) of every run of equal values."""
+    starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(owners)], strict=True))
+
+
 def _transpose(matrix: Raw) -> Raw:
     """Contiguous transpose, by tiles: four times as fast as numpy's own copy."""
     rows, columns = matrix.shape
@@ -281,8 +310,9 @@ def _transpose(matrix: Raw) -> Raw:
 
 
 def _choose_order(model: Model, activations: Path | None) -> I32:
-    """Original neuron at every stored place, int32 [layers, ffn]."""
-    layers, neurons = model.shape.layers, model.shape.ffn
+    """Original neuron at every stored place, int32 [layers, neurons]; the neurons of a mixture are
+    numbered through its experts."""
+    layers, neurons = model.shape.layers, model.layer_neurons
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
     return order_neurons(read_counts(activations, layers, neurons))

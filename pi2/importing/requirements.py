@@ -36,22 +36,27 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
     if model.positions is not None:
         yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
     layered = [*_list_attention(model).items(), *_list_ffn(model).items()]
+    experts = 1 if model.moe is None else model.moe.experts
     for layer in range(model.shape.layers):
-        # Parallel residuals may share a norm: it is asked for once.
+        # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
         for key, size in layered:
-            need = _require(model, key, size, layer)
-            if need.name not in asked:
-                asked.add(need.name)
-                yield need
+            for expert in range(experts):
+                need = _require(model, key, size, layer, expert)
+                if need.name not in asked:
+                    asked.add(need.name)
+                    yield need
     for key, size in norms.items():
         yield _require(model, key, size)
     if not model.tied_head:
         yield _require(model, "head", (model.shape.vocab, hidden))
 
 
-def _require(model: Model, key: str, shape: tuple[int, ...], layer: int = 0) -> Requirement:
-    return Requirement(key=key, name=fill_name(getattr(model.tensors, key), layer), shape=shape)
+def _require(
+    model: Model, key: str, shape: tuple[int, ...], layer: int = 0, expert: int = 0
+) -> Requirement:
+    name = fill_name(getattr(model.tensors, key), layer, expert)
+    return Requirement(key=key, name=name, shape=shape)
 
 
 def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
@@ -84,6 +89,8 @@ def _list_ffn(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's FFN by key of ``model.tensors``."""
     hidden, ffn = model.shape.hidden, model.shape.ffn
     needs: dict[str, tuple[int, ...]] = {"ffn_norm": (hidden,)}
+    if model.moe is not None:
+        needs["router"] = (model.moe.experts, hidden)
     if model.norm.bias:
         needs["ffn_norm_bias"] = (hidden,)
     if model.ffn.gated and model.tensors.fused_gate_up is not None:
@@ -159,8 +166,12 @@ def describe_shape_problem(
 
 def _check_sizes(model: Model) -> Iterator[Diagnostic]:
     shape = model.shape
-    if model.moe is not None:
-        yield Diagnostic(code="P541", message="a mixture of experts cannot be converted yet")
+    if model.moe is not None and model.predictor is not None:
+        yield Diagnostic(
+            code="P541",
+            message="predictors of experts cannot be converted yet",
+            help="remove [predictor] from the model document",
+        )
     for key, size in (
         ("shape.hidden", shape.hidden),
         ("shape.heads * shape.head_dim", shape.heads * shape.head_dim),

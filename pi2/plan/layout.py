@@ -20,7 +20,8 @@ activations use the int8 layout.  fp16 vectors are plain.  Scales follow in the 
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
-come last, float32, at a multiple of 4 bytes.
+come next, float32, at a multiple of 4 bytes; in a mixture of experts, the number of the neuron's
+expert comes last, int32, at a multiple of 4 bytes.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class BundleLayout:
     used_bytes: int
     stride: int
     biases: tuple[Bias, ...] = ()
+    expert_offset: int | None = None
+    """Byte of the expert's number; None without experts."""
 
     @property
     def is_gated(self) -> bool:
@@ -111,8 +114,10 @@ def lay_out_bundle(
     *,
     gated: bool = True,
     bias: bool = False,
+    mixed: bool = False,
 ) -> BundleLayout:
-    """Lay out a neuron; ``stride`` defaults to the next multiple of 512 bytes."""
+    """Lay out a neuron, ``mixed``: of an expert; ``stride`` defaults to the next multiple of 512
+    bytes."""
     offset, parts = 0, []
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
@@ -124,6 +129,10 @@ def lay_out_bundle(
         offset = round_up(offset, 4)
         biases.append(Bias(name=name, offset=offset))
         offset += 4
+    expert_offset = None
+    if mixed:
+        expert_offset = round_up(offset, 4)
+        offset = expert_offset + 4
     if stride is None:
         stride = round_up(offset, 512)
     assert stride >= offset, (stride, offset)
@@ -134,4 +143,5 @@ def lay_out_bundle(
         used_bytes=offset,
         stride=stride,
         biases=tuple(biases),
+        expert_offset=expert_offset,
     )

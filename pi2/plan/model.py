@@ -344,7 +344,12 @@ class Model(Document):
         """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
         ffn = self.ffn
         return lay_out_bundle(
-            self.shape.hidden, self.quantization.ffn, stride, gated=ffn.gated, bias=ffn.bias
+            self.shape.hidden,
+            self.quantization.ffn,
+            stride,
+            gated=ffn.gated,
+            bias=ffn.bias,
+            mixed=self.moe is not None,
         )
 
     def find_window(self, layer: int) -> int | None:

@@ -32,6 +32,7 @@ U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
+I32 = npt.NDArray[np.int32]
 
 _TOP = {"int4": 7, "int8": 127}
 _BOTTOM = {"int4": -8, "int8": -127}
@@ -130,13 +131,14 @@ def pack_bundles(
     layout: BundleLayout,
     biases: F32 | None = None,
     pack: Callable[[str, F32], tuple[U8, F16 | None]] | None = None,
+    experts: I32 | None = None,
 ) -> U8:
     """Quantise neurons into bundles uint8 [n, stride].
 
     ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
     float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
-    [n, len(layout.biases)].  ``pack`` quantises the rows of a part by its name, by default to
-    nearest.  Bytes beyond ``used_bytes`` are zero.
+    [n, len(layout.biases)]; ``experts`` int32 [n] in a mixture.  ``pack`` quantises the rows of a
+    part by its name, by default to nearest.  Bytes beyond ``used_bytes`` are zero.
     """
     bundles = np.zeros((up.shape[0], layout.stride), np.uint8)
     vectors = {"up": up, "down": down}
@@ -159,6 +161,10 @@ def pack_bundles(
         for column, bias in enumerate(layout.biases):
             values = np.ascontiguousarray(biases[:, column], "<f4").view(np.uint8)
             bundles[:, bias.offset : bias.offset + 4] = values.reshape(-1, 4)
+    assert (experts is not None) == (layout.expert_offset is not None), layout
+    if experts is not None and layout.expert_offset is not None:
+        numbers = np.ascontiguousarray(experts, "<i4").view(np.uint8)
+        bundles[:, layout.expert_offset : layout.expert_offset + 4] = numbers.reshape(-1, 4)
     return bundles
 
 
@@ -181,6 +187,13 @@ def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
     offset = layout.biases[index].offset
     column = np.ascontiguousarray(bundles[:, offset : offset + 4])
     return np.asarray(column.view("<f4")[:, 0], np.float32)
+
+
+def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
+    """Numbers of the experts of ``bundles`` uint8 [n, stride]: int32 [n]."""
+    assert layout.expert_offset is not None
+    column = bundles[:, layout.expert_offset : layout.expert_offset + 4]
+    return np.asarray(np.ascontiguousarray(column).view("<i4")[:, 0], np.int32)
 
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 | None]:

@@ -151,16 +151,16 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
     """What finds the active neurons.
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and
-    scales of all gate rows (of the up rows where neurons have no gate), and f floats where they
-    have biases; none: nothing.
+    scales of all gate rows (of the up rows where neurons have no gate), f floats where they have
+    biases, and f integers where they have experts; none: nothing.
     """
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
         layer = _align(model.layer_neurons * weight_bytes(shape.hidden, precision))
         layer += _align(model.layer_neurons * scale_bytes(shape.hidden, precision))
-        if model.ffn.bias:
-            layer += _align(4 * model.layer_neurons)
+        for there in (model.ffn.bias, model.moe is not None):
+            layer += _align(4 * model.layer_neurons) if there else 0
         return Need(
             shape.layers * layer,
             f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
@@ -221,7 +221,8 @@ def _need_workspace(resolved: Resolved) -> Need:
 
     Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
-    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals.  V floats of
+    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals
+    and mixtures, and a float per expert.  V floats of
     logits for up to 16 tokens.  Rotary positions (context w floats), 16 spans of attention of w + 2
     floats per head, eight numbers per neuron of a layer, d floats and 33 KiB per thread.  Two
     staging buffers of min(f, 512) neurons.
@@ -238,8 +239,10 @@ def _need_workspace(resolved: Resolved) -> Need:
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     tables = 4 * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
-    if model.residual == "parallel":
+    if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.hidden
+    if model.moe is not None:
+        activations += chunk * 4 * model.moe.experts
     tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
         activations + logits + tables + staging,

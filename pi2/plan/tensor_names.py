@@ -17,7 +17,8 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     of them added), with ``_bias`` their biases; ``qkv`` [(heads + 2 kv_heads) head_dim, hidden],
     query rows first, then key, then value; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm``
     and ``key_norm`` float32 [1, head_dim]; ``output`` [hidden, heads head_dim] and ``output_bias``
-    float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``predictor_in`` [rank, hidden],
+    float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``router`` float32 [experts, hidden];
+    ``predictor_in`` [rank, hidden],
     ``predictor_out`` [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored
     order.
 

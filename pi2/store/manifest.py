@@ -83,6 +83,8 @@ class StoredBundle(Table):
     """Its vectors."""
     biases: tuple[Offset, ...] = ()
     """Bytes of its float32 biases, in the order of the vectors that they belong to."""
+    expert_offset: Offset | None = None
+    """Byte of its expert's number (int32), in a mixture of experts."""
 
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
@@ -94,6 +96,7 @@ class StoredBundle(Table):
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),
             biases=tuple(bias.offset for bias in layout.biases),
+            expert_offset=layout.expert_offset,
         )
 
     @model_validator(mode="after")
@@ -102,8 +105,9 @@ class StoredBundle(Table):
             raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
         layout = self.layout
         biases = tuple(bias.offset for bias in layout.biases)
-        stored = (self.used_bytes, self.parts, self.biases)
-        if stored != (layout.used_bytes, _describe_parts(layout), biases):
+        stored = (self.used_bytes, self.parts, self.biases, self.expert_offset)
+        described = _describe_parts(layout)
+        if stored != (layout.used_bytes, described, biases, layout.expert_offset):
             raise ValueError("the parts of a bundle do not lie as format version 1 says")
         return self
 
@@ -116,6 +120,7 @@ class StoredBundle(Table):
             self.stride,
             gated=len(self.parts) == 3,
             bias=bool(self.biases),
+            mixed=self.expert_offset is not None,
         )
 
 
@@ -249,8 +254,8 @@ class Manifest(Table):
             raise ValueError("the tensors are not those of the model")
         for layer in range(self.layers):
             entry = self.find_file(name_layer_file(layer))
-            if entry is not None and entry.rows != model.shape.ffn:
-                raise ValueError(f"{entry.path} has not {model.shape.ffn} neurons")
+            if entry is not None and entry.rows != model.layer_neurons:
+                raise ValueError(f"{entry.path} has not {model.layer_neurons} neurons")
 
     def _check_layer_file(self, path: str) -> None:
         entry = self.find_file(path)

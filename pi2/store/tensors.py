@@ -72,6 +72,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
             tensors.append(_vector(name("ffn_norm_bias"), shape.hidden))
         if model.ffn.bias:
             tensors.append(_vector(name("down_bias"), shape.hidden))
+        if model.moe is not None:
+            rows, length = model.moe.experts, shape.hidden
+            tensors.append(
+                DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)
+            )
         if ranks is not None:
             rank, kind = ranks[layer], precision.predictor
             tensors.append(_quantized(name("predictor_in"), kind, rank, shape.hidden))

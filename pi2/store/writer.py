@@ -96,7 +96,7 @@ class StoreWriter:
         ``original`` int32 [ffn] is the neuron of the checkpoint at every stored place;
         ``bundles`` gives uint8 [n, stride] pieces in stored order.
         """
-        neurons, stride = self.model.shape.ffn, self.bundle.stride
+        neurons, stride = self.model.layer_neurons, self.bundle.stride
         assert original.shape == (neurons,) and original.dtype == np.int32
         path = name_layer_file(layer)
         if self.has_file(path):

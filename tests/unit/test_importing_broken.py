@@ -145,9 +145,10 @@ def test_sizes_that_cannot_be_packed(job: Job) -> None:
     job.expect("P541", "shape.heads * shape.head_dim is 48", "32")
 
 
-def test_a_mixture_of_experts(job: Job) -> None:
+def test_predictors_of_experts(job: Job) -> None:
     job.model = make_model({"moe": {"experts": 4, "active_experts": 2}})
-    job.expect("P541", "mixture of experts")
+    with pytest.raises(UserError, match=r"P541.*predictors of experts"):
+        job.convert()
 
 
 # Files
