@@ -41,8 +41,9 @@ def emit_dense(
     ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
     [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
-    experts.  Per panel of neurons: first the activations, threads sharing the neurons; then y, threads sharing the elements, for active neurons only where some rest.  So
-    no sum depends on the number of threads.
+    experts.  Per panel of neurons: first the activations, threads sharing the neurons; then y,
+    threads sharing the elements, for active neurons only where some rest.  So no sum depends on the
+    number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.

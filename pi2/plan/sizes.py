@@ -221,9 +221,9 @@ def _need_workspace(resolved: Resolved) -> Need:
 
     Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
-    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals
-    and mixtures, and a float per expert.  V floats of
-    logits for up to 16 tokens.  Rotary positions (context w floats), 16 spans of attention of w + 2
+    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
+    a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
+    floats), 16 spans of attention of w + 2
     floats per head, eight numbers per neuron of a layer, d floats and 33 KiB per thread.  Two
     staging buffers of min(f, 512) neurons.
     """
