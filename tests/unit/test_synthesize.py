@@ -171,6 +171,26 @@ def test_other_models_become_sound_stores_that_make_text(
     assert all(layer.active == pytest.approx(0.1, rel=0.25) for layer in measured.layers)
 
 
+PLAIN = {"activation": "relu", "gated": False, "bias": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn": PLAIN, "norm": {"kind": "layernorm", "bias": True}, "positions": {"offset": 2}},
+        {"ffn": PLAIN, "predictor": None, "attention": {"qkv_bias": True, "output_bias": True}},
+        {"attention": {"head_norm": True}},
+    ],
+    ids=["plain, layernorm, learned positions", "plain, biases", "norms of heads"],
+)
+def test_other_families_have_the_statistics_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recipe = Recipe(active=0.1, skew=0.3)
+    measurement = measure(tmp_path, make(**changes), recipe)
+    layer = average_layers(measurement.layers)
+    assert layer["active"] == pytest.approx(0.1, abs=0.01)
+    assert layer["skew"] == pytest.approx(0.3, abs=0.03)
+
+
 def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     model = make()
     hashes = []

@@ -27,7 +27,7 @@ from pi2.importing.synthesis.randomness import F32, draw_normals, draw_signs
 from pi2.plan.layout import Precision
 from pi2.plan.packing import quantize
 from pi2.plan.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.tensor_names import FINAL_NORM, HEAD
+from pi2.plan.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 
@@ -44,16 +44,23 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         return _quantize(tensor, lambda first, count: _make_head(blueprint, first, count))
     if tensor.name == FINAL_NORM:
         return [(_make_final_norm(blueprint), None)]
+    if tensor.name == FINAL_NORM_BIAS:
+        return [(np.zeros((1, tensor.length), np.float32), None)]
+    if tensor.name == POSITIONS:
+        # All alike: what a token adds to the stream decides what fires.
+        return _quantize(tensor, lambda _, count: np.zeros((count, tensor.length), np.float32))
     _, number, kind = tensor.name.split(".")
     layer = int(number)
     match kind:
-        case "attention_norm" | "ffn_norm":
+        case "attention_norm" | "ffn_norm" | "query_norm" | "key_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "qkv" | "output":
             return _draw_projection(blueprint, tensor, layer, kind)
         case "qkv_bias":
             normals = draw_normals((1, tensor.length), *blueprint.key(ATTENTION, layer, 2))
             return [(normals * np.float32(_BIAS_DEVIATION), None)]
+        case "attention_norm_bias" | "ffn_norm_bias" | "output_bias" | "down_bias":
+            return [(np.zeros((1, tensor.length), np.float32), None)]
         case "predictor_in":
             rows = make_predictor_in(blueprint, layer, tensor.rows)
             return _quantize(tensor, lambda first, count: rows[first : first + count])

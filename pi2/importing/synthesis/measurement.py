@@ -19,7 +19,7 @@ from pi2.importing.synthesis.statistics import (
 )
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import unpack_bundles
+from pi2.plan.packing import unpack_part
 from pi2.plan.tensor_names import name_layer_tensor
 from pi2.store.reader import NeuronStore, StoredLayer
 
@@ -137,14 +137,14 @@ def _run_neurons(
     gates = np.empty_like(active)
     threshold = model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0
     for first, bundles in _read_bundles(layer, layout):
-        gate, up, down = unpack_bundles(bundles, layout)
-        gate_values = inputs @ gate.T
-        values = activate(model, gate_values, inputs @ up.T)
+        *inner, down = (unpack_part(bundles, layout, i) for i in range(len(layout.parts)))
+        gate_values = inputs @ inner[0].T
+        values = activate(model, gate_values, inputs @ inner[1].T if layout.is_gated else None)
         executor.add_output(values @ down)
         place = slice(first, first + len(bundles))
         gates[:, place] = gate_values > threshold
         # Every value of SiLU counts: what is negative contributes little, but not nothing.
-        active[:, place] = gates[:, place] if model.ffn.activation == "silu" else values != 0
+        active[:, place] = gates[:, place] if model.is_smooth else values != 0
     return active, gates
 
 

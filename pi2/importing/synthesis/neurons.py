@@ -38,24 +38,24 @@ def make_bundles(
     """Bundles uint8 [n, stride] of the neurons of ``chunk``; ``directions`` are the layer's B."""
     _, count = locate_chunk(blueprint, chunk)
     bundles = np.zeros((count, layout.stride), np.uint8)
-    gate = quantize(make_gates(blueprint, layer, chunk, directions), layout.precision)
     key = (layer, chunk)
+    # Where neurons have no gate, the up row decides when they fire.  Biases stay zero.
+    vectors = [quantize(make_gates(blueprint, layer, chunk, directions), layout.precision)]
     if blueprint.model.ffn.activation == "drelu":
         factors = draw_factors(blueprint, layer, chunk)
-        up = scale_groups(*gate, factors, layout.precision)
-    else:
+        vectors.append(scale_groups(*vectors[0], factors, layout.precision))
+    elif layout.is_gated:
         deviation = 1 / math.sqrt(layout.hidden)
-        up = draw_vectors(
-            count, layout.hidden, layout.precision, deviation, *blueprint.key(UP, *key)
+        vectors.append(
+            draw_vectors(
+                count, layout.hidden, layout.precision, deviation, *blueprint.key(UP, *key)
+            )
         )
-    down = draw_vectors(
-        count,
-        layout.hidden,
-        layout.precision,
-        blueprint.find_output_deviation(),
-        *blueprint.key(DOWN, *key),
+    deviation = blueprint.find_output_deviation()
+    vectors.append(
+        draw_vectors(count, layout.hidden, layout.precision, deviation, *blueprint.key(DOWN, *key))
     )
-    for part, (weights, scales) in zip(layout.parts, (gate, up, down), strict=True):
+    for part, (weights, scales) in zip(layout.parts, vectors, strict=True):
         bundles[:, part.weights_offset : part.weights_offset + weights.shape[1]] = weights
         if scales is not None:
             packed = scales.view(np.uint8)

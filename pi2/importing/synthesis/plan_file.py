@@ -88,7 +88,7 @@ def _draft(
     """The plan with everything resident and segments that are still to be filled in."""
     folder = path.resolve().parent
     default = "low-rank" if model.predictor is not None else "gate"
-    if model.predictor is None and model.ffn.activation == "silu":
+    if model.predictor is None and model.is_smooth:
         default = "none"
     names = ("runtime", "attention", "kv", "predictor", "hot", "cold", "workspace")
     return {
