@@ -474,7 +474,8 @@ class CpuExecutor:
 
     def read_ffn_input(self) -> _F32:
         """Return what the FFN reads, before it was rounded to integers."""
-        return self._ffn_input[: self._tokens]
+        values: _F32 = self._ffn_input[: self._tokens]
+        return values
 
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""

@@ -75,7 +75,7 @@ def test_its_parts(text: str, url: str, path: str | None, revision: str) -> None
         ("tap:", "P701", ""),
         ("tap:../x", "P701", "../x"),
         (f"gh:acme/a//{D}\n@v1", "P701", "\n"),
-        (f"gh:acme/a//dev\\ices/x.device.toml@v1", "P701", "\\"),
+        ("gh:acme/a//dev\\ices/x.device.toml@v1", "P701", "\\"),
     ],
 )
 def test_a_fault_is_pointed_at(text: str, code: str, marked: str) -> None:
