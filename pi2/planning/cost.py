@@ -349,7 +349,8 @@ def _fits_cache(resolved: Resolved) -> bool:
 
 
 def cost_prefill(resolved: Resolved, rates: Rates, sizes: Sizes) -> float | None:
-    """Tokens per second of a full chunk: arithmetic, while what is not hot streams by."""
+    """Tokens per second of a full chunk: arithmetic, while what is not hot streams by, as far as
+    the cores can do both."""
     model, plan = resolved.model, resolved.plan
     ops = rates.ops_s
     if rates.dense is not None and rates.dense.ops_s is not None and _uses_dense(resolved):
@@ -368,7 +369,7 @@ def cost_prefill(resolved: Resolved, rates: Rates, sizes: Sizes) -> float | None
         if layer.hot < 1.0:
             absent = (model.layer_neurons - layer.hot_neurons) * sizes.stride
             read = absent / find_stream_rate(check_flash(rates, resolved.device))
-        total += max(compute, read)
+        total += compute + read - rates.overlap * min(compute, read)
     return tokens / total
 
 

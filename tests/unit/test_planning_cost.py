@@ -105,6 +105,18 @@ def test_a_missing_figure_is_named_with_the_way_to_measure_it(key: str) -> None:
     assert finding.help is not None and "pi2 probe" in finding.help
 
 
+def test_where_reading_needs_the_cores_nothing_is_hidden() -> None:
+    def change(values: Any) -> None:
+        values["storage"]["overlap"] = {"value": 0.0, "status": "estimated", "source": "a test"}
+
+    resolved = load_half()
+    before, after = cost_plan(resolved), change_device(resolved, change)
+    assert after.layers[0].wait_s == pytest.approx(after.layers[0].read_s)
+    assert after.tokens_s < before.tokens_s
+    assert before.prefill_tokens_s is not None and after.prefill_tokens_s is not None
+    assert after.prefill_tokens_s < before.prefill_tokens_s
+
+
 def test_looking_ahead_hides_reads() -> None:
     waits = [
         sum(layer.wait_s for layer in cost_plan(load_half(**{"decode.look_ahead": mode})).layers)
