@@ -474,7 +474,7 @@ class CpuExecutor:
 
     def read_ffn_input(self) -> _F32:
         """Return what the FFN reads, before it was rounded to integers."""
-        values: _F32 = self._ffn_input[: self._tokens]
+        values: _F32 = np.asarray(self._ffn_input[: self._tokens], np.float32)
         return values
 
     def logits(self, first: int) -> _F32:
