@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pi2.memory.requests import I64, ReadBatch
+from pi2.memory.requests import I64, PENDING, ReadBatch
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
@@ -56,7 +56,6 @@ class UringEngine:
         self._waiting: deque[tuple[int, int]] = deque()
         """Batch and the first of its requests that has not been handed over."""
         self._next_number = 0
-        self._in_flight = 0
         try:
             self._ring.register_files(files)
         except BaseException:
@@ -80,6 +79,11 @@ class UringEngine:
     def _wait(self, batch: ReadBatch, part: slice) -> None:
         # Others' requests may be among those that end: then go round again.
         while pending := batch.count_pending(part):
+            if not self._waiting and not self._ring.in_flight:
+                # An interrupt came while they were being queued: they never will be.
+                results = batch.results[part]
+                results[results == PENDING] = -errno.ECANCELED
+                return
             self._enter(pending)
 
     def abandon(self, batch: ReadBatch) -> None:
@@ -95,20 +99,24 @@ class UringEngine:
 
     def _enter(self, least: int) -> None:
         """Hand over what has room, wait for ``least`` completions, and take note of all."""
-        queued = self._queue()
-        self._ring.enter(queued, min(least, self._in_flight))
+        self._queue()
+        self._ring.enter(min(least, self._ring.in_flight))
         self._reap()
-        while self._waiting and (queued := self._queue()):
-            self._ring.enter(queued, 0)
+        while self._waiting and self._queue():
+            self._ring.enter(0)
             self._reap()
 
-    def _queue(self) -> int:
-        """Write entries for waiting requests, as many as the depth allows."""
-        queued = 0
-        while self._waiting and self._in_flight < self._depth:
+    def _queue(self) -> bool:
+        """Write entries for waiting requests, as many as the depth allows; whether there are any.
+
+        What waits is noted before entries are written: an interrupt in between loses requests, the
+        other way round it would repeat them, into slots that by then are others'.
+        """
+        queued = False
+        while self._waiting and (room := self._depth - self._ring.in_flight) > 0:
             number, first = self._waiting[0]
             batch = self._batches[number]
-            count = min(len(batch.firsts) - first, self._depth - self._in_flight)
+            count = min(len(batch.firsts) - first, room)
             chosen = slice(first, first + count)
             entries = np.zeros((count, _ENTRY_WORDS), np.int64)
             entries[:, 0] = _READV | _FIXED_FILE | batch.file << 32
@@ -116,32 +124,36 @@ class UringEngine:
             entries[:, 2] = batch.vectors.ctypes.data + 16 * batch.firsts[chosen].astype(np.int64)
             entries[:, 3] = batch.counts[chosen]
             entries[:, 4] = (number << 32) + np.arange(first, first + count)
-            self._ring.push(entries)
-            queued += count
-            self._in_flight += count
             if first + count == len(batch.firsts):
                 self._waiting.popleft()
             else:
                 self._waiting[0] = (number, first + count)
+            self._ring.push(entries)
+            queued = True
         return queued
 
     def _reap(self) -> None:
-        names, results = self._ring.pop()
+        """Note results.  Completions are taken off the ring at the end: after an interrupt they
+        are noted again."""
+        names, results = self._ring.peek()
         if len(names) == 0:
             return
-        self._in_flight -= len(names)
         numbers, requests = names >> 32, names & 0xFFFFFFFF
         for number in np.unique(numbers).tolist():
-            batch = self._batches[number]
+            batch = self._batches.get(number)
+            if batch is None:
+                continue
             mine = numbers == number
             batch.results[requests[mine]] = results[mine]
             if not batch.count_pending():
                 del self._batches[number]
+        self._ring.advance(len(names))
 
     def close(self) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
         # The kernel writes into our memory until the last read is over.
-        while self._in_flight or self._waiting:
+        self._waiting.clear()
+        while self._ring.in_flight:
             self._enter(1)
         self._ring.close()
 
@@ -207,32 +219,39 @@ class _Ring:
         # The system call that follows makes the kernel see entries before the tail.
         self._tail[0] = (tail + len(entries)) & 0xFFFFFFFF
 
-    def enter(self, queued: int, least: int) -> None:
-        """Hand over ``queued`` entries and wait for ``least`` completions."""
+    @property
+    def in_flight(self) -> int:
+        """Entries whose completions have not been taken, handed over or not."""
+        return (int(self._tail[0]) - int(self._done_head[0])) & 0xFFFFFFFF
+
+    def enter(self, least: int) -> None:
+        """Hand over all entries and wait for ``least`` completions."""
         while True:
+            # The ring knows what was handed over, also after an interrupt.
+            queued = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
+            if not queued and not least:
+                return
             try:
-                taken = self._call(_ENTER, self._fd, queued, least, _GET_EVENTS, None, 0)
+                self._call(_ENTER, self._fd, queued, least, _GET_EVENTS, None, 0)
             except OSError as error:
-                if error.errno == errno.EINTR:
-                    # What was handed over before the signal stays so: the ring knows.
-                    queued = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
-                    continue
-                if error.errno in (errno.EAGAIN, errno.EBUSY):
+                if error.errno in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     continue
                 raise
-            queued -= taken
-            if queued <= 0:
+            if int(self._tail[0]) == int(self._head[0]):
                 return
 
-    def pop(self) -> tuple[I64, I64]:
-        """Take all completions: their names [n], and results [n]."""
+    def peek(self) -> tuple[I64, I64]:
+        """All completions: their names [n], and results [n]."""
         head, tail = int(self._done_head[0]), int(self._done_tail[0])
         count = (tail - head) & 0xFFFFFFFF
         places = (np.arange(head, head + count) & 0xFFFFFFFF) & self._done_mask
         events = self._events[places]
-        self._done_head[0] = tail
         results = events[:, 1].astype(np.int32).astype(np.int64)
         return events[:, 0], results
+
+    def advance(self, count: int) -> None:
+        """Take ``count`` completions off the ring."""
+        self._done_head[0] = (int(self._done_head[0]) + count) & 0xFFFFFFFF
 
     def _call(self, number: int, *arguments: object) -> int:
         words = (ctypes.c_long(item) if isinstance(item, int) else item for item in arguments)

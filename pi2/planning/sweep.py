@@ -108,7 +108,8 @@ def run_sweep(
     output.parent.mkdir(parents=True, exist_ok=True)
     attempts = 0
     with journal.open("a", encoding="utf-8") as file:
-        file.write("\n")  # the last line of a sweep that was killed may be cut off
+        if file.tell():
+            file.write("\n")  # the last line of a sweep that was killed may be cut off
         while waiting:
             try:
                 for outcome in _run_cells(waiting, jobs):
