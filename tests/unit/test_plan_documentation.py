@@ -12,6 +12,7 @@ from pi2.cli.main import run
 from pi2.diagnostics.render import full
 from pi2.plan.check import check_file
 from pi2.plan.rules import load_rules
+from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/plan-language.md").read_text("utf-8")
@@ -60,3 +61,16 @@ def test_every_rule_documents_itself() -> None:
         assert title.endswith("."), rule.code
         for part in ("\nWhy: ", "\nExample: ", "\nFix: "):
             assert part in rest, (rule.code, part)
+
+
+def test_the_reference_has_every_key_as_it_is() -> None:
+    page = write_key_docs.make_page(TEXT)
+    assert page == TEXT, "run `python tools/write_key_docs.py` and commit docs/plan-language.md"
+    assert "| `memory.segments.cold` |" in TEXT
+    assert "| `layers.overrides[].select` |" in TEXT
+    assert "| `units.NAME.clusters[].cores` |" in TEXT
+
+
+def test_a_key_without_its_row_is_noticed() -> None:
+    row = next(line for line in TEXT.splitlines() if line.startswith("| `kv.context` |"))
+    assert write_key_docs.make_page(TEXT.replace(row + "\n", "")) == TEXT

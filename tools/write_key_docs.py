@@ -1,0 +1,124 @@
+"""Write the reference of keys at the end of docs/plan-language.md from the documents' classes.
+
+python tools/write_key_docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from pi2.plan.device import Device
+from pi2.plan.field_docs import FieldDoc, describe_field
+from pi2.plan.fields import find_type
+from pi2.plan.model import Model
+from pi2.plan.paths import KeyPath
+from pi2.plan.plan import Plan
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-language.md"
+BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/plan instead. -->\n"
+DOCUMENTS: dict[str, type[BaseModel]] = {
+    "A plan": Plan,
+    "A device": Device,
+    "A model": Model,
+}
+ANY_NAME = "NAME"
+
+
+def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key of a document, tables before what is in them; entries of
+    arrays are number 0, names of the user's `ANY_NAME`."""
+    table = find_type(root, path) if path else root
+    assert isinstance(table, type) and issubclass(table, BaseModel), path
+    for name in table.model_fields:
+        key = (*path, name)
+        yield key
+        inner = _find_table(root, key)
+        if inner is not None:
+            yield from list_keys(root, inner)
+
+
+def _find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
+    """Path of the table in a key, in its entries or under its names; None if there is none."""
+    for path in (key, (*key, ANY_NAME), (*key, 0)):
+        kind: Any = find_type(root, path)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return path
+    return None
+
+
+def write_path(path: KeyPath) -> str:
+    """``layers.overrides[].select``."""
+    text = ""
+    for part in path:
+        text += "[]" if part == 0 else f".{part}" if text else str(part)
+    return text
+
+
+def describe_values(root: type[BaseModel], path: KeyPath, doc: FieldDoc) -> str:
+    """What may be written, in a cell of a table."""
+    kind: Any = find_type(root, path)
+    is_table = isinstance(kind, type) and issubclass(kind, BaseModel)
+    if is_table:
+        return "a table"
+    if get_origin(kind) is tuple and _find_table(root, path) is not None:
+        return "tables"
+    if get_origin(kind) is dict and get_args(kind):
+        return "a table with names of its own"
+    example = f", such as `{doc.examples[0]}`" if doc.examples else ""
+    return doc.values + example
+
+
+def write_section(title: str, root: type[BaseModel]) -> str:
+    """The table of a document's keys."""
+    rows = []
+    for path in list_keys(root):
+        doc = describe_field(root, path)
+        assert doc is not None, path
+        default = "required" if doc.is_required else f"`{doc.default}`" if doc.default else ""
+        cells = (f"`{write_path(path)}`", describe_values(root, path, doc), default, doc.text)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    summary = (root.__doc__ or "").strip().partition("\n")[0].replace("``", "`")
+    head = "| key | values | default | meaning |\n|---|---|---|---|\n"
+    return f"### {title}\n\n{summary}\n\n{head}" + "\n".join(rows) + "\n"
+
+
+def write_reference() -> str:
+    """Everything from `BEGIN` on."""
+    parts = [write_section(title, root) for title, root in DOCUMENTS.items()]
+    return (
+        "## Every key\n\n`pi2 explain KEY` prints the same of one key, and where a file's value "
+        "comes from.\n\n" + "\n".join(parts)
+    )
+
+
+def make_page(text: str) -> str:
+    """The page's text with its reference as it is to be."""
+    kept = text.partition(BEGIN)[0].rstrip("\n")
+    return f"{kept}\n\n{BEGIN}\n{write_reference()}"
+
+
+def main() -> int:
+    """Write or check; the exit code is 1 if the check finds a difference."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, only compare")
+    options = parser.parse_args()
+    text = PAGE.read_text("utf-8")
+    page = make_page(text)
+    if page == text:
+        return 0
+    if options.check:
+        print(f"{PAGE}: differs")
+        return 1
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"{PAGE}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
