@@ -11,6 +11,8 @@ from pi2.plan.paths import KeyPath
 from pi2.plan.source import SourceFile
 from pi2.plan.trees import Node, find_node
 
+_REPLACES = "replaces it by"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -20,7 +22,7 @@ class Step:
     """``file:line:column``, or ``--set:1:3``."""
     file: str
     verb: str
-    """``sets``, ``replaces``, ``adds to``, ``appends`` or ``prepends``."""
+    """``sets``, ``replaces it by``, ``adds to``, ``appends`` or ``prepends``."""
     value: Any
     """As it stands there."""
 
@@ -36,7 +38,7 @@ def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:
             if place.join is not None:
                 verb = f"{place.join}s"
             elif number:
-                verb = "adds to" if node.table is not None or _is_mixed(node) else "replaces"
+                verb = "adds to" if node.table is not None or _is_mixed(node) else _REPLACES
             value = look_up(place.file.values, place.path)
             steps.append(Step(span.place, span.file, verb, value))
     elif look_up(source.values, path) is not None and not _is_replaced(source, path):
@@ -46,7 +48,7 @@ def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:
         if not isinstance(source, ComposedFile):
             steps += _trace_own_text(source, path)
         span = source.spans.find_value(path)
-        verb = "replaces" if steps else "sets"
+        verb = _REPLACES if steps else "sets"
         steps.append(Step(span.place, span.file, verb, look_up(source.values, path)))
     return tuple(steps)
 

@@ -47,7 +47,7 @@ def test_a_value_has_a_history(plan: Path) -> None:
     steps = trace_value(source, ("memory", "segments", "hot"))
     assert [(step.place, step.verb, step.value) for step in steps] == [
         ("base.plan.toml:15:7", "sets", "16 MiB"),
-        ("my.plan.toml:4:23", "replaces", "17 MiB"),
+        ("my.plan.toml:4:23", "replaces it by", "17 MiB"),
     ]
     assert [step.verb for step in trace_value(source, ("layers", "overrides"))] == [
         "sets",
@@ -66,7 +66,7 @@ def test_set_has_a_history_in_a_plain_plan(plan: Path) -> None:
     steps = trace_value(report.files["plan"], ("kv", "context"))
     assert [(step.file, step.verb) for step in steps] == [
         ("base.plan.toml", "sets"),
-        ("--set", "replaces"),
+        ("--set", "replaces it by"),
     ]
 
 
@@ -93,7 +93,7 @@ def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[st
     assert text.splitlines()[0] == 'memory.segments.hot = "17 MiB"'
     assert "  Neurons that are loaded at start and stay.\n" in text
     replaced, first = (line for line in text.splitlines() if line.startswith("  from: "))
-    assert replaced == '  from: my.plan.toml:4:23: replaces "17 MiB"'
+    assert replaced == '  from: my.plan.toml:4:23: replaces it by "17 MiB"'
     assert first == '  from: base.plan.toml:15:7: sets "16 MiB"'
     assert "  costs: hot: needs " in text
     assert "  from: the default\n" in explain("sampling.top_k", str(plan), capsys=capsys)
