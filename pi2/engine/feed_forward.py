@@ -155,11 +155,17 @@ class FeedForward:
             first_cold = int(np.searchsorted(indices, len(cache.hot_slots[layer])))
             end = min(first_cold + free, end)
         found = cache.look_up(layer, indices[:end])
-        cache.hold(found.resident_slots)
         pending = None
-        if len(found.missing):
-            cache.hold(found.missing_slots)
-            pending = self._reader.start(layer, found.missing, found.missing_slots)
+        try:
+            cache.hold(found.resident_slots)
+            if len(found.missing):
+                cache.hold(found.missing_slots)
+                pending = self._reader.start(layer, found.missing, found.missing_slots)
+        except BaseException:
+            # The cache counts them as in memory, and nobody will read them.
+            cache.release(found.resident_slots)
+            cache.forget(layer, found.missing)
+            raise
         return _Wave(layer, found, pending=pending, rest=indices[end:].copy(), held=True)
 
     def _compute_wave(self, wave: _Wave) -> None:

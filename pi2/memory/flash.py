@@ -212,7 +212,11 @@ class FlashReader:
         if len(indices):
             clusters, parts = divide_requests(clusters, batch.requests)
             batch = replace(batch, parts=parts)
-            self._engine.submit(batch)
+            try:
+                self._engine.submit(batch)
+            except BaseException:
+                self._engine.abandon(batch)
+                raise
         return PendingRead(layer, indices, slots, clusters, batch)
 
     def finish(self, pending: PendingRead, number: int) -> I32:

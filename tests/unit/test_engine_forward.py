@@ -192,6 +192,34 @@ def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_
     assert compute_error(again, expected) < KV_ROUNDING
 
 
+@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
+    tmp_path: Path, look_ahead: str
+) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0, "cache.fill": False}
+    with pi2.load(plan, set=settings) as model:
+        expected = model.logits(TOKENS, mode="decode")
+    with pi2.load(plan, set=settings) as model:
+        parts = model._parts
+        engine = parts.reader._engine  # type: ignore[union-attr]
+        submit, calls = engine.submit, []
+
+        def fail_once(batch: object) -> None:
+            calls.append(batch)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            submit(batch)
+
+        engine.submit = fail_once
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(TOKENS, mode="decode")
+        assert parts.cache.free_capacity == parts.cache.cold_capacity, "nothing is held"
+        again = model.logits(TOKENS, mode="decode")
+    assert compute_error(again, expected) < KV_ROUNDING
+
+
 def test_chunks_of_any_size_give_the_same_logits(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, FP16)
     plan = write_plan(tmp_path, tiny)
