@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.device import Device, KernelFigure, KernelName, Unit
 from pi2.simulate.constants import Constants
-from pi2.simulate.flash import Flash, FlashPoint
+from pi2.simulate.flash import Flash, list_points
 
 MISSING_FIGURE = "P351"
 _STREAM_BLOCK = 1 << 20
@@ -244,18 +244,7 @@ class _Reader:
         penalty = storage.reader_penalty
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
-            points=tuple(
-                FlashPoint(
-                    pattern=item.pattern,
-                    block_bytes=item.block,
-                    rate_bytes_s=float(item.rate),
-                    range_bytes=item.range,
-                    core=item.cluster,
-                    depth=item.depth,
-                    threads=item.threads,
-                )
-                for item in storage.reads
-            ),
+            points=list_points(storage),
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,

@@ -14,6 +14,8 @@ from itertools import pairwise
 from math import exp, log
 from typing import Literal
 
+from pi2.plan.device import Storage
+
 Pattern = Literal["sequential", "random"]
 
 _PAGE_BYTES = 4096
@@ -32,6 +34,22 @@ class FlashPoint:
     core: str | None = None
     depth: int | None = None
     threads: int | None = None
+
+
+def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
+    """The figures of a device document."""
+    return tuple(
+        FlashPoint(
+            pattern=item.pattern,
+            block_bytes=item.block,
+            rate_bytes_s=float(item.rate),
+            range_bytes=item.range,
+            core=item.cluster,
+            depth=item.depth,
+            threads=item.threads,
+        )
+        for item in storage.reads
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

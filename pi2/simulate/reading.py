@@ -10,7 +10,7 @@ from pi2.plan.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, w
 from pi2.plan.model import Model
 from pi2.plan.resolved import ResolvedPlan
 from pi2.simulate.constants import Constants
-from pi2.simulate.flash import Flash, FlashPoint
+from pi2.simulate.flash import Flash, list_points
 from pi2.simulate.inputs import (
     Choices,
     Figure,
@@ -174,18 +174,7 @@ class _Reader:
             if not any(item.pattern == pattern for item in storage.reads):
                 self._miss(f"storage.reads with pattern {pattern!r}", "measure it with `pi2 probe`")
         return Flash(
-            points=tuple(
-                FlashPoint(
-                    pattern=item.pattern,
-                    block_bytes=item.block,
-                    rate_bytes_s=float(item.rate),
-                    range_bytes=item.range,
-                    core=item.cluster,
-                    depth=item.depth,
-                    threads=item.threads,
-                )
-                for item in storage.reads
-            ),
+            points=list_points(storage),
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=self._find_reader_penalty(),
             block_bytes=storage.block_size or _BLOCK_BYTES,
