@@ -186,9 +186,8 @@ class FeedForward:
     def _add_neurons(self, layer: int, slots: I32) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
         cache = self._cache
-        # Looking ahead, gates were computed for an input that is not yet the layer's.
-        known = self._predictor == "gate" and self._look_ahead == "none"
-        indices = cache.find_indices(layer, slots) if known else None
+        # Gates are never computed ahead (P254): they are those of the layer's input.
+        indices = cache.find_indices(layer, slots) if self._predictor == "gate" else None
         self._executor.add_neurons(layer, cache.arena, slots, indices)
 
     def _abandon_wave(self, wave: _Wave) -> None:
