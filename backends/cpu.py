@@ -299,12 +299,19 @@ class CpuExecutor:
         self._dense_rest = (*hidden, values, masks, unpacked, y, *routes)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
         self._predict_gate = None
-        if spec.gate_rows is not None and not spec.is_smooth:
+        self._limits: list[tuple[float, ...]] = [()] * shape.layers
+        if spec.gate_rows is not None:
             self._predict_gate = library.find("predict_gate")
             if not spec.has_plain_ffn:
                 self._gather_open = library.find("add_open_neurons")
             self._gather_gates = (scores, space.wrap(self._wanted))
             assert request.gate_rows is not None
+            if spec.is_smooth:
+                self._limits = [
+                    # In a mixture, gates of experts that rest count as 0, which no limit may be.
+                    (max(gate, 1e-30) if spec.experts else gate, down)
+                    for gate, down in request.limits or [(0.0, 0.0)] * shape.layers
+                ]
             self._gate_arguments = [
                 (*self._bind_gate(rows, scales), *biases, *routes, *hidden, *found)
                 for (rows, scales), biases in zip(
@@ -442,10 +449,8 @@ class CpuExecutor:
 
     def predict_gate(self, layer: int) -> _I32:
         """Return the neurons whose gate is open."""
-        if self._predict_gate is None:
-            assert self._spec.is_smooth, "gate rows were not given to build"
-            return self._every
-        self._predict_gate(self._neurons, *self._gate_arguments[layer])
+        assert self._predict_gate is not None, "gate rows were not given to build"
+        self._predict_gate(self._neurons, *self._limits[layer][:1], *self._gate_arguments[layer])
         return self._indices[: self._found[0]]
 
     def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
@@ -457,7 +462,14 @@ class CpuExecutor:
             self._gather(count, view, self._gather_slots, *self._gather_rest)
             return
         self._wanted[:count] = indices
-        self._gather_open(count, view, self._gather_slots, *self._gather_rest, *self._gather_gates)
+        self._gather_open(
+            count,
+            *self._limits[layer][1:],
+            view,
+            self._gather_slots,
+            *self._gather_rest,
+            *self._gather_gates,
+        )
 
     def add_dense(self, layer: int, bundles: _U8) -> None:
         """Add contiguous neurons for all tokens."""

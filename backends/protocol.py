@@ -80,6 +80,9 @@ class BuildRequest:
     no gate, their up rows stand for gates."""
     gate_experts: Sequence[I32] | None = None
     """Per layer, the expert of every gate [neurons], in a mixture of experts."""
+    limits: Sequence[tuple[float, float]] | None = None
+    """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
+    act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
     threads: int
     """Compute threads."""
     features: frozenset[str]
@@ -113,13 +116,15 @@ class Executor(Protocol):
         """
 
     def predict_gate(self, layer: int) -> I32:
-        """Stored indices, ascending, whose gate is above the activation's threshold (T = 1)."""
+        """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
+        smooth activation, those that reach the layer's first limit."""
 
     def add_neurons(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
 
         ``indices`` [n], their stored indices, are given where the last ``predict_gate`` was of
-        this layer and input and has found all of them open: their gates are known then.
+        this layer and input and has found all of them open: their gates are known then, and
+        neurons below the layer's second limit are left out.
         """
 
     def add_dense(self, layer: int, bundles: U8) -> None:

@@ -243,11 +243,18 @@ class ReferenceExecutor:
         gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[0]
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
-        threshold = self._model.ffn.threshold if self._model.ffn.activation == "fatrelu" else 0.0
-        fires = gate > threshold
+        if self._model.is_smooth:
+            fires = np.abs(activate(self._model, gate, None)) >= self._find_limits(layer)[0]
+        else:
+            fatrelu = self._model.ffn.activation == "fatrelu"
+            fires = gate > (self._model.ffn.threshold if fatrelu else 0.0)
         if self._request.gate_experts is not None:
             fires &= self._routes[0, self._request.gate_experts[layer]] > 0
         return np.flatnonzero(fires).astype(np.int32)
+
+    def _find_limits(self, layer: int) -> tuple[float, float]:
+        """What counts as zero of a smooth activation."""
+        return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
 
     def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, stride]."""
@@ -269,6 +276,8 @@ class ReferenceExecutor:
         indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         active = self._activate(arena[slots])
+        if indices is not None and self._model.is_smooth:
+            active = np.where(np.abs(active) >= self._find_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, arena[slots])
 

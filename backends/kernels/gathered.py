@@ -5,7 +5,8 @@ of the list, so that all get hot and cold ones alike, and runs through three loo
 
 1. gates of all its neurons; those that are open go on.  Left out where the gates are known
    (`predict_gate` has computed them), and where all neurons fire (SiLU: one loop for everything).
-2. up of those; with dReLU some are closed, and only the others go on.
+2. up of those; with dReLU some are closed, and only the others go on.  Where gates of smooth
+   activations are known, those go on whose activation reaches a limit.
 3. down of those, added to the thread's own sum.
 
 So nothing is read that has no effect, and there is one join of the threads.  A few neurons are
@@ -128,10 +129,13 @@ def emit_gathered(
     scratch: Scratch,
     total: v.Buffer,
     known: tuple[v.Buffer, v.Buffer] | None = None,
+    limit: v.Expr | None = None,
 ) -> None:
     """Add neurons ``slots`` int32 [count] of ``arena`` to ``total`` float32 [hidden], lane order.
 
-    ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``.
+    ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``;
+    of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
+    activation, up included, is smaller than that are left out.
     """
     threads, hidden = spec.threads, spec.hidden
     run = _Run(isa=isa, spec=spec, activations=activations, arena=arena, scratch=scratch)
@@ -150,7 +154,7 @@ def emit_gathered(
             return _List(count=number, read=lambda place: scratch.firing[first + place])
 
         given = _List(count=own, read=lambda place: slots[thread + place * threads])
-        if spec.is_smooth:
+        if spec.is_smooth and known is None:
             fired = _emit_whole(run, given, target)
         else:
             if known is None:
@@ -161,7 +165,7 @@ def emit_gathered(
                     index = v.let(thread + step * threads)
                     v.store(scratch.gates, first + step, known[0][known[1][index]], 1)
                     v.store(scratch.firing, first + step, slots[index], 1)
-            fired = _emit_ups(run, list_firing(opened), first)
+            fired = _emit_ups(run, list_firing(opened), first, limit)
             _emit_downs(run, list_firing(fired), first, target)
         v.store(scratch.counts, thread, fired, 1)
 
@@ -197,8 +201,9 @@ def _emit_gates(run: _Run, given: _List, first: v.Expr) -> v.Expr:
     return v.let(kept.get())
 
 
-def _emit_ups(run: _Run, opened: _List, first: v.Expr) -> v.Expr:
-    """Compute activations of listed neurons; keep those that are not zero; return their number."""
+def _emit_ups(run: _Run, opened: _List, first: v.Expr, limit: v.Expr | None) -> v.Expr:
+    """Compute activations of listed neurons; keep those that are not zero, or that reach
+    ``limit``; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
 
@@ -207,11 +212,14 @@ def _emit_ups(run: _Run, opened: _List, first: v.Expr) -> v.Expr:
         gates = [v.let(scratch.gates[first + start + index]) for index in range(TOGETHER)]
         ups = run.dot(slots, "up", following)
         for index, (slot, gate, up) in enumerate(zip(slots, gates, ups, strict=True)):
-            value = v.let(activate(run.spec, gate, up))
+            value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
             place = v.let(first + kept.get())
             v.store(scratch.values, place, value, 1)
             v.store(scratch.firing, place, slot, 1)
-            fires = T.And(start + index < opened.count, value != v.constant(0.0, "float32"))
+            has_effect = value != v.constant(0.0, "float32")
+            if limit is not None:
+                has_effect = T.abs(value) >= limit
+            fires = T.And(start + index < opened.count, has_effect)
             kept.set(kept.get() + T.Select(fires, T.int32(1), T.int32(0)))
 
     opened.visit(emit)

@@ -40,7 +40,7 @@ def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:
     """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars."""
     zero = v.constant(0.0, "float32")
     if spec.is_smooth:
-        value = _activate_smoothly(spec, v.let(gate))
+        value = activate_smoothly(spec, v.let(gate))
     else:
         value = v.let(T.Select(is_firing(spec, gate), gate, zero))
         if spec.activation == "relu2":
@@ -50,19 +50,22 @@ def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:
     return value * (T.max(up, zero) if spec.activation == "drelu" else up)
 
 
-def _activate_smoothly(spec: KernelSpec, x: v.Expr) -> v.Expr:
+def activate_smoothly(spec: KernelSpec, x: v.Expr, lanes: int = 1) -> v.Expr:
     """SiLU, GELU, or its approximation by tanh."""
-    one = v.constant(1.0, "float32")
+
+    def number(literal: float) -> v.Expr:
+        return v.constant(literal, "float32", lanes)
+
     if spec.activation == "gelu":
-        half = v.constant(0.5, "float32")
-        return half * x * (one + v.take_error_function(x * v.constant(0.5**0.5, "float32")))
+        inner = v.take_error_function(x * number(0.5**0.5), lanes)
+        return number(0.5) * x * (number(1.0) + inner)
     if spec.activation == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
-        cube = v.constant(0.044715, "float32") * x * x * x
-        exponent = v.constant(2 * (2 / math.pi) ** 0.5, "float32") * (x + cube)
+        cube = number(0.044715) * x * x * x
+        exponent = number(2 * (2 / math.pi) ** 0.5) * (x + cube)
     else:
         exponent = x
-    return x / (one + v.take_exponential(v.constant(0.0, "float32") - exponent, 1))
+    return x / (number(1.0) + v.take_exponential(number(0.0) - exponent, lanes))
 
 
 def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:

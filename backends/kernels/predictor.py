@@ -8,26 +8,46 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.neurons import activate_smoothly
 from pi2.backends.kernels.quantize import emit_quantize
+from pi2.backends.kernels.spec import KernelSpec
 
 
 def emit_compact(
-    scores: v.Buffer, count: v.Expr, limit: v.Expr, strict: bool, indices: v.Buffer, found: v.Buffer
+    scores: v.Buffer,
+    count: v.Expr,
+    limit: v.Expr,
+    strict: bool,
+    indices: v.Buffer,
+    found: v.Buffer,
+    *,
+    magnitudes: bool = False,
 ) -> None:
     """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
 
     ``scores`` float32 [count], ``indices`` int32 [count], ``found`` int32 [1]; ``strict`` means
-    above the limit, not at it.  Without branches: every index is written, the place advances.
+    above the limit, not at it, ``magnitudes`` that signs do not count.  Without branches: every
+    index is written, the place advances.
     """
     place = T.alloc_buffer((1,), "int32")
     v.store(place, 0, T.int32(0), 1)
     with T.serial(count) as index:
-        score = v.let(scores[index])
+        score = v.let(T.abs(scores[index]) if magnitudes else scores[index])
         at = v.let(place[0])
         v.store(indices, at, index, 1)
         passes = score > limit if strict else score >= limit
         v.store(place, 0, at + T.Select(passes, T.int32(1), T.int32(0)), 1)
     v.store(found, 0, place[0], 1)
+
+
+def emit_activate(spec: KernelSpec, scores: v.Buffer, count: v.Expr) -> None:
+    """Replace gates ``scores`` float32 [count] by their smooth activations.
+
+    Whole lines: the array's room is a multiple of 16.
+    """
+    with T.serial(T.floordiv(count + 15, 16)) as step:
+        gates = v.let(v.load(scores, step * 16, 16))
+        v.store(scores, step * 16, activate_smoothly(spec, gates, 16), 16)
 
 
 def emit_low_rank(

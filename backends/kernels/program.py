@@ -16,9 +16,10 @@ function                parameters: numbers, then arrays
 ``begin_ffn``           T; x, norm, qa (hidden), y
 ``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
                         qa (hidden), qa (R), scores, indices, found
-``predict_gate``        neurons; gate weights, scales, qa (hidden), scores, indices, found
+``predict_gate``        neurons, [smooth: limit float32]; gate weights, scales, [biases], [experts,
+                        routes], qa (hidden), scores, indices, found
 ``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y
-``add_open_neurons``    n; the same, scores, indices
+``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
 ``end_ffn``             T; x, y
 ``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
@@ -54,7 +55,7 @@ from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.neurons import emit_leave_lane_order
 from pi2.backends.kernels.norms import NormWeights, emit_head_norms, emit_normalize
 from pi2.backends.kernels.plain import emit_plain_gathered
-from pi2.backends.kernels.predictor import emit_compact, emit_low_rank
+from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.reads import emit_read_runs
 from pi2.backends.kernels.rows import emit_add_scaled, emit_copy, emit_scale
@@ -152,7 +153,7 @@ class Program:
             functions["attend_all"] = Program(replace(self.spec, window=None)).emit_attend
         if self.spec.positions:
             functions["add_positions"] = self.emit_add_positions
-        if self.spec.gate_rows is not None and not self.spec.is_smooth:
+        if self.spec.gate_rows is not None:
             functions["predict_gate"] = self.emit_predict_gate
             if not self.spec.has_plain_ffn:
                 functions["add_open_neurons"] = self.emit_add_open_neurons
@@ -348,11 +349,15 @@ class Program:
         return emit
 
     def emit_predict_gate(self, take: Parameters) -> None:
-        """Compute all gates of a layer and list those that are open."""
+        """Compute all gates of a layer and list those that are open.
+
+        Smooth activations are computed too: those that reach ``limit`` count as open.
+        """
         spec = self.spec
         precision = spec.gate_rows
         assert precision is not None
         neurons = take.take_number("neurons")
+        least = take.take_number("limit", "float32") if spec.is_smooth else None
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
         biases = take.take_array("biases", "float32") if spec.ffn_bias else None
@@ -370,11 +375,16 @@ class Program:
             total = value if biases is None else value + biases[row]
             if experts is not None and routes is not None:
                 rests = routes[experts[row]] == v.constant(0.0, "float32")
-                # No threshold is below zero.
-                total = T.Select(rests, v.constant(-1.0, "float32"), total)
+                # No threshold is below zero; of smooth activations the limit is above it.
+                closed = 0.0 if spec.is_smooth else -1.0
+                total = T.Select(rests, v.constant(closed, "float32"), total)
             v.store(scores, row, total, 1)
 
         emit_multiply(self.isa, spec.threads, matrix, hidden, None, keep)
+        if least is not None:
+            emit_activate(spec, scores, neurons)
+            emit_compact(scores, neurons, least, False, indices, found, magnitudes=True)
+            return
         limit = spec.threshold if spec.activation == "fatrelu" else 0.0
         emit_compact(scores, neurons, v.constant(limit, "float32"), True, indices, found)
 
@@ -388,6 +398,7 @@ class Program:
 
     def _emit_gathered(self, take: Parameters, *, known: bool) -> None:
         count = take.take_number("count")
+        limit = take.take_number("limit", "float32") if known and self.spec.is_smooth else None
         arena = take.take_array("arena", "uint8")
         slots = take.take_array("slots", "int32")
         hidden = self._take_hidden(take, count)
@@ -402,7 +413,18 @@ class Program:
         gates = None
         if known:
             gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
-        emit_gathered(self.isa, self.spec, hidden, arena, slots, count, scratch, total, known=gates)
+        emit_gathered(
+            self.isa,
+            self.spec,
+            hidden,
+            arena,
+            slots,
+            count,
+            scratch,
+            total,
+            known=gates,
+            limit=limit,
+        )
 
     def emit_add_plain_neurons(self, take: Parameters) -> None:
         """Add gathered neurons that have biases or no gate to y of one token."""

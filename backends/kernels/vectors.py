@@ -183,21 +183,21 @@ def take_tanh(value: Expr, lanes: int) -> Expr:
     return one - constant(2.0, "float32", lanes) / (grown + one)
 
 
-def take_error_function(value: Expr) -> Expr:
-    """Return erf(value) of a scalar, absolute error below 5e-7.
+def take_error_function(value: Expr, lanes: int = 1) -> Expr:
+    """Return erf(value), absolute error below 5e-7.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
     """
 
     def number(literal: float) -> Expr:
-        return constant(literal, "float32")
+        return constant(literal, "float32", lanes)
 
     size = let(T.abs(value))
     t = let(number(1.0) / (number(1.0) + number(0.3275911) * size))
     tail = number(1.061405429)
     for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         tail = let(T.fma(tail, t, number(factor)))
-    result = let(number(1.0) - tail * t * take_exponential(number(0.0) - size * size, 1))
+    result = let(number(1.0) - tail * t * take_exponential(number(0.0) - size * size, lanes))
     return T.Select(value < number(0.0), number(0.0) - result, result)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.backends.reference import activate
 from pi2.plan.layout import Precision
 from pi2.plan.packing import dequantize, quantize
 from tests.helpers.kernels import (
@@ -16,6 +17,7 @@ from tests.helpers.kernels import (
     make_spec,
     quantize_activations,
 )
+from tests.helpers.models import make_model
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
@@ -84,6 +86,34 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
     kernel(neurons, weights, scales.view(np.uint8), *arrays, scores, indices, found)
     gates = stands_for[0] @ dequantize(weights, scales, hidden, "int4").T
     assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_limit(
+    activation: str,
+) -> None:
+    rng = np.random.default_rng(1)
+    hidden, neurons = 160, 203
+    spec = make_spec(hidden=hidden, activation=activation)
+    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
+    u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
+    arrays, stands_for = quantize_activations(u, 2)
+    # Whole lines of 16 scores.
+    scores, indices = allocate("float32", 208), allocate("int32", neurons + 1)
+    found = allocate("int32", 1)
+    assert scales is not None
+    kernel = compile_program("predict_gate", spec)
+    gates = (stands_for[0] @ dequantize(weights, scales, hidden, "int4").T).astype(np.float32)
+    model = make_model({"ffn": {"activation": activation}, "predictor": None})
+    expected = activate(model, gates, None)
+    counts = []
+    for limit in (0.0, 0.05, 0.3, 1e9):
+        kernel(neurons, limit, weights, scales.view(np.uint8), *arrays, scores, indices, found)
+        assert np.allclose(scores[:neurons], expected, atol=3e-6)
+        listed = np.abs(scores[:neurons]) >= np.float32(limit)
+        assert np.array_equal(indices[: found[0]], np.flatnonzero(listed))
+        counts.append(int(found[0]))
+    assert counts[0] == neurons > counts[1] > counts[2] > counts[3] == 0
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])

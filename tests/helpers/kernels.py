@@ -202,6 +202,7 @@ class RandomModel:
         chunk_type: ActivationType = "int16",
         precision: Mapping[str, Precision] | None = None,
         features: frozenset[str] | None = None,
+        limits: tuple[float, float] | None = None,
         seed: int = 0,
     ) -> None:
         self._rng = np.random.default_rng(seed)
@@ -269,6 +270,7 @@ class RandomModel:
             kv_type=kv_type,
             chunk_type=chunk_type,
             gate_rows=gates,
+            limits=None if limits is None else [limits] * layers,
             threads=threads,
             features=find_own_features() if features is None else features,
             architecture="x86-64",
