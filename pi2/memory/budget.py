@@ -13,8 +13,10 @@ from pi2.diagnostics import UserError
 from pi2.plan.quantities import approximate_bytes
 
 PAGE = 4096
-HUGE_BYTES = 64 << 20
-"""A smaller arena is not worth pages of 2 MiB: one that is hardly used takes as much memory."""
+HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}
+"""Segments whose regions of so many bytes and more lie in pages of 2 MiB.  A smaller arena is not
+worth it: one that is hardly used takes as much memory.  Weights are used whole, keys and values
+when they come to be there."""
 
 
 class Budget:
@@ -72,9 +74,10 @@ class Budget:
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             region = mmap.mmap(-1, length, flags=flags)
-        if sys.platform == "linux" and length >= HUGE_BYTES and "cold" in sizes:
-            # Neurons lie all over the arena: with small pages, finding theirs takes the processor
-            # a fifth of the time that reading them does.
+        least = min((HUGE_BYTES[name] for name in sizes if name in HUGE_BYTES), default=None)
+        if sys.platform == "linux" and least is not None and length >= least:
+            # With small pages, finding them takes the processor a fifth of the time that reading
+            # neurons does, which lie all over the arena, and a twentieth with a matrix.
             region.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(region)
         return np.frombuffer(region, np.uint8, count=size)

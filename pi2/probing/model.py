@@ -57,8 +57,8 @@ def make_model() -> Model:
 def allocate(_segment: str, size: int, *, huge: bool = False) -> U8:
     """Zeroed bytes, page-aligned; in pages of 2 MiB only where asked for.
 
-    A store's weights are a mapped file, in small pages, and finding those takes time: what is
-    measured has to lie in memory as what runs does.
+    Weights lie in those, keys and values and the workspace in small ones (`pi2.memory.budget`),
+    and finding small ones takes time: what is measured has to lie in memory as what runs does.
     """
     room = mmap.mmap(-1, max(size, 1))
     if sys.platform == "linux":
@@ -97,7 +97,7 @@ def make_arena(model: Model) -> U8:
     Random nibbles are -0.5 on average: with negative scales, sums of thousands are positive.
     """
     layout = model.lay_out_bundle()
-    arena = fill(ARENA_NEURONS * layout.stride, huge=True).reshape(-1, layout.stride)
+    arena = fill(ARENA_NEURONS * layout.stride).reshape(-1, layout.stride)
     size = scale_bytes(layout.hidden, layout.precision)
     scales = np.full(size // 2, -0.01, np.float16).view(np.uint8)
     for part in layout.parts:
@@ -105,10 +105,10 @@ def make_arena(model: Model) -> U8:
     return arena
 
 
-def fill(size: int, *, huge: bool = False) -> U8:
-    """``size`` random bytes, page-aligned, a pattern of 4 MiB over and over."""
+def fill(size: int) -> U8:
+    """``size`` random bytes as weights lie in memory, a pattern of 4 MiB over and over."""
     pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8)
-    room = allocate("", size, huge=huge)
+    room = allocate("", size, huge=True)
     for start in range(0, size, _PATTERN_BYTES):
         room[start : start + _PATTERN_BYTES] = pattern[: size - start]
     return room
@@ -126,7 +126,7 @@ def _make_tensor(item: DenseTensor) -> Tensor:
     size = scale_bytes(item.length, item.precision)
     scales = None
     if size:
-        scales = allocate("", item.rows * size).view(np.float16).reshape(item.rows, -1)
+        scales = allocate("", item.rows * size, huge=True).view(np.float16).reshape(item.rows, -1)
         scales[:] = 0.002
     return _wrap(item, weights.reshape(item.rows, -1), scales)
 
