@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.protocol import Tensor
 from pi2.plan.model import Moe
 
 F32 = npt.NDArray[np.float32]
@@ -29,3 +32,20 @@ def route(moe: Moe, inputs: F32, router: F32) -> F32:
         best /= best.sum(axis=-1, keepdims=True)
     np.put_along_axis(weights, chosen, best, axis=-1)
     return np.asarray(weights, np.float32)
+
+
+def list_chosen(routes: F32) -> npt.NDArray[np.int32]:
+    """Experts, ascending, that compute a token, from its weights float32 [experts]."""
+    return np.flatnonzero(routes).astype(np.int32)
+
+
+def slice_tensor(tensor: Tensor, part: int, parts: int) -> Tensor:
+    """Rows of part ``part`` of ``parts`` equal ones; a tensor of one row is cut in its length."""
+    if tensor.rows == 1:
+        size = tensor.length // parts
+        values = tensor.weights[:, part * size : (part + 1) * size]
+        return replace(tensor, length=size, weights=values)
+    size = tensor.rows // parts
+    rows = slice(part * size, (part + 1) * size)
+    scales = None if tensor.scales is None else tensor.scales[rows]
+    return replace(tensor, rows=size, weights=tensor.weights[rows], scales=scales)

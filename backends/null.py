@@ -54,6 +54,7 @@ class NullExecutor:
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
         self._chances = compute_hotness(request.neurons, active, skew)
         self._moe = request.model.moe
+        self._experts = np.empty(0, np.int32)
         self._random = np.random.default_rng(0)
 
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
@@ -63,15 +64,22 @@ class NullExecutor:
         pass
 
     def begin_ffn(self, layer: int) -> None:
-        pass
+        if self._moe is not None:
+            order = self._random.permutation(self._moe.experts)
+            self._experts = order[: self._moe.active_experts].astype(np.int32)
 
-    def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
+    def list_experts(self) -> npt.NDArray[np.int32]:
+        return np.sort(self._experts)
+
+    def predict_low_rank(
+        self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
+    ) -> npt.NDArray[np.int32]:
         neurons = self._request.neurons
         fires = self._random.random(neurons) < self._chances
         if self._moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.
             chosen = np.zeros(self._moe.experts, bool)
-            chosen[self._random.permutation(self._moe.experts)[: self._moe.active_experts]] = True
+            chosen[self._experts if experts is None else experts] = True
             fires &= chosen[np.arange(neurons) % self._moe.experts]
         return np.flatnonzero(fires).astype(np.int32)
 

@@ -10,6 +10,7 @@ Order of calls for a chunk of T tokens at ``position``::
     for each layer:
         attend(layer, position)                     x += attention(norm(x)), keys and values kept
         begin_ffn(layer)                            u = norm(x), y = 0
+        list_experts (T = 1)                        -> experts that the router chose, in a mixture
         predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
         add_neurons / add_dense, any number         y += neurons(u)
         end_ffn(layer)                              x += y
@@ -83,6 +84,9 @@ class BuildRequest:
     limits: Sequence[tuple[float, float]] | None = None
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
+    expert_neurons: Sequence[I32] | None = None
+    """Per layer, in a mixture whose experts have predictors: the stored indices [neurons] of its
+    neurons, expert by expert, ascending within each, as the predictors' rows are."""
     threads: int
     """Compute threads."""
     features: frozenset[str]
@@ -109,10 +113,15 @@ class Executor(Protocol):
     def begin_ffn(self, layer: int) -> None:
         """Normalise x for the FFN of ``layer`` and clear its sum."""
 
-    def predict_low_rank(self, layer: int, threshold: float) -> I32:
+    def list_experts(self) -> I32:
+        """Experts, ascending, that the router chose in the last ``begin_ffn`` (T = 1); none where
+        the model is no mixture."""
+
+    def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
 
-        The array is valid until the next call.
+        In a mixture, those of ``experts`` alone, by default of the chosen ones.  The array is valid
+        until the next call.
         """
 
     def predict_gate(self, layer: int) -> I32:

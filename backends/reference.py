@@ -14,7 +14,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.experts import route
+from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model, Norm
@@ -152,7 +152,10 @@ class ReferenceExecutor:
         self._active = 0
 
     def _matrix(self, name: str) -> _F32:
-        tensor: Tensor = self._request.tensors[name]
+        return self._widen(self._request.tensors[name])
+
+    @staticmethod
+    def _widen(tensor: Tensor) -> _F32:
         if tensor.precision is None:
             return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
         weights = np.asarray(tensor.weights).view(np.uint8)
@@ -230,11 +233,37 @@ class ReferenceExecutor:
         self._y = np.zeros_like(self._x)
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
-    def predict_low_rank(self, layer: int, threshold: float) -> npt.NDArray[np.int32]:
-        inner = np.maximum(self._layer(layer, "predictor_in") @ self._u[0], 0)
-        score = self._layer(layer, "predictor_out") @ inner
-        score += self._layer(layer, "predictor_bias")[0]
-        return np.flatnonzero(score >= threshold).astype(np.int32)
+    def list_experts(self) -> npt.NDArray[np.int32]:
+        return list_chosen(self._routes[0]) if self._model.moe else np.empty(0, np.int32)
+
+    def predict_low_rank(
+        self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
+    ) -> npt.NDArray[np.int32]:
+        if self._model.moe is None:
+            score = self.score_low_rank(layer, 0, self._u[:1])[0]
+            return np.flatnonzero(score >= threshold).astype(np.int32)
+        assert self._request.expert_neurons is not None
+        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
+        named = [
+            groups[expert][self.score_low_rank(layer, expert, self._u[:1])[0] >= threshold]
+            for expert in (self.list_experts() if experts is None else experts).tolist()
+        ]
+        return np.sort(np.concatenate(named)) if named else groups[0][:0]
+
+    def score_low_rank(self, layer: int, expert: int, u: _F32) -> _F32:
+        """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
+        ``u`` [T, hidden]."""
+        inner, outer, bias = (
+            self._widen(
+                slice_tensor(
+                    self._request.tensors[name_layer_tensor(layer, kind)],
+                    expert,
+                    self._model.expert_count,
+                )
+            )
+            for kind in ("predictor_in", "predictor_out", "predictor_bias")
+        )
+        return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
 
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
         assert self._request.gate_rows is not None

@@ -6,7 +6,9 @@
 Neurons fire as rarely as asked for, some much more often than others, and predictors predict them;
 the text that such a model makes means nothing.  The store says that it is synthetic.  What was
 asked for is then measured on the store itself, printed, and kept in it: statistics.json, and
-activations.parquet with the activations of every neuron.
+activations.parquet with the activations of every neuron (with --layers, only the former).
+
+Experts of a mixture compute as many tokens each; shares are of the neurons of one expert.
 
 A job that was killed goes on where it was when started again; a store that is already there is
 only measured.  The same options give the same bytes.  Memory: below 1 GiB for a 7B model.
@@ -88,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stride", help='bytes from neuron to neuron, such as "8 KiB"')
     parser.add_argument("--replace", action="store_true", help="replace a store that is there")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to measure with (256)")
+    parser.add_argument("--layers", type=int, help="layers to measure, from the first on (all)")
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", type=Path, help="write a plan for this machine to this file")
     plan.add_argument(
@@ -118,15 +121,18 @@ def synthesize(arguments: argparse.Namespace) -> None:
                 progress=progress,
             )
         made_s = time.perf_counter() - start
-        measurement = measure_store(output, model, tokens=arguments.tokens, progress=progress)
+        measurement = measure_store(
+            output,
+            model,
+            tokens=arguments.tokens,
+            most_layers=arguments.layers,
+            progress=progress,
+        )
     statistics = describe(blueprint, measurement)
-    manifest = add_files(
-        output,
-        {
-            STATISTICS_FILE: json.dumps(statistics, indent=1).encode() + b"\n",
-            COUNTS_FILE: write_counts(measurement.counts, measurement.tokens),
-        },
-    )
+    files = {STATISTICS_FILE: json.dumps(statistics, indent=1).encode() + b"\n"}
+    if len(measurement.layers) == model.shape.layers:
+        files[COUNTS_FILE] = write_counts(measurement.counts, measurement.tokens)
+    manifest = add_files(output, files)
     size = sum(entry.bytes for entry in manifest.files)
     print(f"{output}: {approximate_bytes(size)}, synthetic, made in {made_s:.0f} s")
     print(report(blueprint, measurement))
@@ -254,7 +260,15 @@ def report(blueprint: Blueprint, measurement: Measurement) -> str:
     if mean["recall"] is not None:
         rows.insert(3, ("recall", f"{recipe.recall:.4f}", f"{mean['recall']:.4f}", span("recall")))
         rows.insert(4, ("predicted share", "", f"{mean['predicted']:.4f}", span("predicted")))
-    lines = [f"measured with {measurement.tokens} tokens; shares of a layer's neurons"]
+    of_what = "a layer's neurons"
+    if blueprint.model.moe is not None:
+        of_what = "the neurons of a token's active experts"
+        asked = f"{blueprint.model.moe.active_experts / blueprint.model.moe.experts:.4f}"
+        for name, value in (("least busy expert", "least_load"), ("busiest expert", "most_load")):
+            rows.append((name, asked, f"{mean[value]:.4f}", span(value)))
+    lines = [
+        f"measured with {measurement.tokens} tokens in {len(layers)} layers; shares of {of_what}"
+    ]
     lines.append(f"{'':24}{'asked':>8}{'mean':>9}   layers")
     lines += [f"{name:24}{asked:>8}{found:>9}   {spread}" for name, asked, found, spread in rows]
     return "\n".join(lines)

@@ -333,7 +333,17 @@ class Model(Document):
     @property
     def layer_neurons(self) -> int:
         """FFN neurons of a layer, those of all experts together."""
-        return self.shape.ffn * (self.moe.experts if self.moe is not None else 1)
+        return self.shape.ffn * self.expert_count
+
+    @property
+    def expert_count(self) -> int:
+        """FFNs of a layer: 1 without experts."""
+        return 1 if self.moe is None else self.moe.experts
+
+    @property
+    def token_neurons(self) -> int:
+        """FFN neurons of a layer that may compute a token: those of its active experts."""
+        return self.shape.ffn * (1 if self.moe is None else self.moe.active_experts)
 
     @property
     def is_smooth(self) -> bool:

@@ -20,7 +20,9 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``router`` float32 [experts, hidden];
     ``predictor_in`` [rank, hidden],
     ``predictor_out`` [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored
-    order.
+    order.  In a mixture every expert has a predictor: ``predictor_in`` [experts rank, hidden],
+    ``predictor_out`` [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those of
+    expert 0, 1, ... one after the other, each in stored order.
 
     Rows of query and key (also of their biases and norms) are in an order in which element i of a
     head is rotated with element i + head_dim / 2, whatever the checkpoint's is.

@@ -78,10 +78,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)
             )
         if ranks is not None:
-            rank, kind = ranks[layer], precision.predictor
-            tensors.append(_quantized(name("predictor_in"), kind, rank, shape.hidden))
-            tensors.append(_quantized(name("predictor_out"), kind, shape.ffn, rank))
-            tensors.append(_vector(name("predictor_bias"), shape.ffn))
+            rank, kind, neurons = ranks[layer], precision.predictor, model.layer_neurons
+            rows = rank * model.expert_count
+            tensors.append(_quantized(name("predictor_in"), kind, rows, shape.hidden))
+            tensors.append(_quantized(name("predictor_out"), kind, neurons, rank))
+            tensors.append(_vector(name("predictor_bias"), neurons))
     tensors.append(_vector(FINAL_NORM, shape.hidden))
     if model.norm.bias:
         tensors.append(_vector(FINAL_NORM_BIAS, shape.hidden))

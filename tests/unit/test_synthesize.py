@@ -191,6 +191,32 @@ def test_other_families_have_the_statistics_too(tmp_path: Path, changes: dict[st
     assert layer["skew"] == pytest.approx(0.3, abs=0.03)
 
 
+def test_experts_of_a_mixture_fire_as_asked_and_are_chosen_equally_often(tmp_path: Path) -> None:
+    model = make(moe={"experts": 4, "active_experts": 2})
+    store = synthesize(tmp_path, model, Recipe(active=0.15))
+    assert verify_store(store) == []
+    measured = measure_store(store, model, tokens=160)
+    for layer in measured.layers:
+        assert layer.active == pytest.approx(0.15, rel=0.10)
+        assert layer.skew == pytest.approx(0.26, abs=0.04)
+        assert layer.recall == pytest.approx(0.98, abs=0.015)
+        assert layer.least_load is not None and layer.most_load is not None
+        assert 0.35 < layer.least_load <= 0.5 <= layer.most_load < 0.65
+    with NeuronStore.open(store, model=model) as opened:
+        original = opened.layers[0].original
+        assert sorted(original) == list(range(4 * 1024))
+        # Every expert has its share of the hot neurons.
+        assert np.bincount(original[:400] // 1024).tolist() == [100] * 4
+
+
+def test_the_first_layers_alone_may_be_measured(tmp_path: Path) -> None:
+    model = make("relu")
+    store = synthesize(tmp_path, model, Recipe())
+    part = measure_store(store, model, tokens=32, most_layers=1)
+    assert part.layers == measure_store(store, model, tokens=32).layers[:1]
+    assert part.token_shares.mean() == pytest.approx(0.1, rel=0.2)
+
+
 def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     model = make()
     hashes = []
@@ -227,8 +253,6 @@ def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
 
 
 def test_models_that_stores_cannot_hold_are_refused() -> None:
-    with pytest.raises(UserError, match="mixture of experts"):
-        check_recipe(Recipe(), make(moe={"experts": 4, "active_experts": 2}))
     with pytest.raises(UserError, match=r"shape\.hidden is 100"):
         check_recipe(Recipe(), make(shape={**SHAPE, "hidden": 100}))
 

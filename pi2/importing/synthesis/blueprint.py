@@ -50,7 +50,7 @@ _LOADING_DEVIATION, _LOADING_BOUND = 32.0, 127
 
 # Streams of random numbers.
 SIGNS, DIRECTIONS, SHARED, LOADINGS, FACTORS, UP, DOWN = range(7)
-ORDER, ATTENTION, EMBEDDING, NORM, TRIAL = range(7, 12)
+ORDER, ATTENTION, EMBEDDING, NORM, TRIAL, ROUTER = range(7, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,8 @@ class Blueprint:
     latents: int
     """K: random directions of a layer."""
     biases: F64
-    """Mean of every neuron's gate in deviations, hottest first, before ``tuning``."""
+    """Mean of the gate of every neuron of an expert in deviations, [ffn], hottest first, before
+    ``tuning``."""
     shared_weight: float
     """Part of a gate that all neurons share."""
     factor_deviation: float
@@ -127,9 +128,37 @@ class Blueprint:
         squares = np.einsum("nk,nk->n", loadings, loadings, dtype=np.float64)
         return loadings, (1 / np.sqrt(squares)).astype(np.float32)[:, None]
 
+    @property
+    def layer_biases(self) -> F64:
+        """``biases`` of the neuron at every stored place of a layer: experts take turns, so that
+        the order is by hotness."""
+        return np.repeat(self.biases, self.model.expert_count)
+
+    def list_experts(self, first: int, count: int) -> I32:
+        """Experts of the neurons at stored places from ``first`` on, int32 [count]."""
+        return (np.arange(first, first + count) % self.model.expert_count).astype(np.int32)
+
     def draw_original(self, layer: int) -> I32:
-        """Index in the pretended checkpoint of the neuron at every stored place, int32 [ffn]."""
-        return draw_permutation(self.model.shape.ffn, *self.key(ORDER, layer))
+        """Index in the pretended checkpoint of the neuron at every stored place, int32 [neurons];
+        those of a mixture are numbered through its experts."""
+        experts, ffn = self.model.expert_count, self.model.shape.ffn
+        if experts == 1:
+            return draw_permutation(ffn, *self.key(ORDER, layer))
+        orders = [draw_permutation(ffn, *self.key(ORDER, layer, n)) for n in range(experts)]
+        numbered = np.stack(orders, axis=1) + np.arange(experts, dtype=np.int32) * np.int32(ffn)
+        return np.ascontiguousarray(numbered.reshape(-1), np.int32)
+
+    def draw_router(self, layer: int) -> F32:
+        """Rows float32 [experts, hidden] whose products with u are standard normal and know
+        nothing of each other: every expert computes as many tokens as any other."""
+        groups = self.model.shape.hidden // GROUP
+        half = draw_normals(
+            (self.model.expert_count, groups, 1, GROUP // 2), *self.key(ROUTER, layer)
+        )
+        # Orthogonal to c, as the directions are.
+        both = np.concatenate([half, -half], axis=2).reshape(len(half), -1)
+        scale = np.float32(1 / (math.sqrt(self.model.shape.hidden) * RANDOM))
+        return np.asarray(both * self.draw_constant() * scale)
 
     def draw_token_parts(self, first: int, count: int) -> F32:
         """n of tokens ``first``, ``first + 1``, ...: standard normal, float32 [count, hidden].

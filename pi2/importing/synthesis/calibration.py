@@ -109,7 +109,7 @@ def _run_trial(blueprint: Blueprint) -> _Trial:
     shape = model.shape.model_copy(update={"ffn": sample})
     small = replace(
         blueprint,
-        model=model.model_copy(update={"shape": shape}),
+        model=model.model_copy(update={"shape": shape, "moe": None}),
         biases=blueprint.biases[places],
         tuning=Tuning(),
     )

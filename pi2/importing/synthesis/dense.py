@@ -62,12 +62,19 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         case "attention_norm_bias" | "ffn_norm_bias" | "output_bias" | "down_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
         case "predictor_in":
-            rows = make_predictor_in(blueprint, layer, tensor.rows)
-            return _quantize(tensor, lambda first, count: rows[first : first + count])
+            experts = blueprint.model.expert_count
+            rows = make_predictor_in(blueprint, layer, tensor.rows // experts)
+            # Experts fire in the same directions; their loadings differ.
+            return _quantize(
+                tensor, lambda first, count: rows[np.arange(first, first + count) % len(rows)]
+            )
         case "predictor_out":
             return _make_predictor_out(blueprint, tensor, layer)
         case "predictor_bias":
-            return [(make_predictor_bias(blueprint)[None, :], None)]
+            bias = make_predictor_bias(blueprint)
+            return [(_group_by_expert(blueprint, bias).reshape(1, -1), None)]
+        case "router":
+            return [(blueprint.draw_router(layer), None)]
     raise AssertionError(tensor.name)
 
 
@@ -91,7 +98,7 @@ def spread_loadings(loadings: F32, rank: int) -> F32:
 
 
 def make_predictor_bias(blueprint: Blueprint) -> F32:
-    """Score of every neuron at z = 0, float32 [ffn]: its gate there, and the margin."""
+    """Score of every neuron at z = 0, float32 [neurons]: its gate there, and the margin."""
     from_threshold = find_gate_biases(blueprint)
     if blueprint.model.ffn.activation == "fatrelu":
         from_threshold = from_threshold - np.float32(blueprint.model.ffn.threshold)
@@ -100,10 +107,30 @@ def make_predictor_bias(blueprint: Blueprint) -> F32:
 
 def _make_predictor_out(blueprint: Blueprint, tensor: DenseTensor, layer: int) -> TensorPieces:
     assert tensor.precision != "fp32"
-    for chunk in range(count_chunks(blueprint)):
-        _, count = locate_chunk(blueprint, chunk)
-        loadings, lengths = blueprint.draw_loadings(layer, chunk, count)
-        yield quantize(spread_loadings(loadings * lengths, tensor.length), tensor.precision)
+    if blueprint.model.moe is None:
+        for chunk in range(count_chunks(blueprint)):
+            loadings = _draw_scaled_loadings(blueprint, layer, chunk)
+            yield quantize(spread_loadings(loadings, tensor.length), tensor.precision)
+        return
+    chunks = range(count_chunks(blueprint))
+    every = np.concatenate([_draw_scaled_loadings(blueprint, layer, chunk) for chunk in chunks])
+    for expert in range(blueprint.model.expert_count):
+        mine = every[expert :: blueprint.model.expert_count]
+        for first, count in _cut_rows(len(mine), tensor.length):
+            rows = spread_loadings(mine[first : first + count], tensor.length)
+            yield quantize(rows, tensor.precision)
+
+
+def _draw_scaled_loadings(blueprint: Blueprint, layer: int, chunk: int) -> F32:
+    """A of a chunk's neurons, of length 1 each."""
+    _, count = locate_chunk(blueprint, chunk)
+    loadings, lengths = blueprint.draw_loadings(layer, chunk, count)
+    return np.asarray(loadings * lengths)
+
+
+def _group_by_expert(blueprint: Blueprint, values: F32) -> F32:
+    """What stored neurons have, [neurons], expert by expert: [experts, ffn]."""
+    return np.ascontiguousarray(values.reshape(-1, blueprint.model.expert_count).T)
 
 
 def _make_embedding(blueprint: Blueprint, first: int, count: int) -> F32:
@@ -157,9 +184,13 @@ def _quantize(tensor: DenseTensor, make: Callable[[int, int], F32]) -> TensorPie
 
 def _cut(tensor: DenseTensor) -> Iterator[tuple[int, int]]:
     """First row and number of rows of the pieces that a tensor is made in."""
-    size = max(1, CHUNK_WEIGHTS // tensor.length)
-    for first in range(0, tensor.rows, size):
-        yield first, min(size, tensor.rows - first)
+    return _cut_rows(tensor.rows, tensor.length)
+
+
+def _cut_rows(rows: int, length: int) -> Iterator[tuple[int, int]]:
+    size = max(1, CHUNK_WEIGHTS // length)
+    for first in range(0, rows, size):
+        yield first, min(size, rows - first)
 
 
 def _get_precision(tensor: DenseTensor) -> Precision:

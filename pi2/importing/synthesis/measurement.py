@@ -19,11 +19,12 @@ from pi2.importing.synthesis.statistics import (
 )
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import unpack_part
-from pi2.plan.tensor_names import name_layer_tensor
+from pi2.plan.packing import slice_experts, unpack_part
 from pi2.store.reader import NeuronStore, StoredLayer
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]
 Progress = Callable[[str, float], None]
@@ -40,7 +41,7 @@ class Measurement:
     token_shares: F32
     """Share of active neurons of every token, over all layers, [tokens]."""
     counts: I64
-    """Activations by original neuron, [layers, ffn]."""
+    """Activations by original neuron, [layers, neurons]; 0 in layers that were not measured."""
 
 
 def choose_tokens(model: Model, count: int) -> npt.NDArray[np.int32]:
@@ -58,19 +59,21 @@ def measure_store(
     *,
     tokens: int,
     threshold: float = 0.0,
+    most_layers: int | None = None,
     progress: Progress = lambda label, share: None,
 ) -> Measurement:
     """Run ``tokens`` tokens through the store at ``path`` as one sequence, densely.
 
-    ``threshold`` is the predictor score from which a neuron counts as predicted.  Holds one layer
-    at a time, in pieces.
+    ``threshold`` is the predictor score from which a neuron counts as predicted; ``most_layers``:
+    measure no more than the first of so many.  Holds one layer at a time, in pieces.
     """
     ids = choose_tokens(model, tokens)
     stream: F32 | None = None
     layers: list[LayerStatistics] = []
-    counts = np.zeros((model.shape.layers, model.shape.ffn), np.int64)
+    measured = min(most_layers or model.shape.layers, model.shape.layers)
+    counts = np.zeros((model.shape.layers, model.layer_neurons), np.int64)
     active_neurons = np.zeros(tokens, np.int64)
-    for layer in range(model.shape.layers):
+    for layer in range(measured):
         # Opened anew for every layer: what is mapped of the others would count as our memory.
         with NeuronStore.open(path, model=model) as store:
             executor = _LayerExecutor(_describe_request(store, model, tokens))
@@ -83,14 +86,22 @@ def measure_store(
             active, gates = _run_neurons(executor, store.layers[layer], store.bundle, model)
             executor.end_ffn(layer)
             stream = executor.stream
+            original = store.layers[layer].original
+            experts = original // model.shape.ffn
             predicted = None
             if model.predictor is not None:
-                predicted = executor.predict_all(layer) >= threshold
-            counts[layer, store.layers[layer].original] = active.sum(axis=0)
+                predicted = executor.predict_all(layer, experts) >= threshold
+            loads = None
+            if model.moe is not None:
+                routed = executor.routes > 0
+                loads = routed.mean(axis=0)
+                if predicted is not None:
+                    predicted &= routed[:, experts]
+            counts[layer, original] = active.sum(axis=0)
         active_neurons += active.sum(axis=1)
-        layers.append(_summarise(active, gates, predicted))
-        progress("measuring", (layer + 1) / model.shape.layers)
-    shares = active_neurons / (model.shape.layers * model.shape.ffn)
+        layers.append(_summarise(active, gates, predicted, model, loads))
+        progress("measuring", (layer + 1) / measured)
+    shares = active_neurons / (measured * model.token_neurons)
     return Measurement(
         tokens=tokens,
         layers=tuple(layers),
@@ -120,11 +131,17 @@ class _LayerExecutor(ReferenceExecutor):
         """Add [tokens, hidden] to the sum of the FFN."""
         self._y = self._y + output
 
-    def predict_all(self, layer: int) -> F32:
-        """Predictor scores [tokens, ffn]."""
-        inner = self._u @ self._matrix(name_layer_tensor(layer, "predictor_in")).T
-        scores = np.maximum(inner, 0) @ self._matrix(name_layer_tensor(layer, "predictor_out")).T
-        return np.asarray(scores + self._matrix(name_layer_tensor(layer, "predictor_bias")))
+    @property
+    def routes(self) -> F32:
+        """Weights of a mixture's experts [tokens, experts]."""
+        return self._routes
+
+    def predict_all(self, layer: int, experts: I32) -> F32:
+        """Predictor scores [tokens, neurons]; ``experts`` [neurons] of the neurons."""
+        scores = np.empty((len(self._u), len(experts)), np.float32)
+        for expert in range(self._model.expert_count):
+            scores[:, experts == expert] = self.score_low_rank(layer, expert, self._u)
+        return scores
 
 
 def _run_neurons(
@@ -140,9 +157,14 @@ def _run_neurons(
         *inner, down = (unpack_part(bundles, layout, i) for i in range(len(layout.parts)))
         gate_values = inputs @ inner[0].T
         values = activate(model, gate_values, inputs @ inner[1].T if layout.is_gated else None)
+        fires = gate_values > threshold
+        if layout.expert_offset is not None:
+            routes = executor.routes[:, slice_experts(bundles, layout)]
+            values *= routes
+            fires &= routes > 0
         executor.add_output(values @ down)
         place = slice(first, first + len(bundles))
-        gates[:, place] = gate_values > threshold
+        gates[:, place] = fires
         # Every value of SiLU counts: what is negative contributes little, but not nothing.
         active[:, place] = gates[:, place] if model.is_smooth else values != 0
     return active, gates
@@ -161,25 +183,31 @@ def _read_bundles(
             yield first, piece.reshape(count, layout.stride)
 
 
-def _summarise(active: Bits, gates: Bits, predicted: Bits | None) -> LayerStatistics:
-    shares = active.mean(axis=1)
+def _summarise(
+    active: Bits, gates: Bits, predicted: Bits | None, model: Model, loads: F64 | None
+) -> LayerStatistics:
+    """``loads`` [experts]: share of the tokens that each expert computes."""
+    possible = model.token_neurons
+    shares = active.sum(axis=1) / possible
     counts = active.sum(axis=0)
     found = recall = None
     if predicted is not None:
-        found = float(predicted.mean())
+        found = float(predicted.sum(axis=1).mean() / possible)
         recall = float((active & predicted).sum() / max(1, active.sum()))
     overlap: Overlap = compute_overlap(active)
     neurons = active.shape[1]
     return LayerStatistics(
         active=float(shares.mean()),
         active_deviation=float(shares.std()),
-        gate_positive=float(gates.mean()),
+        gate_positive=float(gates.sum(axis=1).mean() / possible),
         skew=compute_skew(counts),
         first_half=float(counts[: neurons // 2].sum() / max(1, counts.sum())),
         predicted=found,
         recall=recall,
         overlap=overlap.successive,
         overlap_by_chance=overlap.chance,
+        least_load=None if loads is None else float(loads.min()),
+        most_load=None if loads is None else float(loads.max()),
     )
 
 
@@ -191,7 +219,7 @@ def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildReq
         model=model,
         tensors=store.tensors,
         bundle=store.bundle,
-        neurons=model.shape.ffn,
+        neurons=model.layer_neurons,
         chunk=tokens,
         context=tokens,
         gate_rows=None,

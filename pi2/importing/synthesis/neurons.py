@@ -36,7 +36,7 @@ def make_bundles(
     blueprint: Blueprint, layer: int, chunk: int, directions: F32, layout: BundleLayout
 ) -> U8:
     """Bundles uint8 [n, stride] of the neurons of ``chunk``; ``directions`` are the layer's B."""
-    _, count = locate_chunk(blueprint, chunk)
+    first, count = locate_chunk(blueprint, chunk)
     bundles = np.zeros((count, layout.stride), np.uint8)
     key = (layer, chunk)
     # Where neurons have no gate, the up row decides when they fire.  Biases stay zero.
@@ -60,19 +60,22 @@ def make_bundles(
         if scales is not None:
             packed = scales.view(np.uint8)
             bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    if layout.expert_offset is not None:
+        experts = blueprint.list_experts(first, count).astype("<i4").view(np.uint8)
+        bundles[:, layout.expert_offset : layout.expert_offset + 4] = experts.reshape(-1, 4)
     return bundles
 
 
 def locate_chunk(blueprint: Blueprint, chunk: int) -> tuple[int, int]:
     """First neuron and number of neurons of ``chunk``."""
-    neurons, size = blueprint.model.shape.ffn, count_chunk_neurons(blueprint.model.shape.hidden)
+    neurons, size = blueprint.model.layer_neurons, count_chunk_neurons(blueprint.model.shape.hidden)
     first = chunk * size
     return first, min(size, neurons - first)
 
 
 def count_chunks(blueprint: Blueprint) -> int:
     """Chunks of a layer."""
-    return -(-blueprint.model.shape.ffn // count_chunk_neurons(blueprint.model.shape.hidden))
+    return -(-blueprint.model.layer_neurons // count_chunk_neurons(blueprint.model.shape.hidden))
 
 
 def make_gates(blueprint: Blueprint, layer: int, chunk: int, directions: F32) -> F32:
@@ -88,11 +91,12 @@ def make_gates(blueprint: Blueprint, layer: int, chunk: int, directions: F32) ->
 
 
 def find_gate_biases(blueprint: Blueprint) -> F32:
-    """b of every neuron, float32 [ffn]: what its gate is on average, threshold included."""
+    """b of every neuron of a layer, float32 [neurons]: what its gate is on average, threshold
+    included."""
     threshold = 0.0
     if blueprint.model.ffn.activation == "fatrelu":
         threshold = blueprint.model.ffn.threshold
-    biases = blueprint.biases + blueprint.tuning.shift + threshold
+    biases = blueprint.layer_biases + blueprint.tuning.shift + threshold
     return biases.astype(np.float32)
 
 

@@ -23,7 +23,7 @@ MOST_SKEW = 0.79
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Statistics to aim at; shares are of a layer's neurons."""
+    """Statistics to aim at; shares are of a layer's neurons, in a mixture of one expert's."""
 
     active: float = 0.10
     """Mean share that a token activates."""
@@ -59,9 +59,6 @@ def check_recipe(recipe: Recipe, model: Model) -> None:
         Diagnostic(code="P550", message=message, help=advice)
         for message, advice in _find_contradictions(recipe)
     ]
-    if model.moe is not None:
-        text = "a mixture of experts cannot be synthesised: neuron stores hold one FFN per layer"
-        findings.append(Diagnostic(code="P541", message=text))
     shape = model.shape
     sizes = {"shape.hidden": shape.hidden, "heads * head_dim": shape.heads * shape.head_dim}
     findings += [

@@ -17,7 +17,8 @@ Bits = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStatistics:
-    """Measured over a sample of tokens; shares are of the layer's neurons."""
+    """Measured over a sample of tokens; shares are of the layer's neurons, in a mixture of those
+    of a token's active experts."""
 
     active: float
     """Mean share of neurons with a non-zero activation (SiLU: with a positive gate)."""
@@ -37,6 +38,10 @@ class LayerStatistics:
     """Share of a token's active neurons that were active for the token before."""
     overlap_by_chance: float
     """The same if tokens had nothing to do with each other, every neuron firing as often."""
+    least_load: float | None = None
+    """Share of the tokens that the least busy expert computes; None without experts."""
+    most_load: float | None = None
+    """The same of the busiest."""
 
 
 @dataclass(frozen=True, slots=True)
