@@ -28,7 +28,7 @@ from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import pack_bundles
+from pi2.plan.packing import assemble_bundles
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -47,8 +47,6 @@ Result = TypeVar("Result")
 
 _PIECE_WEIGHTS = 2**20
 """Weights that are quantised and written together."""
-
-_TILE = 128
 
 _FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
 """Tensors of the store that are several in the checkpoint, one after another."""
@@ -162,52 +160,47 @@ class _Conversion:
             [self._find(part.name, layer, expert) for part in bundle.parts]
             for expert in range(experts)
         ]
-        raw = [[self._read(source) for source in group] for group in sources]
-        # Columns become rows once, in the narrow type: gathering columns would be far slower.
-        for matrices in raw:
-            matrices[-1] = _transpose(matrices[-1])
+        raw = [self._read_matrices(group) for group in sources]
         biases = self._read_biases(layer, bundle)
         neurons_of_expert = self._model.shape.ffn
         step = max(1, _PIECE_WEIGHTS // bundle.hidden)
 
-        def gather(part: int, neurons: I32) -> F32:
-            rows = np.empty((len(neurons), bundle.hidden), np.float32)
-            owners = neurons // neurons_of_expert
-            for owner in np.unique(owners):
-                mine = owners == owner
-                matrix = raw[owner][part][neurons[mine] - owner * neurons_of_expert]
-                rows[mine] = sources[owner][part].tensor.widen(matrix)
-            return rows
-
         def pack(start: int) -> U8:
             neurons = order[start : start + step]
-            rows = [gather(part, neurons) for part in range(len(bundle.parts))]
-            gate = rows[0] if bundle.is_gated else None
-            added = None if biases is None else biases[neurons]
             owners = neurons // neurons_of_expert
-            numbers = None if bundle.expert_offset is None else owners
-            places = {str(part.name): index for index, part in enumerate(bundle.parts)}
+            runs = _find_runs(owners)
 
-            def pack_part(name: str, values: F32) -> tuple[U8, F16 | None]:
+            def pack_part(place: int) -> Packed:
                 # The rows of gate and up meet the FFN's input; those of down do not.
-                ffn_layer = None if name == "down" else layer
+                ffn_layer = None if bundle.parts[place].name == "down" else layer
                 weights, scales = [], []
-                for first, last in _find_runs(owners):
-                    tensor = sources[owners[first]][places[name]].tensor
-                    packed, some = self._quantize(
-                        values[first:last], bundle.precision, tensor, ffn_layer
-                    )
-                    weights.append(packed.view(np.uint8))
+                for first, last in runs:
+                    owner = owners[first]
+                    rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
+                    tensor = sources[owner][place].tensor
+                    packed, some = self._pack_rows(rows, bundle.precision, tensor, ffn_layer)
+                    weights.append(packed)
                     scales += [] if some is None else [some]
+                if len(weights) == 1:
+                    return weights[0], scales[0] if scales else None
                 return np.concatenate(weights), np.concatenate(scales) if scales else None
 
-            return pack_bundles(gate, rows[-2], rows[-1], bundle, added, pack_part, numbers)
+            return assemble_bundles(
+                [pack_part(place) for place in range(len(bundle.parts))],
+                bundle,
+                None if biases is None else biases[neurons],
+                None if bundle.expert_offset is None else owners,
+            )
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
 
-    def _read(self, source: Rows) -> Raw:
-        self._advance(source)
-        return source.read_raw()
+    def _read_matrices(self, group: list[Rows]) -> list[Raw]:
+        """Matrices of a layer's FFN, or of one expert's, each with neurons as rows."""
+        *inner, down = group
+        for source in group:
+            self._advance(source)
+        # Columns become rows once, in a narrow type: gathering columns would be far slower.
+        return [*(source.read_raw() for source in inner), down.tensor.read_turned()]
 
     def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
         """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""
@@ -238,7 +231,7 @@ class _Conversion:
 
         def pack(piece: tuple[Rows, int, int]) -> Packed:
             source, start, stop = piece
-            return self._quantize(source.read(start, stop), tensor.precision, source.tensor)
+            return self._pack_rows(source.read_raw(start, stop), tensor.precision, source.tensor)
 
         yield from _map_in_order(pool, pack, pieces)
 
@@ -251,6 +244,23 @@ class _Conversion:
             return self._quantize(predictor.read_outer()[order], tensor.precision, predictor.outer)
         bias = predictor.read_bias()[order][None]
         return self._quantize(bias, tensor.precision, predictor.bias or predictor.outer)
+
+    def _pack_rows(
+        self,
+        raw: Raw,
+        precision: StoredPrecision,
+        source: SourceTensor,
+        ffn_layer: int | None = None,
+    ) -> Packed:
+        """Rows of ``source`` as it stores them, packed: their own codes where they will do."""
+        if precision == "fp32":
+            return self._quantize(source.widen(raw), precision, source, ffn_layer)
+        taken = source.take_codes(raw, precision)
+        if taken is None:
+            return self._quantize(source.widen(raw), precision, source, ffn_layer)
+        if self._quantizer.errors is not None:
+            self._quantizer.errors.add(source.name, source.widen(raw), taken, precision)
+        return taken
 
     def _quantize(
         self,
@@ -296,17 +306,6 @@ def _find_runs(owners: I32) -> list[tuple[int, int]]:
     """First and last place (exclusive) of every run of equal values."""
     starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
     return list(zip(starts, [*starts[1:], len(owners)], strict=True))
-
-
-def _transpose(matrix: Raw) -> Raw:
-    """Contiguous transpose, by tiles: four times as fast as numpy's own copy."""
-    rows, columns = matrix.shape
-    turned = np.empty((columns, rows), matrix.dtype)
-    for row in range(0, rows, _TILE):
-        for column in range(0, columns, _TILE):
-            tile = matrix[row : row + _TILE, column : column + _TILE]
-            turned[column : column + _TILE, row : row + _TILE] = tile.T
-    return turned
 
 
 def _choose_order(model: Model, activations: Path | None) -> I32:

@@ -14,7 +14,7 @@ A group whose scale is 0 has ``q = 0``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -125,31 +125,34 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
 
 
 def pack_bundles(
-    gate: F32 | None,
-    up: F32,
-    down: F32,
-    layout: BundleLayout,
-    biases: F32 | None = None,
-    pack: Callable[[str, F32], tuple[U8, F16 | None]] | None = None,
-    experts: I32 | None = None,
+    gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
 ) -> U8:
-    """Quantise neurons into bundles uint8 [n, stride].
+    """Quantise neurons to nearest into bundles uint8 [n, stride].
 
     ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
     float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
-    [n, len(layout.biases)]; ``experts`` int32 [n] in a mixture.  ``pack`` quantises the rows of a
-    part by its name, by default to nearest.  Bytes beyond ``used_bytes`` are zero.
+    [n, len(layout.biases)].
     """
-    bundles = np.zeros((up.shape[0], layout.stride), np.uint8)
-    vectors = {"up": up, "down": down}
-    if gate is not None:
-        vectors["gate"] = gate
     assert (gate is not None) == layout.is_gated, layout
-    for part in layout.parts:
-        rows = vectors[part.name]
-        weights, scales = (
-            quantize(rows, layout.precision) if pack is None else pack(part.name, rows)
-        )
+    rows = [up, down] if gate is None else [gate, up, down]
+    packed = [quantize(part, layout.precision) for part in rows]
+    return assemble_bundles(packed, layout, biases)
+
+
+def assemble_bundles(
+    parts: Sequence[tuple[npt.NDArray[np.generic], F16 | None]],
+    layout: BundleLayout,
+    biases: F32 | None = None,
+    experts: I32 | None = None,
+) -> U8:
+    """Lay packed vectors out as bundles uint8 [n, stride].
+
+    ``parts``: weights uint8 [n, weight bytes] and scales float16 [n, groups] of each of
+    ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
+    mixture.  Bytes beyond ``used_bytes`` are zero.
+    """
+    bundles = np.zeros((len(parts[0][0]), layout.stride), np.uint8)
+    for part, (weights, scales) in zip(layout.parts, parts, strict=True):
         end = part.weights_offset + weights.shape[1]
         bundles[:, part.weights_offset : end] = weights
         if scales is not None:
