@@ -222,7 +222,8 @@ class CpuExecutor:
         self._found = space.make("int32", 1)
         self._counts = space.make("int32", spec.threads + 1)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
-        scores = space.wrap(space.make("float32", neurons))
+        self._scores = space.make("float32", neurons)
+        scores = space.wrap(self._scores)
         lists = [
             space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "float32", "int32")
         ]
@@ -446,6 +447,10 @@ class CpuExecutor:
         kernel, arguments = self._low_rank[layer]
         kernel(self._neurons, float(threshold), *arguments)
         return self._indices[: self._found[0]]
+
+    def read_scores(self) -> _F32:
+        """Return the scores of the last prediction."""
+        return self._scores
 
     def predict_gate(self, layer: int) -> _I32:
         """Return the neurons whose gate is open."""

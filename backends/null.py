@@ -83,6 +83,10 @@ class NullExecutor:
             fires &= chosen[np.arange(neurons) % self._moe.experts]
         return np.flatnonzero(fires).astype(np.int32)
 
+    def read_scores(self) -> npt.NDArray[np.float32]:
+        # Whatever fires is worth a read: there are no scores to tell by.
+        return np.full(self._request.neurons, np.inf, np.float32)
+
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
         return self.predict_low_rank(layer, 0.0)
 

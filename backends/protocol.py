@@ -124,6 +124,9 @@ class Executor(Protocol):
         until the next call.
         """
 
+    def read_scores(self) -> F32:
+        """Scores [neurons] of the last ``predict_low_rank``; valid until the next prediction."""
+
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the layer's first limit."""

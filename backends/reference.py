@@ -150,6 +150,7 @@ class ReferenceExecutor:
         self._routes = self._x
         self._y = self._x
         self._active = 0
+        self._scores = np.zeros(0, np.float32)
 
     def _matrix(self, name: str) -> _F32:
         return self._widen(self._request.tensors[name])
@@ -240,15 +241,14 @@ class ReferenceExecutor:
         self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
     ) -> npt.NDArray[np.int32]:
         if self._model.moe is None:
-            score = self.score_low_rank(layer, 0, self._u[:1])[0]
-            return np.flatnonzero(score >= threshold).astype(np.int32)
+            self._scores = self.score_low_rank(layer, 0, self._u[:1])[0]
+            return np.flatnonzero(self._scores >= threshold).astype(np.int32)
         assert self._request.expert_neurons is not None
         groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
-        named = [
-            groups[expert][self.score_low_rank(layer, expert, self._u[:1])[0] >= threshold]
-            for expert in (self.list_experts() if experts is None else experts).tolist()
-        ]
-        return np.sort(np.concatenate(named)) if named else groups[0][:0]
+        self._scores = np.full(self._request.neurons, -np.inf, np.float32)
+        for expert in (self.list_experts() if experts is None else experts).tolist():
+            self._scores[groups[expert]] = self.score_low_rank(layer, expert, self._u[:1])[0]
+        return np.flatnonzero(self._scores >= threshold).astype(np.int32)
 
     def score_low_rank(self, layer: int, expert: int, u: _F32) -> _F32:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
@@ -264,6 +264,12 @@ class ReferenceExecutor:
             for kind in ("predictor_in", "predictor_out", "predictor_bias")
         )
         return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
+
+    def read_scores(self) -> _F32:
+        return self._scores
+
+    def read_scores(self) -> _F32:
+        return self._scores
 
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
         assert self._request.gate_rows is not None

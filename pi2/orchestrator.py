@@ -127,6 +127,7 @@ def build(
             layers=len(resolved.layers),
             predictor=resolved.plan.decode.predictor,
             threshold=resolved.plan.decode.threshold,
+            missing_threshold=resolved.plan.decode.missing_threshold,
             look_ahead=resolved.plan.decode.look_ahead,
         )
         unbound = list_allowed_cores() if request.cores else []

@@ -31,7 +31,7 @@ LookAhead = Literal["none", "attention", "layer"]
 
 @dataclass(slots=True)
 class NeuronCounters:
-    """Neurons of sparse layers, summed over layers and tokens."""
+    """Neurons of sparse layers, summed over layers and tokens; ``predicted``: those computed."""
 
     predicted: int = 0
     active: int = 0
@@ -64,11 +64,15 @@ class FeedForward:
         layers: int,
         predictor: PredictorMode,
         threshold: float,
+        missing_threshold: float | None = None,
         look_ahead: LookAhead,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers; ``look_ahead``: predict a layer's
-        neurons when it begins, before its attention (``attention``), or before the FFN of the layer
-        before it (``layer``)."""
+        """``staging`` [2, n, stride]: two page-aligned buffers.
+
+        ``missing_threshold``: predictor score from which a neuron that is not in memory is read,
+        if not ``threshold``.  ``look_ahead``: predict a layer's neurons when it begins, before its
+        attention (``attention``), or before the FFN of the layer before it (``layer``).
+        """
         self._executor = executor
         self._cache = cache
         self._reader = reader
@@ -76,6 +80,7 @@ class FeedForward:
         self._layers = layers
         self._predictor = predictor
         self._threshold = threshold
+        self._missing_threshold = missing_threshold
         self._look_ahead = look_ahead
         self._ahead: tuple[int, Future[None]] | None = None
         self._wave: _Wave | None = None
@@ -136,6 +141,9 @@ class FeedForward:
             indices = self._executor.predict_gate(layer)
         else:
             indices = self._executor.predict_low_rank(layer, self._threshold)
+            if self._missing_threshold is not None:
+                worth = self._executor.read_scores().take(indices) >= self._missing_threshold
+                indices = self._cache.leave_out(layer, indices, worth)
         self.counters.predicted += len(indices)
         self.counters.possible += self._cache.neurons
         return indices

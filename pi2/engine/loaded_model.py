@@ -121,6 +121,7 @@ class LoadedModel:
             possible_neurons=neurons.possible,
             cache_hits=sum(layer.hits for layer in counters),
             cache_misses=sum(layer.misses for layer in counters),
+            cache_skips=sum(layer.skips for layer in counters),
             cache_evictions=sum(layer.evictions for layer in counters),
             flash_read_bytes=self._parts.reader.read_bytes,
         )

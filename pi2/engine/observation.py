@@ -50,6 +50,7 @@ class ObservedExecutor:
         embed: Any
         attend: Any
         predict_low_rank: Any
+        read_scores: Any
         predict_gate: Any
         add_neurons: Any
         logits: Any

@@ -20,6 +20,8 @@ class RunStatistics:
     """Named neurons that were in memory."""
     cache_misses: int
     """Named neurons that were read from flash."""
+    cache_skips: int
+    """Named neurons that were not in memory, and not worth a read to the plan."""
     cache_evictions: int
     """Neurons that made room."""
     flash_read_bytes: int
@@ -32,6 +34,7 @@ class RunStatistics:
             possible_neurons=self.possible_neurons - other.possible_neurons,
             cache_hits=self.cache_hits - other.cache_hits,
             cache_misses=self.cache_misses - other.cache_misses,
+            cache_skips=self.cache_skips - other.cache_skips,
             cache_evictions=self.cache_evictions - other.cache_evictions,
             flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
+from pi2.memory.policy import ABSENT, Bits, PolicyName, carry_over, make_policy
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -28,6 +28,8 @@ class LayerCounters:
 
     hits: int = 0
     misses: int = 0
+    skips: int = 0
+    """Neurons that were missing and not worth a read."""
     evictions: int = 0
     read_bytes: int = 0
 
@@ -118,6 +120,13 @@ class NeuronCache:
     def free_capacity(self) -> int:
         """Cold slots that are not held."""
         return self.cold_capacity - int(np.count_nonzero(self._held))
+
+    def leave_out(self, layer: int, indices: I32, worth: Bits) -> I32:
+        """Return ``indices`` [n] without those that are missing and, by ``worth`` [n], not worth a
+        read."""
+        kept = indices.compress(worth | (self._slot_of[layer].take(indices) != ABSENT))
+        self.counters[layer].skips += len(indices) - len(kept)
+        return kept
 
     def look_up(self, layer: int, indices: I32) -> Lookup:
         """Find ``indices`` [n] (distinct), and give slots to those that are missing.

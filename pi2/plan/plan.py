@@ -165,6 +165,10 @@ class Decode(Table):
     ReLU family; ``low-rank`` uses trained predictors."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
+    missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
+    """Predictor score from which a neuron that is not in memory is read, where that shall be higher
+    than ``threshold``: fewer reads, and a few of the neurons that fire rarely are left out.  Absent
+    means the same as ``threshold``."""
     look_ahead: Literal["none", "attention", "layer"] = "none"
     """``attention`` predicts a layer's neurons from its input, before its attention, so that
     attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage

@@ -102,6 +102,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "left-to-replace.plan.toml": ("P420", 4, 9),
     "long-line.plan.toml": ("P211", 28, 102),
     "look-ahead-of-gates.plan.toml": ("P254", 45, 14),
+    "missing-threshold-too-low.plan.toml": ("P255", 46, 21),
     "mail-address.device.toml": ("P412", 26, 10),
     "measured-without-spread.device.toml": ("P401", 25, 10),
     "misnamed.device.toml": ("P244", 2, 6),

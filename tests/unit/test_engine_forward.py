@@ -155,6 +155,30 @@ def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
         assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
 
 
+def test_missing_neurons_with_low_scores_are_left_out_and_the_others_computed(
+    tmp_path: Path,
+) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny, {"layers": {"hot": 0.25}})
+    threshold = {"decode.threshold": -1e9, "cache.fill": False}
+    with pi2.load(plan, set=threshold) as model:
+        everything = model.logits(TOKENS[:3], mode="decode")
+        all_misses = model.stats.cache_misses
+    with pi2.load(plan, set={**threshold, "decode.missing_threshold": 0.0}) as model:
+        model.logits(TOKENS[:3], mode="decode")
+        stats = model.stats
+        assert 0 < stats.cache_misses < all_misses
+        assert stats.cache_skips > 0
+        assert stats.predicted_neurons + stats.cache_skips == stats.possible_neurons
+    with pi2.load(plan, set={**threshold, "decode.missing_threshold": -1e8}) as model:
+        assert compute_error(model.logits(TOKENS[:3], mode="decode"), everything) < KV_ROUNDING
+        assert model.stats.cache_skips == 0
+    with pi2.load(plan, set={**threshold, "decode.missing_threshold": 1e9}) as model:
+        model.logits(TOKENS[:3], mode="decode")
+        assert model.stats.cache_misses == 0, "only what is in memory is computed"
+        assert model.stats.predicted_neurons > 0
+
+
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
 def test_looking_ahead_predicts_from_what_is_known_then(tmp_path: Path, look_ahead: str) -> None:
     tiny = make_tiny(tmp_path)
