@@ -268,9 +268,6 @@ class ReferenceExecutor:
     def read_scores(self) -> _F32:
         return self._scores
 
-    def read_scores(self) -> _F32:
-        return self._scores
-
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
