@@ -37,6 +37,7 @@ from pi2.plan.packing import slice_bias, slice_experts, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
+from pi2.plan.thresholds import Thresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.dense_reader import read_tensors
@@ -56,6 +57,7 @@ def load(
     memory: str | None = None,
     progress: Progress | None = None,
     wrap_executor: WrapExecutor | None = None,
+    thresholds: Thresholds | None = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``.
 
@@ -63,17 +65,19 @@ def load(
     refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
     such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
     is called with a label and the share done while something takes its time; ``wrap_executor``
-    may put something before the executor.  Raises `UserError` with all findings.
+    may put something before the executor; ``thresholds`` count instead of those that the plan
+    names.  Raises `UserError` with all findings.
     """
     start = time.perf_counter()
     resolver = LockedReferences(Path(path).parent, locked=locked)
-    resolved = load_plan(path, overrides=set or {}, resolver=resolver)
+    read = partial(load_plan, path, resolver=resolver, thresholds=thresholds)
+    resolved = read(overrides=set or {})
     changes: tuple[str, ...] = ()
     if memory is not None:
         refit = refit_plan(resolved, parse_budget(memory))
         get_logger().info("plan fitted to another budget", changes=refit.changes)
         fitted = {**(set or {}), **refit.overrides}
-        resolved, changes = load_plan(path, overrides=fitted, resolver=resolver), refit.changes
+        resolved, changes = read(overrides=fitted), refit.changes
     report = progress or _ignore_progress
     model = build(resolved, progress=report, start=start, wrap_executor=wrap_executor)
     model.changes = changes
@@ -287,6 +291,7 @@ def describe_build(
         gate_rows=gate_rows,
         gate_biases=gate_biases,
         gate_experts=gate_experts,
+        limits=None if resolved.thresholds is None else resolved.thresholds.limits,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,

@@ -41,6 +41,7 @@ from pi2.plan.source import (
 if TYPE_CHECKING:
     from pi2.plan.composed import Chain, Removal
     from pi2.plan.overrides import Overrides
+    from pi2.plan.thresholds import Thresholds
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
@@ -213,6 +214,26 @@ class _Check:
                     path=kind,
                 )
 
+    def follow_thresholds(self) -> Thresholds | None:
+        """Read the thresholds that the plan names, if it does."""
+        plan, file = self.documents.get("plan"), self.files.get("plan")
+        if file is None or not isinstance(plan, Plan) or plan.sparsity is None:
+            return None
+        from pi2.plan.thresholds import read_thresholds
+
+        try:
+            return read_thresholds(file.path.parent / plan.sparsity.thresholds)
+        except UserError as error:
+            self.sources.update(error.sources)
+            path = ("sparsity", "thresholds")
+            span = file.spans.find_value(path)
+            for item in error.diagnostics:
+                named = item.code == "P028"
+                self.diagnostics.append(
+                    replace(item, span=span, path=name_path(path)) if named else item
+                )
+            return None
+
     def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
         """Run the rules whose needs are met and that did not run before.
 
@@ -310,6 +331,7 @@ class _Check:
             model=resolved.model,
             layers=resolved.layers,
             bundle=resolved.bundle,
+            thresholds=resolved.thresholds,
             path=path,
             store_path=path.parent / resolved.plan.store,
             warnings=diagnostics,
@@ -370,11 +392,13 @@ def check_plan(
     reference: str | None = None,
     text: str | None = None,
     reuse: Reuse | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
     ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
-    ``text`` and ``reuse`` are as in `check_file`.
+    ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
+    plan names.
     """
     check = _Check(resolver, reuse)
     if overrides:
@@ -388,13 +412,13 @@ def check_plan(
     done: set[str] = set()
     facts: dict[Fact, object] = dict(check.documents.items())
     check.run_rules(facts, done)
-    resolved = _resolve(check.documents)
+    resolved = _resolve(check.documents, thresholds or check.follow_thresholds())
     if resolved is not None:
         check.run_rules({**facts, "resolved": resolved}, done)
     return check.report(kind="plan", resolved=resolved)
 
 
-def _resolve(documents: Mapping[Kind, Document]) -> Resolved | None:
+def _resolve(documents: Mapping[Kind, Document], thresholds: Thresholds | None) -> Resolved | None:
     plan, device, model = (documents.get(kind) for kind in ("plan", "device", "model"))
     if not (isinstance(plan, Plan) and isinstance(device, Device) and isinstance(model, Model)):
         return None
@@ -406,4 +430,5 @@ def _resolve(documents: Mapping[Kind, Document]) -> Resolved | None:
         model=model,
         layers=resolve_layers(plan, model),
         bundle=lay_out_plan_bundle(plan, model),
+        thresholds=thresholds if plan.sparsity is not None else None,
     )

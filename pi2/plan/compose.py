@@ -64,8 +64,12 @@ _WANTED = {
     "inherit": 'a table, such as `inherit.layers.overrides = "append"`',
 }
 
-_REFERENCES: Mapping[Kind, tuple[str, ...]] = {"plan": ("device", "model", "store")}
-"""Top-level keys whose texts are paths, or may be."""
+_REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
+    "plan": (("device",), ("model",), ("store",), ("sparsity", "thresholds"))
+}
+"""Keys whose texts are paths, or may be."""
+_PLAIN_PATHS = ("store", "thresholds")
+"""Those of files that are no documents to look for: always paths."""
 
 
 @dataclass
@@ -274,33 +278,42 @@ class _Composer:
 
     def rebase(self, tree: Node, reference: str, located: Located) -> Node:
         """Let the paths of an inherited plan begin where the extending file lies."""
-        keys = _REFERENCES.get(self.kind, ())
-        if tree.table is None or not any(key in tree.table for key in keys):
+        for path in _REFERENCES.get(self.kind, ()):
+            tree = self.rebase_value(tree, path, 0, reference, located)
+        return tree
+
+    def rebase_value(
+        self, tree: Node, path: KeyPath, depth: int, reference: str, located: Located
+    ) -> Node:
+        """``tree``, which stands at the first ``depth`` keys of ``path``, with the path below."""
+        key = str(path[depth])
+        node = None if tree.table is None else tree.table.get(key)
+        if tree.table is None or node is None:
             return tree
-        children = dict(tree.table)
-        for key in keys:
-            node = children.get(key)
-            if node is None or not isinstance(node.scalar, str):
-                continue
+        if depth + 1 < len(path):
+            changed = self.rebase_value(node, path, depth + 1, reference, located)
+        elif not isinstance(node.scalar, str):
+            return tree
+        else:
             try:
                 text = self.rebase_text(node.scalar, key, reference, located)
             except UserError as error:
                 place = node.places[-1]
                 span = place.file.spans.find_value(place.path)
                 self.result.diagnostics += (
-                    replace(item, span=span, path=key) for item in error.diagnostics
+                    replace(item, span=span, path=format_path(path)) for item in error.diagnostics
                 )
-            else:
-                children[key] = replace(node, scalar=text)
-        return replace(tree, table=children)
+                return tree
+            changed = replace(node, scalar=text)
+        return replace(tree, table={**tree.table, key: changed})
 
     def rebase_text(self, text: str, key: str, reference: str, located: Located) -> str:
         if has_scheme(text) or not text or text.startswith("/"):
             return text
-        if key != "store" and not is_path(text):
+        if key not in _PLAIN_PATHS and not is_path(text):
             return text
         if located.reference is not None:
-            joins = key != "store" and self.resolver is not None
+            joins = key not in _PLAIN_PATHS and self.resolver is not None
             return self.resolver.join(located.reference, text) if joins and self.resolver else text
         folder = posixpath.dirname(reference)
         if not reference.endswith(".toml"):  # a short name: a document that comes with pi2

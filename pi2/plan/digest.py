@@ -42,6 +42,11 @@ def compute_digest(resolved: Resolved) -> str:
     plan = dump_plain(resolved.plan)
     for key in ("device", "model", "layers"):
         del plan[key]
+    # Plans without it have the digests that they had before there was such a table.
+    sparsity = plan.pop("sparsity")
+    if sparsity is not None and resolved.thresholds is not None:
+        limits = [list(pair) for pair in resolved.thresholds.limits]
+        plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
     layers = [{"split": dict(layer.split), "hot": layer.hot} for layer in resolved.layers]
     return hash_json(
         {

@@ -162,7 +162,7 @@ class Decode(Table):
 
     predictor: Literal["none", "gate", "low-rank"] = "low-rank"
     """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
-    ReLU family; ``low-rank`` uses trained predictors."""
+    ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active: higher is faster and less exact."""
     missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
@@ -173,6 +173,28 @@ class Decode(Table):
     """``attention`` predicts a layer's neurons from its input, before its attention, so that
     attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage
     is never idle.  Predictors then do not see what comes in between, and find a little less."""
+
+
+SparsityMethod = Literal["cats", "cats-teal"]
+
+
+class Sparsity(Table):
+    """Which neurons of a SiLU or GELU model count as zero while tokens are generated.
+
+    With ``decode.predictor = "gate"``.  One of ``target`` and ``max_perplexity_increase`` says how
+    much; `pi2 sparsity calibrate` turns it into thresholds.  Prompts are computed whole.
+    """
+
+    method: SparsityMethod
+    """``cats``: neurons whose act(gate) is small, so that up and down are not read; ``cats-teal``:
+    also those whose act(gate) * up is small, so that down is not read, divided where it costs
+    least."""
+    target: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.5])] | None = None
+    """Share of up and down that is not read."""
+    max_perplexity_increase: Annotated[float, Field(gt=0.0, examples=[0.02])] | None = None
+    """Largest share by which the perplexity may grow."""
+    thresholds: Annotated[Reference, Field(examples=["llama.thresholds.toml"])]
+    """File of the calibrated thresholds, relative to the plan file."""
 
 
 class Sampling(Table):
@@ -256,6 +278,8 @@ class Plan(Document):
     """Prompt processing."""
     decode: Decode = Decode.default()
     """Token generation."""
+    sparsity: Sparsity | None = None
+    """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()
     """How tokens are drawn."""
     pipeline: Pipeline = Pipeline.default()

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
 from pi2.plan.check import Report, check_plan
 from pi2.plan.references import Resolver
 from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.source import CANNOT_READ
+
+if TYPE_CHECKING:
+    from pi2.plan.thresholds import Thresholds
 
 __all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 
@@ -27,14 +31,18 @@ def load_plan(
     *,
     overrides: Mapping[str, object] | None = None,
     resolver: Resolver | None = None,
+    thresholds: Thresholds | None = None,
 ) -> ResolvedPlan:
     """Load, resolve and validate the plan at ``path``.
 
     ``overrides`` replaces values of the plan by dotted key path, such as
-    ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme.
-    Raises ``UserError`` with all findings.
+    ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme;
+    ``thresholds`` count instead of those that the plan names.  Raises ``UserError`` with all
+    findings.
     """
-    report = check_plan(Path(path), overrides=overrides or {}, resolver=resolver)
+    report = check_plan(
+        Path(path), overrides=overrides or {}, resolver=resolver, thresholds=thresholds
+    )
     if report.resolved is None:
         raise make_error(report)
     return report.resolved

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.device import Device
@@ -16,6 +17,9 @@ from pi2.plan.paths import KeyPath
 from pi2.plan.plan import Plan
 from pi2.plan.selectors import list_layers
 from pi2.plan.sizes import Needs, compute_needs
+
+if TYPE_CHECKING:
+    from pi2.plan.thresholds import Thresholds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class Resolved:
     model: Model
     layers: tuple[ResolvedLayer, ...]
     bundle: BundleLayout
+    thresholds: Thresholds | None = None
+    """What ``[sparsity]`` names, if the plan has it."""
 
     @cached_property
     def needs(self) -> Needs:

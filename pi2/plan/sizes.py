@@ -187,14 +187,14 @@ def _need_hot(resolved: Resolved) -> Need:
 def _need_cold(resolved: Resolved) -> Need:
     """Smallest cache: the neurons that one layer activates for one token, at least 64 of them.
 
-    Expected actives come from the predictor's or the model's statistics, else a quarter of the
-    layer; never more than the layer's neurons that are not hot.  Dense decoding streams through
-    the workspace and needs none.
+    Expected actives come from calibrated thresholds, from the predictor's or the model's
+    statistics, else a quarter of the layer; never more than the layer's neurons that are not hot.
+    Dense decoding streams through the workspace and needs none.
     """
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
-    share = _expect_active(plan, model)
+    share = _expect_active(resolved)
     computed = model.shape.ffn * (model.moe.active_experts if model.moe is not None else 1)
     wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
     absent = max(model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
@@ -206,8 +206,11 @@ def _need_cold(resolved: Resolved) -> Need:
     )
 
 
-def _expect_active(plan: Plan, model: Model) -> float:
+def _expect_active(resolved: Resolved) -> float:
     """Share of a layer's neurons that decoding a token takes."""
+    plan, model = resolved.plan, resolved.model
+    if plan.decode.predictor == "gate" and resolved.thresholds is not None:
+        return max(layer.computed for layer in resolved.thresholds.layers)
     predictor = model.predictor if plan.decode.predictor == "low-rank" else None
     if predictor is not None and predictor.active is not None:
         return predictor.active
