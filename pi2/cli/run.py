@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 @click.option(
     "-f", "--file", "prompt_file", type=click.Path(path_type=Path), help="File with the prompt."
 )
+@click.option("--chat", metavar="TEXT", help="Question to answer, by the model's chat template.")
+@click.option("--system", metavar="TEXT", help="What the model is told before the question.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--temperature", type=float, help="0 is greedy; default: the plan's.")
 @click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
@@ -43,6 +45,8 @@ def command(
     plan: Path,
     prompt: str | None,
     prompt_file: Path | None,
+    chat: str | None,
+    system: str | None,
     memory: str | None,
     settings: tuple[str, ...],
     locked: bool,
@@ -52,21 +56,25 @@ def command(
 ) -> None:
     """Generate text from PLAN.
 
-    The prompt is --prompt, a file, or standard input.  Text goes to standard output as it is
-    made, a summary to standard error.
+    The prompt is --prompt, a file, or standard input; --chat puts a question into the words that
+    the model was trained to answer.  Text goes to standard output as it is made, a summary to
+    standard error.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
     del offline  # a promise that is kept without it
     overrides = parse_assignments(settings)
-    text = read_prompt(prompt, prompt_file)
+    messages = list_messages(chat, system, alone=prompt is None and prompt_file is None)
+    text = "" if messages else read_prompt(prompt, prompt_file)
     with ProgressBar() as progress, ExitStack() as cleanup:
         model = cleanup.enter_context(
             load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
         )
         generation = model.generate(
-            text, progress=lambda share: progress("reading the prompt", share), **options
+            model.encode_chat(messages) if messages else text,
+            progress=lambda share: progress("reading the prompt", share),
+            **options,
         )
         # The bar is gone before the first piece is shown.
         pieces = chain(list(islice(generation, 1)), generation)
@@ -83,6 +91,18 @@ def command(
         else:
             sys.stdout.write("\n")
             click.echo(summarise_run(model, generation.result), err=True)
+
+
+def list_messages(chat: str | None, system: str | None, *, alone: bool) -> list[dict[str, str]]:
+    """The conversation that the options state, empty if they state none."""
+    if chat is None:
+        if system is not None:
+            raise click.UsageError("--system goes with --chat")
+        return []
+    if not alone:
+        raise click.UsageError("give --chat or a prompt, not both")
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": chat}]
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

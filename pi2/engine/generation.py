@@ -12,7 +12,7 @@ import numpy as np
 from pi2.engine.forward import Forward
 from pi2.engine.sampling import Sampler, SamplingOptions
 from pi2.engine.statistics import RunStatistics, divide
-from pi2.engine.text import StopFilter
+from pi2.engine.text import StopFilter, TokenDecoder
 
 FinishReason = Literal["eos", "stop", "length", "context"]
 """Why a generation ended: end token, stop string, token limit, or no room in the KV cache."""
@@ -67,16 +67,15 @@ class Generation(Iterator[str]):
         request: GenerationRequest,
         *,
         forward: Forward,
-        decode: Callable[[int], str],
+        decoder: TokenDecoder,
         context: int,
         read_statistics: Callable[[], RunStatistics],
         progress: Callable[[float], None],
     ) -> None:
-        """``decode`` gives the text that a token completes; ``progress`` is told the share of
-        the prompt that is done."""
+        """``decoder`` is a new one; ``progress`` is told the share of the prompt that is done."""
         self._request = request
         self._forward = forward
-        self._decode = decode
+        self._decoder = decoder
         self._context = context
         self._read_statistics = read_statistics
         self._progress = progress
@@ -121,7 +120,7 @@ class Generation(Iterator[str]):
             if token in request.stop_ids:
                 reason = "eos"
                 break
-            piece = stop_filter.push(self._decode(token))
+            piece = stop_filter.push(self._decoder.push(token))
             if piece:
                 text.append(piece)
                 yield piece
@@ -134,9 +133,12 @@ class Generation(Iterator[str]):
                 reason = "context"
                 break
             logits = forward.decode(token)
-        if not stop_filter.stopped and (held := stop_filter.flush()):
-            text.append(held)
-            yield held
+        last = stop_filter.push(self._decoder.flush())
+        if not stop_filter.stopped:
+            last += stop_filter.flush()
+        if last:
+            text.append(last)
+            yield last
         self._result = GenerationResult(
             text="".join(text),
             token_ids=tuple(int(token) for token in ids[len(request.prompt_ids) : count]),

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
+from pi2.engine.chat import Message, read_chat_template
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.generation import Generation, GenerationRequest
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.statistics import RunStatistics
+from pi2.engine.text import TokenDecoder
 from pi2.machine import bind_calling_thread
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -145,6 +146,45 @@ class LoadedModel:
             ids = [settings.bos, *ids]
         return ids
 
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that the model's chat template makes of ``messages``.
+
+        A message is ``{"role": "user", "content": "..."}``.  ``add_generation_prompt`` ends the
+        prompt where the answer begins; ``template`` chooses among named templates; ``variables``
+        are what else the template reads.  Raises UserError P608 if the template fails or refuses,
+        P609 if the model has none.  A dry run has none either: the contents are joined.
+        """
+        if self.is_dry:
+            return "\n".join(str(message.get("content", "")) for message in messages)
+        settings = self.plan.model.tokenizer
+        found = read_chat_template(self.store.path, self.tokenizer, settings, template)
+        return found.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins: see `render_chat`.
+
+        No begin token is added: the template writes it where the model wants one.
+        """
+        text = self.render_chat(messages, template=template, variables=variables)
+        if self.is_dry:
+            return self.encode(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -194,18 +234,17 @@ class LoadedModel:
         return Generation(
             request,
             forward=self._parts.forward,
-            decode=self._make_decoder(),
+            decoder=TokenDecoder(self._decode),
             context=self.plan.plan.kv.context,
             read_statistics=lambda: self.stats,
             progress=progress,
         )
 
-    def _make_decoder(self) -> Callable[[int], str]:
-        """Return what turns one token after the other into whole characters."""
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens; a dry run has none."""
         if self.is_dry:
-            return lambda token: ""
-        stream, tokenizer = DecodeStream(skip_special_tokens=True), self.tokenizer
-        return lambda token: stream.step(tokenizer, token) or ""
+            return ""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+_CUT = "\N{REPLACEMENT CHARACTER}"
+"""What tokenizers make of bytes that are no character, or not yet."""
+MAX_HELD = 16
+"""Tokens whose text is held back: a character has at most four bytes, so these will be none."""
+
+
+class TokenDecoder:
+    """Turns one token after the other into text, whole characters at a time.
+
+    Tokens are decoded together with those of the piece before, because the text of a token can
+    depend on its neighbours (spaces, bytes of one character).
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """``decode`` gives the text of token ids."""
+        self._decode = decode
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Take a token and return the text that it completes."""
+        self._held.append(token)
+        text = self._read_held()
+        if text.endswith(_CUT) and len(self._held) < MAX_HELD:
+            return ""
+        if text:
+            self._before, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end; bytes that are no character become U+FFFD."""
+        text, self._held = self._read_held(), []
+        return text
+
+    def _read_held(self) -> str:
+        known = self._decode(self._before)
+        return self._decode([*self._before, *self._held])[len(known) :]
 
 
 class StopFilter:

@@ -30,7 +30,7 @@ from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.plan.packing import assemble_bundles
 from pi2.store.identity import describe_weights
-from pi2.store.manifest import Manifest
+from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Manifest
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -328,7 +328,11 @@ def _read_extra_files(
             f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
             help='set tokenizer.file = "tokenizer.json" in the model document',
         )
-    paths = {name: source.folder / name, **extras}
+    paths = {name: source.folder / name}
+    for optional in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
+        if (source.folder / optional).is_file():
+            paths[optional] = source.folder / optional
+    paths |= extras
     if activations is not None:
         paths["activations.parquet"] = activations
     contents = {}

@@ -5,7 +5,9 @@ Format version 1, a folder::
     manifest.json             what the store holds and where; a store without it does not exist
     dense.arrow               embeddings, attention, norms, head, predictors
     layers/ffn-000.arrow ...  the neurons of one layer each
-    tokenizer.json            and other small files, such as activations.parquet
+    tokenizer.json            and other small files, such as activations.parquet, and how
+                              conversations become prompts: tokenizer_config.json and
+                              chat_template.jinja, as they come with the checkpoint
 
 Arrow files are in the IPC file format, metadata V5, and can be read as streams too.
 

@@ -24,6 +24,9 @@ FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""With ``CHAT_TEMPLATE``, how conversations become prompts; a store may have neither."""
 
 Offset = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
