@@ -99,6 +99,7 @@ def build(
         store = None
         tokenizer = None
         if name != "null":
+            check_batch(resolved)
             check_fit(resolved, machine)
             check_operators(resolved)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
@@ -207,6 +208,17 @@ def check_operators(resolved: ResolvedPlan) -> None:
             "computes yet",
             help='write decode.predictor = "gate" or "none", or run it dry with the null backend: '
             "--set 'backends.cpu=\"null\"'",
+            file=str(resolved.path),
+        )
+
+
+def check_batch(resolved: ResolvedPlan) -> None:
+    """UserError P322 for several sequences at a time, which the engine does not run."""
+    if resolved.plan.decode.batch > 1:
+        raise UserError.of(
+            "P322",
+            f"the plan generates {resolved.plan.decode.batch} sequences at a time, the engine one",
+            help="take the plan for one sequence, or simulate this one: `pi2 simulate`",
             file=str(resolved.path),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,24 +14,32 @@ from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan
-    from pi2.planning.wish import Wish
+    from pi2.planning.wish import Objective, Wish
 
 SUFFIX = ".plan.toml"
 POINTS = 9
 """Of a memory-speed curve."""
+MOST_SEQUENCES = 64
 
 
 @click.command("plan")
 @click.option("--device", required=True, help="Short name, path or reference of the device.")
 @click.option("--model", required=True, help="Short name, path or reference of the model.")
 @click.option("--memory", help="Limit of the whole process, such as 3GiB.")
-@click.option("--speed", help="Speed of generation to reach, such as 10tok/s.")
+@click.option("--speed", help="Speed to reach, of all sequences together, such as 10tok/s.")
 @click.option(
     "--objective",
-    type=click.Choice(["speed", "memory"]),
+    type=click.Choice(["speed", "memory", "energy"]),
     default="speed",
     show_default=True,
-    help="What to make the best of where both limits are given.",
+    help="What to make the best of within the limits; energy is joules a token.",
+)
+@click.option(
+    "--batch",
+    default="1",
+    show_default=True,
+    metavar="N|N-M",
+    help="Sequences that generate at the same time; for a range, a plan for each number.",
 )
 @click.option("--context", type=click.IntRange(1, 2**31 - 1), help="Tokens of prompt and answer.")
 @click.option("--exact", is_flag=True, help="Only choices that do not change the result.")
@@ -52,7 +61,8 @@ def command(
     model: str,
     memory: str | None,
     speed: str | None,
-    objective: str,
+    objective: Objective,
+    batch: str,
     context: int | None,
     exact: bool,
     store: Path | None,
@@ -65,21 +75,51 @@ def command(
 
     What it chose, why, and what the plan is expected to do goes to standard output, and into the
     plan as remarks.  A wish that cannot be fulfilled is explained, with the nearest that can.
+    With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
     """
     if pareto == (memory is not None or speed is not None):
         raise click.UsageError("give --memory, --speed or both; or --pareto alone")
-    _check_output(output, force)
+    batches = parse_batches(batch)
+    outputs = {number: _name_output(output, number, batches) for number in batches}
+    for path in outputs.values():
+        _check_output(path, force)
     wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
     if pareto:
-        _show_pareto(wish, plot)
+        if len(batches) > 1:
+            raise click.UsageError("--pareto is for one --batch")
+        _show_pareto(replace(wish, batch=batches[0]), plot)
         return
     from pi2.planning.planner import plan
-    from pi2.planning.text import describe_choices
+    from pi2.planning.text import describe_choices, write_batches
 
-    planned = plan(wish)
-    click.echo("\n".join(describe_choices(planned)))
-    if output is not None:
-        _write(output, planned, device, model, store)
+    found = [plan(replace(wish, batch=number)) for number in batches]
+    for planned in found:
+        click.echo("\n".join(describe_choices(planned)))
+        path = outputs[planned.wish.batch]
+        if path is not None:
+            _write(path, planned, device, model, store)
+    if len(found) > 1:
+        click.echo("\n".join(("", *write_batches(found))))
+
+
+def parse_batches(text: str) -> range:
+    """``"3"`` or ``"1-4"``; UserError P105 for anything else, and above MOST_SEQUENCES."""
+    match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", text.strip())
+    if match is not None:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if 1 <= first <= last <= MOST_SEQUENCES:
+            return range(first, last + 1)
+    raise UserError.of(
+        "P105",
+        f"--batch {text!r} is no number of sequences from 1 to {MOST_SEQUENCES}",
+        help="for example --batch 4, or --batch 1-4 for four plans",
+    )
+
+
+def _name_output(output: Path | None, number: int, batches: range) -> Path | None:
+    if output is None or len(batches) == 1 or not output.name.endswith(SUFFIX):
+        return output
+    return output.with_name(f"{output.name.removesuffix(SUFFIX)}.batch-{number}{SUFFIX}")
 
 
 def _make_wish(
@@ -87,7 +127,7 @@ def _make_wish(
     model: str,
     memory: str | None,
     speed: str | None,
-    objective: str,
+    objective: Objective,
     context: int | None,
     exact: bool,
     store: Path | None,
@@ -106,7 +146,7 @@ def _make_wish(
         model=model_document,
         memory_bytes=None if memory is None else _parse_bytes(memory),
         tokens_s=None if speed is None else _parse_speed(speed),
-        objective="memory" if objective == "memory" else "speed",
+        objective=objective,
         context=context or min(model_document.shape.context, 4096),
         exact=exact,
         store=store,

@@ -169,6 +169,9 @@ class Decode(Table):
     """Predictor score from which a neuron that is not in memory is read, where that shall be higher
     than ``threshold``: fewer reads, and a few of the neurons that fire rarely are left out.  Absent
     means the same as ``threshold``."""
+    batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
+    """Sequences that generate at the same time.  The engine runs one; `pi2 plan --batch`,
+    `pi2 simulate` and `pi2 explain PLAN --cost` count with more."""
     look_ahead: Literal["none", "attention", "layer"] = "none"
     """``attention`` predicts a layer's neurons from its input, before its attention, so that
     attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage

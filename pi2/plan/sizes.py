@@ -127,7 +127,8 @@ def _need_attention(model: Model) -> Need:
 
 
 def _need_kv(plan: Plan, model: Model) -> Need:
-    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16.
+    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
+    sequence of a batch.
 
     int8 has a scale of 2 bytes besides for every vector of w elements.
     """
@@ -135,14 +136,16 @@ def _need_kv(plan: Plan, model: Model) -> Need:
     tokens = round_up(plan.kv.context, KV_TOKENS)
     element = {"fp16": 2, "int8": 1}[plan.kv.type]
     row = shape.kv_heads * shape.head_dim
-    total = 2 * shape.layers * _align(tokens * row * element)
+    batch = plan.decode.batch
+    total = 2 * batch * shape.layers * _align(tokens * row * element)
     scales = ""
     if plan.kv.type == "int8":
-        total += 2 * shape.layers * _align(tokens * shape.kv_heads * 2)
+        total += 2 * batch * shape.layers * _align(tokens * shape.kv_heads * 2)
         scales = f", and {shape.kv_heads} scales"
     return Need(
         total,
-        f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
+        ("" if batch == 1 else f"{batch} sequences x ")
+        + f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
         f"of {element} byte{'s' if element > 1 else ''}{scales}",
     )
 

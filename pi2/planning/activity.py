@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from pi2.plan.model import Model
 from pi2.planning.counted import make_counted, read_counts
-from pi2.simulate.activations import CLASSES, Hotness, find_spread, weigh_hot
+from pi2.simulate.activations import (
+    CLASSES,
+    Hotness,
+    find_spread,
+    unite_chances,
+    unite_chosen,
+    unite_hotness,
+    weigh_hot,
+)
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.constants import Constants
 
@@ -52,6 +60,9 @@ class LayerActivity:
     """Share of what is computed whose gate is open, so that its up row is read, too."""
     fired: float = 1.0
     """Share whose activation is not zero, so that its down column is read, too."""
+    products: float | None = None
+    """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
+    one sequence."""
 
     @property
     def used(self) -> float:
@@ -100,6 +111,27 @@ class LayerActivity:
         return self.neurons * self.chosen / CLASSES
 
 
+def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
+    """What ``batch`` sequences use together: a neuron is read and kept for all of them."""
+    if batch == 1:
+        return activity
+    one, chosen = activity.named, activity.chosen
+    named = unite_hotness(one, batch, chosen)
+    chances = average_chances(one)
+    united = unite_chances(chances, batch, chosen)
+    # Of the neurons that any sequence names, those with an open gate in any.
+    opened = unite_chances(chances * activity.opened, batch, chosen)
+    fired = unite_chances(chances * activity.fired, batch, chosen)
+    return replace(
+        activity,
+        named=named,
+        chosen=unite_chosen(chosen, batch),
+        opened=min(1.0, float(opened.sum() / united.sum())),
+        fired=min(1.0, float(fired.sum() / united.sum())),
+        products=activity.used * batch,
+    )
+
+
 @lru_cache(maxsize=512)
 def average_chances(hotness: Hotness) -> Floats:
     """Mean chance of each class [CLASSES] over tokens, some of which use more neurons than others:
@@ -120,11 +152,20 @@ def describe_activity(
     mode: PredictorMode,
     store: Path | None = None,
     constants: Constants | None = None,
+    *,
+    batch: int = 1,
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity of every layer, and where it is known from.
+    """Activity of every layer in a step of ``batch`` sequences, and where it is known from.
 
     ``store``: a neuron store's folder; its ``statistics.json`` counts where it has one.
     """
+    found, source = _describe_single(model, mode, store, constants)
+    return tuple(unite_activity(item, batch) for item in found), source
+
+
+def _describe_single(
+    model: Model, mode: PredictorMode, store: Path | None, constants: Constants | None
+) -> tuple[tuple[LayerActivity, ...], str]:
     constants = constants or Constants()
     chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     known = read_statistics(store, model.shape.layers) if store is not None else None

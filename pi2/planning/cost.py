@@ -27,7 +27,7 @@ from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved, ResolvedPlan
 from pi2.planning.activity import LayerActivity, Policy, PredictorMode, describe_activity
-from pi2.planning.rates import Rates, check_flash, find_stream_rate, read_rates
+from pi2.planning.rates import Linear, Rates, check_flash, find_stream_rate, read_rates
 from pi2.planning.storage_choice import find_neuron_s
 
 LookAhead = Literal["none", "attention", "layer"]
@@ -48,6 +48,9 @@ class Sizes:
     """The same on a dense unit."""
     stride: int
     head: int
+    head_weights: int
+    predictor_weights: int
+    neuron_weights: int
     projection_weights: int
     """Number of weights of attention, for arithmetic."""
     hidden: int
@@ -70,6 +73,8 @@ class Settings:
     cluster: int
     """Fewest neurons of a part."""
     position: int = POSITION
+    batch: int = 1
+    """Sequences that generate at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +113,31 @@ class Cost:
     activity: str
     """Where the activity of neurons is known from."""
     sources: dict[str, str]
+    batch: int = 1
+    power_w: float | None = None
+    """Of the processor; None where the device does not state it."""
+    both_w: float | None = None
+    """Of everything while the dense unit computes, too."""
 
     @property
     def token_s(self) -> float:
-        """Seconds of a generated token."""
+        """Seconds between two tokens of a sequence."""
         return sum(layer.total_s for layer in self.layers) + self.head_s
 
     @property
     def tokens_s(self) -> float:
-        """Generated tokens per second."""
-        return 1.0 / self.token_s
+        """Generated tokens per second, in all sequences."""
+        return self.batch / self.token_s
+
+    @property
+    def token_j(self) -> float | None:
+        """Joules of a generated token: the processor takes its power all the time, the other unit
+        adds its own while it computes."""
+        if self.power_w is None:
+            return None
+        dense_s = sum(layer.dense_s for layer in self.layers)
+        added = ((self.both_w or self.power_w) - self.power_w) * min(dense_s, self.token_s)
+        return (self.power_w * self.token_s + added) / self.batch
 
     @property
     def hit_rate(self) -> float:
@@ -136,15 +156,17 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
     projections += matrix_bytes(shape.hidden, query, precision.attention)
     bundle = model.lay_out_bundle(stride)
     neuron = bundle.used_bytes
-    predictor = 0
+    predictor = predictor_weights = 0
     if mode == "gate":
         predictor = active * matrix_bytes(shape.ffn, shape.hidden, precision.ffn)
+        predictor_weights = active * shape.ffn * shape.hidden
         neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
         predictor = matrix_bytes(rank, shape.hidden, precision.predictor)
         predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
         predictor *= active
+        predictor_weights = active * rank * (shape.hidden + shape.ffn)
     vector = shape.head_dim * 2 if kv == "fp16" else shape.head_dim + 2
     head = precision.embedding if model.tied_head else precision.head
     return Sizes(
@@ -155,6 +177,9 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
         dense_neuron=len(bundle.parts) * weight_bytes(shape.hidden, precision.ffn),
         stride=stride,
         head=matrix_bytes(shape.vocab, shape.hidden, head),
+        head_weights=shape.vocab * shape.hidden,
+        predictor_weights=predictor_weights,
+        neuron_weights=len(bundle.parts) * shape.hidden,
         projection_weights=qkv * shape.hidden + shape.hidden * query,
         hidden=shape.hidden,
         is_gated=bundle.is_gated,
@@ -173,11 +198,13 @@ def cost_layer(
 ) -> LayerCost:
     """One layer of a token: ``hot`` of its neurons stay, a cache holds ``cold``, a dense unit
     computes the hottest ``dense``."""
-    speed = rates.scale(settings.threads)
+    speed, batch = rates.scale(settings.threads), settings.batch
     shared = rates.shared_bytes_s / rates.project.bytes_s if dense > 0 else 1.0
-    attention = rates.project.time(sizes.projections) / max(shared, 1.0)
-    attention += settings.position * sizes.kv_token / rates.attend.bytes_s
-    predict = rates.predict.time(sizes.predictor)
+    attention = _time_matrix(
+        rates, rates.project, sizes.projections, sizes.projection_weights, batch
+    ) / max(shared, 1.0)
+    attention += batch * settings.position * sizes.kv_token / rates.attend.bytes_s
+    predict = _time_matrix(rates, rates.predict, sizes.predictor, sizes.predictor_weights, batch)
     if settings.predictor == "none":
         used = float(activity.neurons) * activity.chosen
         # What does not stay is streamed, layer after layer, whatever the cache holds.
@@ -195,11 +222,22 @@ def cost_layer(
         together = rates.dense.bytes_s + rates.gather.bytes_s
         slow = max(1.0, together / rates.shared_bytes_s)
         dense_s = rates.dense.launch_s
-        dense_s += dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
+        seconds = dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
+        if rates.dense.ops_s is not None:
+            operations = 2.0 * batch * dense_neurons * sizes.neuron_weights
+            seconds = max(seconds, operations / rates.dense.ops_s)
+        dense_s += seconds
     resident = max(computed - missing, 0.0)
     per_neuron = _count_neuron_bytes(rates, sizes, settings, activity) / rates.gather.bytes_s
     per_neuron *= slow / speed
     calls = (resident >= 1.0) + (_count_clusters(missing, settings) if missing > 0 else 0.0)
+    if activity.products is not None and rates.few_ops_s is not None and used > 0.0:
+        # A neuron is read once for all sequences that use it, and computed for each of them.
+        uses = activity.products / used
+        weights = sizes.neuron_weights
+        if settings.predictor == "gate" and sizes.is_gated:
+            weights = weights * 2 // 3  # gates are known
+        per_neuron = max(per_neuron, 2.0 * uses * weights / rates.few_ops_s * slow / speed)
     compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
     read = missing * settings.neuron_s
     if missing > 0 and rates.flash is not None:
@@ -220,6 +258,16 @@ def cost_layer(
         missing=missing,
         hot_bytes=round(hot * activity.neurons) * sizes.stride,
     )
+
+
+def _time_matrix(
+    rates: Rates, kernel: Linear, size_bytes: float, weights: int, batch: int
+) -> float:
+    """A matrix for a batch: read once, but computed for every sequence."""
+    seconds = kernel.time(size_bytes)
+    if batch > 1 and rates.few_ops_s is not None:
+        seconds = max(seconds, kernel.call_s + 2.0 * batch * weights / rates.few_ops_s)
+    return seconds
 
 
 def _count_neuron_bytes(
@@ -271,7 +319,8 @@ def cost_resolved(resolved: Resolved, rates: Rates, *, store: Path | None = None
     mode = plan.decode.predictor
     stride = resolved.bundle.stride
     sizes = measure_sizes(model, mode, plan.kv.type, stride)
-    activity, source = describe_activity(model, mode, store)
+    batch = plan.decode.batch
+    activity, source = describe_activity(model, mode, store, batch=batch)
     settings = read_settings(resolved, rates)
     colds = share_cold(resolved)
     layers = []
@@ -294,12 +343,20 @@ def cost_resolved(resolved: Resolved, rates: Rates, *, store: Path | None = None
         )
     return Cost(
         layers=tuple(layers),
-        head_s=rates.multiply.time(sizes.head) / rates.scale(settings.threads),
+        head_s=time_head(rates, sizes, batch) / rates.scale(settings.threads),
         prefill_tokens_s=cost_prefill(resolved, rates, sizes),
         memory_bytes=count_memory(resolved),
         activity=source,
         sources=rates.sources,
+        batch=batch,
+        power_w=rates.power_w,
+        both_w=rates.both_w if _uses_dense(resolved) else rates.power_w,
     )
+
+
+def time_head(rates: Rates, sizes: Sizes, batch: int) -> float:
+    """Seconds of the output head of a step."""
+    return _time_matrix(rates, rates.multiply, sizes.head, sizes.head_weights, batch)
 
 
 def read_settings(resolved: Resolved, rates: Rates) -> Settings:
@@ -330,6 +387,7 @@ def read_settings(resolved: Resolved, rates: Rates) -> Settings:
         clusters=2 * plan.io.threads,
         cluster=plan.pipeline.cluster,
         position=min(POSITION, plan.kv.context),
+        batch=plan.decode.batch,
     )
 
 

@@ -14,13 +14,14 @@ from pi2.plan.resolved import Resolved
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import MIB, Problem, pose_problem
 from pi2.planning.program import Goal, Program, Solution
-from pi2.planning.rates import check_flash, read_rates
+from pi2.planning.rates import Rates, check_flash, check_power, read_rates
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
 HOT_STEP = 1e-3
 """Shares of hot neurons are multiples of it."""
-CLUSTER = 64
+_TOLERANCE = 0.03
+"""Speed below the one that was asked for at which a plan still counts as reaching it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +42,59 @@ def plan(wish: Wish) -> PlannedPlan:
     where the device lacks figures; P352 without a solver.
     """
     rates = read_rates(wish.device)
-    problem = pose_problem(wish, rates)
-    program = Program(problem)
-    token_s = None if wish.tokens_s is None else 1.0 / wish.tokens_s
-    goal: Goal = "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
-    solution = program.solve(goal, memory_bytes=wish.memory_bytes, token_s=token_s)
-    if solution is None:
-        raise _explain_impossible(problem, program)
-    return finish_plan(problem, solution)
+    if wish.objective == "energy":
+        check_power(rates, wish.device)
+    found: list[PlannedPlan] = []
+    programs = []
+    for choice in list_units(rates):
+        problem = pose_problem(wish, choice)
+        program = Program(problem)
+        programs.append((problem, program))
+        solution = program.solve(
+            choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
+        )
+        if solution is not None:
+            found.append(finish_plan(problem, solution))
+    if not found:
+        raise _explain_impossible(*programs[0])
+    return min(found, key=lambda item: score_plan(wish, item))
+
+
+def list_units(rates: Rates) -> list[Rates]:
+    """The device with its NPU or GPU, and without: using it costs a start in every layer."""
+    return [rates] if rates.dense is None else [rates, replace(rates, dense=None)]
+
+
+def choose_goal(wish: Wish) -> Goal:
+    """What the program minimises."""
+    if wish.objective == "energy":
+        return "energy"
+    return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
+
+
+def find_step_s(wish: Wish) -> float | None:
+    """Longest time between two tokens of a sequence."""
+    return None if wish.tokens_s is None else wish.batch / wish.tokens_s
+
+
+def _uses_dense(item: PlannedPlan) -> bool:
+    return any(layer.dense_s > 0.0 for layer in item.cost.layers)
+
+
+def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
+    """How far a plan is from the best one, less being better."""
+    cost, memory = item.cost, float(item.resolved.plan.memory.budget)
+    slow = 0.0
+    if wish.tokens_s is not None:  # the program's small errors are no reason to refuse
+        slow = max(wish.tokens_s * (1.0 - _TOLERANCE) - cost.tokens_s, 0.0)
+    match choose_goal(wish):
+        case "time":
+            # Prompts are many times faster with it.
+            return slow, cost.token_s * (1.0 - _TOLERANCE * _uses_dense(item))
+        case "memory":
+            return slow, memory + cost.token_s
+        case "energy":
+            return slow, cost.token_j or cost.token_s
 
 
 def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
@@ -61,8 +107,10 @@ def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
 
 
 def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
-    """The fastest plans for memories from the least to what holds everything."""
+    """The best plans for memories from the least to what holds everything."""
     rates = read_rates(wish.device)
+    if wish.objective == "energy":
+        check_power(rates, wish.device)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), rates)
     program = Program(problem)
     least, fastest = program.solve("memory"), program.solve("time")
@@ -73,10 +121,7 @@ def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
     for number in range(points):
         limit = low + (high - low) * number / max(points - 1, 1)
         size = round_up(int(limit) + 1, MIB)
-        solution = program.solve("time", memory_bytes=float(size))
-        if solution is not None:
-            own = replace(problem, wish=replace(problem.wish, memory_bytes=size))
-            found.append(finish_plan(own, solution))
+        found.append(plan(replace(problem.wish, memory_bytes=size)))
     return found
 
 
@@ -117,7 +162,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         wanted = max(resident_bytes - needs["hot"].bytes, needs["cold"].bytes)
     spent = sum(segments.values())
     room = None if wish.memory_bytes is None else wish.memory_bytes - spent
-    if wish.memory_bytes is not None and wish.objective == "speed" and mode.predictor != "none":
+    if wish.memory_bytes is not None and wish.objective != "memory" and mode.predictor != "none":
         wanted = max(wanted, float(wish.memory_bytes - spent))  # what is left over helps
     cold = min(wanted, float(round_up(int(absent), MIB)))
     if room is not None:
@@ -216,11 +261,11 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     assert wish.tokens_s is not None
     fastest = program.solve("time", memory_bytes=memory)
     assert fastest is not None
-    speed = 1.0 / fastest.token_s
+    speed = wish.batch / fastest.token_s
     where = "" if memory is None else f" within {approximate_bytes(memory)}"
     nearest = [f"--speed {int(speed * 100) / 100:g}tok/s"]
     if memory is not None:
-        enough = program.solve("memory", token_s=1.0 / wish.tokens_s)
+        enough = program.solve("memory", token_s=wish.batch / wish.tokens_s)
         if enough is not None:
             needed = round_up(int(enough.memory_bytes) + 1, MIB)
             nearest.append(f"--memory '{needed // MIB} MiB'")

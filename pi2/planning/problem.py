@@ -21,7 +21,15 @@ from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
-from pi2.planning.cost import POSITION, LookAhead, Settings, Sizes, cost_layer, measure_sizes
+from pi2.planning.cost import (
+    POSITION,
+    LookAhead,
+    Settings,
+    Sizes,
+    cost_layer,
+    measure_sizes,
+    time_head,
+)
 from pi2.planning.rates import Rates, find_stream_rate
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.storage_choice import IoChoice, list_io_choices
@@ -35,6 +43,8 @@ CACHE_SHARES = (0.1, 0.25, 0.5)
 STREAM_SHARE = 1e-9
 """The same where every neuron is computed and what does not stay streams by: no cache."""
 CHUNKS = (32, 128)
+_LEAST_DENSE = 1e-9
+"""Share of a dense unit that computes next to nothing."""
 _GRID = np.linspace(0.0, 1.0, 17)
 _STREAMS = IoChoice(engine="io_uring", threads=1, depth=128, neuron_s=0.0)
 
@@ -123,7 +133,9 @@ def pose_problem(wish: Wish, rates: Rates) -> Problem:
     model = wish.model
     stride = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
     modes, ahead = _list_predictors(wish)
-    activities = {mode: describe_activity(model, mode, wish.store) for mode in modes}
+    activities = {
+        mode: describe_activity(model, mode, wish.store, batch=wish.batch) for mode in modes
+    }
     groups = _group_layers(activities[modes[0]][0])
     ios: tuple[IoChoice, ...] = (_STREAMS,)
     if rates.flash is not None:
@@ -131,7 +143,7 @@ def pose_problem(wish: Wish, rates: Rates) -> Problem:
     kvs = _list_kvs(wish, rates, stride)
     least = _resolve(wish, modes[0], kvs[0].type, CHUNKS[0], stride)
     sizes = measure_sizes(model, modes[0], "fp16", stride)
-    settings = _make_settings(modes[0], rates, "fp16", wish.context)
+    settings = _make_settings(wish, modes[0], rates, "fp16")
     bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
     listed = []
     for mode in modes:
@@ -164,7 +176,7 @@ def pose_problem(wish: Wish, rates: Rates) -> Problem:
         look_aheads=ahead,
         attention_s=bare.attention_s,
         attention_bytes=round_up(least.needs.attention.bytes, MIB),
-        head_s=rates.multiply.time(sizes.head) / rates.scale(settings.threads),
+        head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads),
         activity_source=activities[modes[0]][1],
     )
 
@@ -194,7 +206,8 @@ def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
     for kind in types:
         resolved = _resolve(wish, mode, kind, CHUNKS[0], stride)
         size = measure_sizes(model, mode, kind, stride).kv_token
-        seconds = model.shape.layers * min(POSITION, wish.context) * size / rates.attend.bytes_s
+        tokens = wish.batch * min(POSITION, wish.context)
+        seconds = model.shape.layers * tokens * size / rates.attend.bytes_s
         found.append((kind, round_up(resolved.needs.kv.bytes, MIB), seconds))
     cheapest = min(seconds for _, _, seconds in found)
     return tuple(
@@ -210,7 +223,7 @@ def _resolve(
     return resolve_values(values, wish.device, wish.model)
 
 
-def _make_settings(mode: PredictorMode, rates: Rates, kv: KvType, context: int) -> Settings:
+def _make_settings(wish: Wish, mode: PredictorMode, rates: Rates, kv: KvType) -> Settings:
     return Settings(
         predictor=mode,
         kv=kv,
@@ -220,7 +233,8 @@ def _make_settings(mode: PredictorMode, rates: Rates, kv: KvType, context: int) 
         neuron_s=0.0,
         clusters=2,
         cluster=64,
-        position=min(POSITION, context),
+        position=min(POSITION, wish.context),
+        batch=wish.batch,
     )
 
 
@@ -235,14 +249,16 @@ def _pose_mode(
 ) -> Mode:
     model = wish.model
     sizes = measure_sizes(model, mode, "fp16", stride)
-    settings = _make_settings(mode, rates, "int8" if not wish.exact else "fp16", wish.context)
+    settings = _make_settings(wish, mode, rates, "int8" if not wish.exact else "fp16")
     cheap = measure_sizes(model, mode, settings.kv, stride)
     resolved = _resolve(wish, mode, "fp16", CHUNKS[0], stride)
     lines, fixed, compute, dense = [], [], [], []
     for group in groups:
         activity = activities[group.layers[len(group.layers) // 2]]
-        all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0)
-        fixed.append(all_hot.total_s - all_hot.compute_s)
+        # With a dense unit, attention is divided between both, whatever its share of neurons.
+        helped = _LEAST_DENSE if rates.dense is not None and model.moe is None else 0.0
+        all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0, dense=helped)
+        fixed.append(all_hot.total_s - max(all_hot.compute_s, all_hot.dense_s))
         compute.append(all_hot.compute_s)
         missing = [
             0.0

@@ -5,8 +5,9 @@ Continuous: per group of layers the share of neurons that are resident (r), the 
 (w).  Binary: one of each kind of choice.  A row that only holds for some choices is relaxed by a
 large number where they are not made.
 
-    minimise   time, or memory
+    minimise   time, memory, or energy
     time       head + sum over layers of (fixed + b + look-up m + w)
+    energy     processor's power x time + what the dense unit adds x sum of its time
     memory     everything fixed + predictor + kv + workspace + neurons x stride x sum of r
     misses     m >= line(r), for the lines of the chosen predictor and cache
     compute    b >= time of all active neurons; with a dense unit, b >= its time too
@@ -38,7 +39,7 @@ _CHUNK_S = 2e-6
 """What a token of a smaller chunk costs prompts, so that larger ones are taken where they fit."""
 
 Floats = npt.NDArray[np.float64]
-Goal = Literal["time", "memory"]
+Goal = Literal["time", "memory", "energy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +116,19 @@ class Program:
             rows.add(self._time, high=token_s - self._time_fixed)
         size = self._places
         objective = np.zeros(size)
-        scale = {"time": (1.0, _TIE_S_PER_BYTE * _MIB), "memory": (_TIE_BYTES_PER_S / _MIB, 1.0)}
+        scale = {
+            "time": (1.0, _TIE_S_PER_BYTE * _MIB),
+            "memory": (_TIE_BYTES_PER_S / _MIB, 1.0),
+            "energy": (self._problem.rates.power_w or 1.0, _TIE_S_PER_BYTE * _MIB),
+        }
         for terms, weight in zip((self._time, self._memory), scale[goal], strict=True):
             for column, value in terms.items():
                 objective[column] += weight * value
         for place, chunk in zip(self._chunks, self._problem.chunks, strict=True):
             objective[place] += scale[goal][0] * _CHUNK_S * (1024 - chunk.tokens)
+        if goal == "energy":
+            for column, joules in self._describe_dense_energy().items():
+                objective[column] += joules
         matrix = sparse.csr_matrix(
             (rows.values, (rows.rows, rows.columns)), shape=(len(rows.lows), size)
         )
@@ -165,6 +173,29 @@ class Program:
         for group, m in zip(problem.groups, self._m, strict=True):
             terms[m] = group.count * look_up_s
         return terms, problem.head_s
+
+    def _describe_dense_energy(self) -> dict[int, float]:
+        """What the dense unit's time adds to the processor's energy."""
+        rates = self._problem.rates
+        added_w = (rates.both_w or 0.0) - (rates.power_w or 0.0)
+        if rates.dense is None or added_w <= 0.0:
+            return {}
+        return {
+            d: added_w * group.count * self._problem.neurons * self._find_dense_neuron_s()
+            for group, d in zip(self._problem.groups, self._d, strict=True)
+        }
+
+    def _find_dense_neuron_s(self) -> float:
+        """Seconds of a neuron on the dense unit, beside the processor."""
+        problem, rates = self._problem, self._problem.rates
+        assert rates.dense is not None
+        hidden = problem.wish.model.shape.hidden
+        # 4 bits, one scale for a row; memory is shared with the processor.
+        slow = max(1.0, (rates.dense.bytes_s + rates.gather.bytes_s) / rates.shared_bytes_s)
+        seconds = 3 * hidden / 2 / rates.dense.bytes_s * slow
+        if rates.dense.ops_s is not None:
+            seconds = max(seconds, 2.0 * 3 * hidden * problem.wish.batch / rates.dense.ops_s)
+        return seconds
 
     def _describe_memory(self) -> tuple[dict[int, float], float]:
         """In MiB: solvers like numbers of similar size."""
@@ -227,8 +258,8 @@ class Program:
                 rows.add({b: 1.0, d: -slope, place: -large}, low=offset - large)
         if problem.rates.dense is not None:
             unit = problem.rates.dense
-            neuron = 3 * problem.wish.model.shape.hidden / 2  # 4 bits, one scale for a row
-            rows.add({b: 1.0, d: -problem.neurons * neuron / unit.bytes_s}, low=unit.launch_s)
+            dense_s = problem.neurons * self._find_dense_neuron_s()
+            rows.add({b: 1.0, d: -dense_s}, low=unit.launch_s)
             share = min(1.0 - mode.cache_share for mode in problem.modes if mode.cache_share < 1.0)
             rows.add({self._r[number]: share, d: -1.0}, low=0.0)
 

@@ -58,11 +58,17 @@ class Rates:
     ops_s: float | None
     """Dense neurons for many tokens; None where nobody stated it."""
     project_ops_s: float | None
+    few_ops_s: float | None
+    """The same for a few tokens, such as those of a batch."""
     shared_bytes_s: float
     dense: DenseUnit | None
     flash: Flash | None
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
+    power_w: float | None = None
+    """Of the processor while it generates; None where nobody stated it."""
+    both_w: float | None = None
+    """Of everything while the other unit computes, too."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -131,10 +137,13 @@ class _Reader:
             look_up=self._find_look_up(),
             ops_s=self._find_ops("dense"),
             project_ops_s=self._find_ops("project-many"),
+            few_ops_s=self._find_ops("dense", few=True),
             shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
             dense=dense,
             flash=self._read_flash(),
             overlap=self._read_overlap(),
+            power_w=self._read_power(),
+            both_w=self._read_both_power(dense),
             bandwidths=tuple(
                 (item.threads, float(item.value)) for item in cpu.bandwidth_by_threads
             ),
@@ -207,12 +216,14 @@ class _Reader:
         seconds = max(float(last.time - first.time), 1e-9)
         return Linear(call_s=float(first.time), bytes_s=(last.size - first.size) / seconds)
 
-    def _find_ops(self, kernel: KernelName) -> float | None:
+    def _find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
+        """Arithmetic rate for the most tokens that were measured, or for the fewest."""
         found = [item for item in self._kernels.get(kernel, []) if item.giga_ops]
         if found:
-            largest = max(found, key=lambda item: item.size)
-            assert largest.giga_ops is not None
-            return largest.giga_ops * 1e9
+            choose = min if few else max
+            chosen = choose(found, key=lambda item: item.size)
+            assert chosen.giga_ops is not None
+            return chosen.giga_ops * 1e9
         order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
         stated = min(self._cpu.compute, key=lambda item: order[item.precision], default=None)
         return None if stated is None else stated.giga_ops * 1e9
@@ -230,6 +241,19 @@ class _Reader:
                         ops_s=None if best is None else best * 1e9,
                     )
         return None
+
+    def _read_power(self) -> float | None:
+        """The processor's, else the whole device's."""
+        figure = self._cpu.power or self._device.power
+        return None if figure is None else float(figure.value)
+
+    def _read_both_power(self, dense: DenseUnit | None) -> float | None:
+        """The whole device's, else that of the unit that takes more."""
+        if self._device.power is not None:
+            return float(self._device.power.value)
+        unit = None if dense is None else self._device.units[dense.name]
+        powers = [item.power for item in (self._cpu, unit) if item is not None]
+        return max((float(item.value) for item in powers if item is not None), default=None)
 
     def _read_overlap(self) -> float:
         """What was measured; 1 on devices that state nothing, as in the simulator."""
@@ -259,6 +283,20 @@ class _Reader:
                 span=Span.of_file(self._device.id),
             )
         )
+
+
+def check_power(rates: Rates, device: Device) -> None:
+    """``UserError`` P351 where the device does not say what power it takes."""
+    if rates.power_w is not None:
+        return
+    name = next((name for name, unit in device.units.items() if unit.kind == "cpu"), "cpu")
+    raise UserError.of(
+        MISSING_FIGURE,
+        f"the device {device.id!r} has no figure units.{name}.power, and energy is asked for",
+        help="measure it while `pi2 run` generates: on phones current times voltage of "
+        "/sys/class/power_supply/battery, on x86 `perf stat -a -e power/energy-pkg/`, else a meter "
+        "at the plug; state the watts with their source",
+    )
 
 
 def check_flash(rates: Rates, device: Device) -> Flash:

@@ -37,7 +37,7 @@ def make_plan_values(
         "bundle": {"stride": format_bytes(stride)},
         "layers": {"split": {unit: 1.0}, "hot": 0.0},
         "prefill": {"chunk": chunk},
-        "decode": {"predictor": predictor},
+        "decode": {"predictor": predictor, "batch": wish.batch},
         "kv": {"type": kv, "context": wish.context},
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pi2.plan.quantities import approximate_bytes
@@ -46,7 +46,9 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     lines += ["", "[bundle]"]
     lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
     lines += _write_layers(values["layers"])
-    for table in ("io", "prefill", "decode", "kv"):
+    for table in ("io", "pipeline", "threads", "prefill", "decode", "kv"):
+        if table not in values:
+            continue
         lines += ["", f"[{table}]"]
         lines += [f"{write_key(key)} = {write_value(item)}" for key, item in values[table].items()]
     return "\n".join(lines) + "\n"
@@ -76,6 +78,11 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     cost, solution, resolved = planned.cost, planned.solution, planned.resolved
     plan, segments = resolved.plan, resolved.plan.memory.segments
     yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
+    if cost.batch > 1:
+        yield (
+            f"For {cost.batch} sequences at a time: what any of them uses is read and kept for "
+            "all.  The engine runs one; `pi2 simulate` runs this."
+        )
     yield from describe_cost(cost)
     whole = count_ffn_bytes(resolved)
     if segments.hot >= whole:
@@ -103,13 +110,37 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
         yield "Keys and values take 8 bits: what that saves holds neurons."
 
 
+def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
+    """What differs between plans for different numbers of sequences, a plan a row."""
+    yield "| sequences | tokens/s | of each | used | hot | cold | dense | in memory |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for item in plans:
+        cost, resolved = item.cost, item.resolved
+        layers, segments = resolved.layers, resolved.plan.memory.segments
+        neurons = resolved.model.layer_neurons * len(layers)
+        used = sum(layer.used for layer in cost.layers) / neurons
+        cpus = {name for name, unit in resolved.device.units.items() if unit.kind == "cpu"}
+        dense = sum(
+            share for layer in layers for name, share in layer.split.items() if name not in cpus
+        ) / len(layers)
+        yield (
+            f"| {cost.batch} | {cost.tokens_s:.3g} | {cost.tokens_s / cost.batch:.3g} | "
+            f"{used:.1%} | {approximate_bytes(segments.hot)} | "
+            f"{approximate_bytes(segments.cold)} | {dense:.0%} | {cost.hit_rate:.1%} |"
+        )
+
+
 def describe_cost(cost: Cost) -> Iterator[str]:
     """Predicted figures and what takes the time."""
     waits = sum(layer.wait_s for layer in cost.layers)
+    together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
+    what = "a token" if cost.batch == 1 else "between two of each"
     yield (
-        f"Predicted: {cost.tokens_s:.3g} tokens/s; {cost.token_s * 1e3:.1f} ms a token, "
+        f"Predicted: {cost.tokens_s:.3g} tokens/s{together}; {cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
     )
+    if cost.token_j is not None:
+        yield f"Energy: {cost.token_j:.3g} J a token, from the device's power figures."
     prefill = "unknown" if cost.prefill_tokens_s is None else f"{cost.prefill_tokens_s:.3g}"
     yield (
         f"Prompts {prefill} tokens/s, {approximate_bytes(cost.memory_bytes)} of memory, "

@@ -9,7 +9,7 @@ from typing import Literal
 from pi2.plan.device import Device
 from pi2.plan.model import Model
 
-Objective = Literal["speed", "memory"]
+Objective = Literal["speed", "memory", "energy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,14 @@ class Wish:
     memory_bytes: int | None = None
     """Highest resident set of the process."""
     tokens_s: float | None = None
-    """Lowest speed of generation."""
+    """Lowest speed of generation, of all sequences together."""
     objective: Objective = "speed"
     context: int = 4096
     """Tokens of prompt and answer together."""
     exact: bool = False
     """Only choices that do not change the result: all gates, fp16 keys and values, no looking
     ahead."""
+    batch: int = 1
+    """Sequences that generate at the same time."""
     store: Path | None = None
     """Neuron store whose activations count, where there is one."""

@@ -44,6 +44,44 @@ class Hotness:
         return _compute_chances(self.active, self.spread, round(shift, 9))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitedHotness(Hotness):
+    """What several sequences activate together: a neuron counts where any of them uses it.
+
+    ``active`` is of the union, and of the experts that any of the sequences chooses.
+    """
+
+    base: Hotness
+    """Of one sequence."""
+    batch: int
+    chosen: float
+    """Chance of an expert to compute a token of one sequence; 1 without experts."""
+
+    def compute_chances(self, shift: float = 0.0) -> Floats:
+        """Chance of each class [CLASSES] to be used, every sequence being moved by ``shift``."""
+        single = self.base.compute_chances(shift)
+        return unite_chances(single, self.batch, self.chosen)
+
+
+def unite_hotness(base: Hotness, batch: int, chosen: float) -> Hotness:
+    """What ``batch`` independent sequences activate together."""
+    if batch == 1 or base.active >= 1.0:
+        return base
+    active = float(unite_chances(base.compute_chances(), batch, chosen).mean())
+    return UnitedHotness(active=active, spread=base.spread, base=base, batch=batch, chosen=chosen)
+
+
+def unite_chances(chances: Floats, batch: int, chosen: float) -> Floats:
+    """Chance that any of ``batch`` sequences uses a neuron of an expert that one of them chose."""
+    used = 1.0 - (1.0 - chosen * chances) ** batch
+    return np.asarray(used / unite_chosen(chosen, batch))
+
+
+def unite_chosen(chosen: float, batch: int) -> float:
+    """Chance that any of ``batch`` sequences chooses an expert."""
+    return 1.0 - (1.0 - chosen) ** batch
+
+
 @lru_cache(maxsize=4096)
 def _compute_chances(active: float, spread: float, shift: float) -> Floats:
     centre = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pi2.simulate.activations import Hotness, draw_tokens, find_spread
+from pi2.simulate.activations import Hotness, draw_tokens, find_spread, unite_hotness
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.inputs import LayerChoice, SimulationInput
 from pi2.simulate.layer import CPU_LANE, DENSE_LANE, LayerSimulation, LayerWork
@@ -47,7 +47,7 @@ def simulate_decode(
     seed: int,
     progress: Progress | None = None,
 ) -> DecodeRun:
-    """Generate ``tokens`` after ``prompt_tokens``."""
+    """Generate ``tokens`` after ``prompt_tokens``, in every sequence of the batch."""
     assert tokens > 0, tokens
     random = np.random.default_rng(seed)
     shifts = random.standard_normal(tokens) * inputs.constants.token_variation
@@ -90,7 +90,7 @@ def _start_tokens(inputs: SimulationInput, positions: Floats) -> dict[str, Float
 def compute_attention_s(inputs: SimulationInput, positions: Floats) -> Floats:
     """Time of a layer's attention block for each position: weights, keys and values, barriers."""
     workload, constants = inputs.workload, inputs.constants
-    size = workload.attention_bytes + workload.kv_token_bytes * positions
+    size = workload.attention_bytes + workload.batch * workload.kv_token_bytes * positions
     return size / _find_joint_rate(inputs) + count_barriers(inputs) / 2 * constants.barrier_s
 
 
@@ -107,9 +107,10 @@ def _find_joint_rate(inputs: SimulationInput) -> float:
 
 
 def make_hotness(inputs: SimulationInput) -> Hotness:
-    """How activations are distributed over the neurons of a layer."""
+    """How activations are distributed over the neurons of a layer, those of all sequences."""
     workload = inputs.workload
-    return Hotness(active=workload.active, spread=find_spread(workload.active, workload.skew))
+    one = Hotness(active=workload.active, spread=find_spread(workload.active, workload.skew))
+    return unite_hotness(one, workload.batch, workload.chosen)
 
 
 def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> Floats:
@@ -119,7 +120,7 @@ def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> Floats:
         make_hotness(inputs),
         choice.hot,
         find_cold_share(inputs, choice),
-        workload.chosen,
+        workload.step_chosen,
         constants.token_correlation,
         constants.expert_correlation,
     )
@@ -154,7 +155,7 @@ def draw_work(
 ) -> TokenWork:
     """Draw the work of the layers of one kind."""
     workload, choices = inputs.workload, inputs.choices
-    neurons = float(workload.computed_neurons)
+    neurons = float(workload.step_neurons)
     shape = (len(shifts), choice.count)
     every = np.full(shape, neurons)
     cold = (1.0 - choice.hot) * neurons

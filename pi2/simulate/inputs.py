@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pi2.simulate.activations import unite_chosen
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash
 
@@ -74,6 +75,8 @@ class Workload:
     """Share of the computed neurons that the engine computes for a token."""
     skew: float
     """Share of the neurons that make 80 % of the activations."""
+    batch: int = 1
+    """Sequences that generate at the same time."""
 
     @property
     def layer_neurons(self) -> int:
@@ -89,6 +92,18 @@ class Workload:
     def chosen(self) -> float:
         """Chance of an expert to compute a token."""
         return self.active_experts / self.experts
+
+    @property
+    def step_chosen(self) -> float:
+        """Chance of an expert to compute a token of any sequence."""
+        return unite_chosen(self.chosen, self.batch)
+
+    @property
+    def step_neurons(self) -> float:
+        """Neurons of the experts that compute a token of any sequence."""
+        if self.batch == 1:
+            return self.computed_neurons
+        return self.layer_neurons * self.step_chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,7 +330,7 @@ class _LayerRun:
         """Time until threads that read one block after the other have read all."""
         flash, threads = self._machine.flash, self._choices.io_threads
         assert flash is not None
-        density = min(neurons / self._inputs.workload.computed_neurons, 1.0)
+        density = min(neurons / self._inputs.workload.step_neurons, 1.0)
         reads = neurons * (1.0 - density)  # the others continue a neighbour's read
         blocking_s = reads * max(read_s, flash.latency_s / threads)
         stream_s = neurons * size_bytes * self._costs.sequential_byte_s

@@ -218,6 +218,7 @@ class _Reader:
             attention_weights=qkv * shape.hidden + shape.hidden * query,
             active=self._read_active(),
             skew=self._read_skew(),
+            batch=self._resolved.plan.decode.batch,
         )
 
     def _size_dense_neuron(self) -> float:

@@ -35,8 +35,9 @@ class SimulationResult:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens generated per second."""
-        return len(self.decode.token_s) / float(self.decode.token_s.sum())
+        """Tokens generated per second, in all sequences."""
+        batch = self.inputs.workload.batch
+        return batch * len(self.decode.token_s) / float(self.decode.token_s.sum())
 
     @property
     def mean_s(self) -> float:
@@ -167,7 +168,7 @@ def _estimate_energy(inputs: SimulationInput, run: DecodeRun) -> Energy | None:
     else:
         dense = min(float(run.dense_s.sum()), total)
         energy = both_w * dense + (cpu_w or both_w) * (total - dense)
-    tokens = len(run.token_s)
+    tokens = len(run.token_s) * inputs.workload.batch
     return Energy(token_j=energy / tokens, mean_w=energy / total)
 
 

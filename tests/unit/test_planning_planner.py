@@ -25,6 +25,7 @@ from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
+from pi2.simulate.activations import unite_chances
 
 pytest.importorskip("scipy")
 GIB, MIB = 1 << 30, 1 << 20
@@ -270,3 +271,81 @@ def test_wishes_that_are_no_wishes(
 ) -> None:
     assert run(["plan", "--device", "oneplus-12", "--model", "bamboo-7b", *arguments]) != 0
     assert code in capsys.readouterr().err
+
+
+def test_more_sequences_use_more_neurons_and_give_more_to_the_dense_unit() -> None:
+    document = read_document("oneplus-12", "device").document
+    assert isinstance(document, Device)
+    wish = make_wish(device=document, memory_bytes=8 * GIB, context=1024)
+    one, four = plan(wish), plan(dataclasses.replace(wish, batch=4))
+    assert four.cost.tokens_s > 1.5 * one.cost.tokens_s
+    assert four.cost.token_s > one.cost.token_s
+    assert sum(layer.used for layer in four.cost.layers) > 1.5 * sum(
+        layer.used for layer in one.cost.layers
+    )
+    shares = [item.resolved.layers[0].split.get("npu", 0.0) for item in (one, four)]
+    assert shares[1] > 1.3 * shares[0]
+    assert four.resolved.plan.decode.batch == 4
+    assert four.resolved.needs.kv.bytes == 4 * one.resolved.needs.kv.bytes
+
+
+def test_the_union_of_sequences_is_what_drawing_them_counts() -> None:
+    """Of an expert that a quarter of all tokens choose."""
+    random = np.random.default_rng(0)
+    chances = np.array([0.9, 0.3, 0.02])
+    chosen = random.random((50_000, 3, 1)) < 0.25
+    fired = chosen & (random.random((50_000, 3, len(chances))) < chances)
+    counted = fired.any(axis=1).sum(axis=0) / chosen.any(axis=1).sum()
+    assert unite_chances(chances, 3, 0.25) == pytest.approx(counted, rel=0.05)
+
+
+def test_energy_is_joules_of_the_power_figures() -> None:
+    power = {"value": "10 W", "status": "estimated", "source": "a test"}
+    device = make_device({"units": {"cpu": {**DEVICE["units"]["cpu"], "power": power}}})
+    found = plan(make_wish(device=device, objective="energy"))
+    assert found.cost.token_j == pytest.approx(10.0 * found.cost.token_s)
+    fastest = plan(make_wish(device=device))
+    assert fastest.cost.token_j is not None
+    assert found.cost.token_j <= fastest.cost.token_j * 1.01
+
+
+def test_energy_does_not_start_a_unit_that_costs_more_than_it_saves() -> None:
+    document = read_document("oneplus-12", "device").document
+    assert isinstance(document, Device)
+    values = json.loads(document.model_dump_json(exclude_none=True))
+    wish = make_wish(device=document, memory_bytes=5 * GIB, context=1024, objective="energy")
+    usual = plan(wish)
+    values["power"]["value"] = "60 W"
+    hungry = plan(dataclasses.replace(wish, device=Device.model_validate_json(json.dumps(values))))
+    shares = [
+        sum(layer.split.get("npu", 0.0) for layer in item.resolved.layers)
+        for item in (usual, hungry)
+    ]
+    assert shares[0] > 0.0 and shares[1] == 0.0
+
+
+def test_energy_without_power_figures_says_how_to_measure_them() -> None:
+    with pytest.raises(UserError) as caught:
+        plan(make_wish(objective="energy"))
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P351"
+    assert "units.cpu.power" in finding.message and "battery" in (finding.help or "")
+
+
+def test_a_plan_for_every_number_of_sequences_is_written_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--device", "oneplus-12", "--model", "bamboo-7b", "--memory", "5GiB"]
+    output = str(tmp_path / "my.plan.toml")
+    assert run([*arguments, "--context", "1024", "--batch", "1-2", "-o", output]) == 0
+    assert "| sequences |" in capsys.readouterr().out
+    names = sorted(item.name for item in tmp_path.iterdir())
+    assert names == ["my.batch-1.plan.toml", "my.batch-2.plan.toml"]
+    speeds = []
+    for name in names:
+        assert run(["simulate", str(tmp_path / name), "--tokens", "8", "--json"]) == 0
+        speeds.append(json.loads(capsys.readouterr().out)["decode"]["tokens_s"])
+    assert speeds[1] > 1.3 * speeds[0]
+    assert run(["run", str(tmp_path / names[1]), "--set", 'backends.cpu="cpu"', "--prompt", "x"])
+    assert run([*arguments, "--batch", "4-1"]) == 2
+    assert "P105" in capsys.readouterr().err

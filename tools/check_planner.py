@@ -1,0 +1,372 @@
+"""Does a plan keep what `pi2 plan` promised?  Plans are made, run, and compared with others.
+
+    python tools/check_planner.py stores/bamboo-7b --memory 3GiB,4GiB --random 20
+    python tools/check_planner.py plans/stores/pi2-demo --memory 125MiB --device ./my.device.toml
+
+Measures this machine first (`pi2 probe`), unless a device is named.  For every memory: makes the
+planner's plan, the one that `pi2 new plan` drafts, and random plans that fit, all filling the
+memory; predicts each with the cost model and with the simulator; runs each in a process of its own;
+and prints both.  The planner's plan runs first and last, so that a machine whose speed drifts shows
+it.  ``--wrap`` is put before every measurement, such as ``--wrap 'taskset -c 0,1'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi2.diagnostics import UserError, render
+from pi2.plan.device import Device
+from pi2.plan.drafting import RUNTIME_BYTES, draft_plan
+from pi2.plan.drafting import Wish as DraftWish
+from pi2.plan.layout import round_up
+from pi2.plan.model import Model
+from pi2.plan.plan import Plan
+from pi2.plan.quantities import BYTE_UNITS, format_bytes, parse_quantity
+from pi2.plan.resolve import load_plan
+from pi2.plan.writing import write_document
+from pi2.planning.cost import cost_plan
+from pi2.planning.documents import read_document
+from pi2.planning.planner import plan
+from pi2.planning.problem import MIB, Problem, pose_problem
+from pi2.planning.rates import read_rates
+from pi2.planning.resolving import resolve_values
+from pi2.planning.text import write_planned
+from pi2.planning.wish import Wish
+
+CLUSTERS = (16, 64, 256)
+SPEED_BOUND, MEMORY_BOUND = 0.15, 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A plan: what was predicted, and what happened."""
+
+    memory_bytes: int
+    name: str
+    settings: str
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, Any]
+
+    def compare(self, key: str) -> float | None:
+        """Predicted / measured - 1."""
+        predicted, measured = self.predicted.get(key), self.measured.get(key)
+        return None if not predicted or not measured else predicted / measured - 1.0
+
+
+def main() -> int:
+    """Check and print; exit code 1 where a promise is broken."""
+    arguments = parse_arguments()
+    if arguments.measure is not None:
+        print(json.dumps(measure_plan(arguments)))
+        return 0
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = check_all(arguments, arguments.work or Path(folder))
+    except UserError as error:
+        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        return error.exit_code
+    return print_verdict(rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Predicted and measured plans.")
+    parser.add_argument("store", type=Path, nargs="?", help="neuron store")
+    parser.add_argument("--model", help="short name or path [that of the store's manifest]")
+    parser.add_argument("--memory", default="", help="limits, such as 3GiB,4GiB")
+    parser.add_argument("--device", help="device file of this machine [a new probe]")
+    parser.add_argument("--random", type=int, default=20, help="random plans (20)")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("-n", "--tokens", type=int, default=32, help="generated, timed (32)")
+    parser.add_argument("-p", "--prompt", type=int, default=128, help="0 for none (128)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--wrap", default="", help="put before every measurement")
+    parser.add_argument("--work", type=Path, help="keep plans and device here")
+    parser.add_argument("-o", "--output", type=Path, help="write every row as JSON")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is None and (arguments.store is None or not arguments.memory):
+        parser.error("name a store and --memory")
+    return arguments
+
+
+def check_all(arguments: argparse.Namespace, work: Path) -> list[Row]:
+    """Probe, plan, predict, run."""
+    work.mkdir(parents=True, exist_ok=True)
+    device_path = arguments.device or str(probe(arguments, work))
+    device = read_document(device_path, "device").document
+    name = arguments.model or read_store_model(arguments.store)
+    model = read_document(name, "model").document
+    assert isinstance(device, Device)
+    assert isinstance(model, Model)
+    rows: list[Row] = []
+    print(HEADER, flush=True)
+    for text in arguments.memory.split(","):
+        wish = Wish(
+            device=device,
+            model=model,
+            memory_bytes=int(parse_quantity(text, BYTE_UNITS)),
+            context=min(arguments.context, model.shape.context),
+            exact=arguments.exact,
+            store=arguments.store,
+        )
+        references = (str(Path(device_path).absolute()), name, str(arguments.store.absolute()))
+        for title, path in write_plans(wish, references, work, arguments):
+            row = check_plan(wish, title, path, arguments)
+            rows.append(row)
+            print(write_row(row), flush=True)
+            if arguments.output is not None:
+                arguments.output.write_text(json.dumps([describe(row) for row in rows], indent=1))
+    return rows
+
+
+def read_store_model(store: Path) -> str:
+    """The model's short name, as the manifest has it."""
+    from pi2.store.manifest import read_manifest
+
+    return read_manifest(store).model.id
+
+
+def probe(arguments: argparse.Namespace, work: Path) -> Path:
+    """Measure this machine."""
+    path = work / "machine.device.toml"
+    command = [sys.executable, "-m", "pi2", "probe", "--force", "-o", str(path)]
+    subprocess.run(
+        [*shlex.split(arguments.wrap), *command, "--disk", str(arguments.store)], check=True
+    )
+    return path
+
+
+def write_plans(
+    wish: Wish, references: tuple[str, str, str], work: Path, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Path]]:
+    """Write the plans one after the other, and give their names and paths."""
+    device, model, store = references
+    assert wish.memory_bytes is not None
+    size = f"{wish.model.id}-{wish.memory_bytes // MIB}"
+    planned = plan(wish)
+    text = write_planned(planned, device=device, model=model, store=store, name="planned")
+    best = work / f"{size}.plan.toml"
+    best.write_text(text)
+    yield "planner", best
+    draft = DraftWish(
+        device=device,
+        model=model,
+        store=store,
+        budget_bytes=wish.memory_bytes,
+        context=wish.context,
+        name="default",
+    )
+    path = work / f"{size}-default.plan.toml"
+    try:
+        path.write_text(draft_plan(draft, wish.device, wish.model))
+        yield "default", path
+    except UserError as error:
+        print(f"no default plan: {error}")
+    problem = pose_problem(wish, read_rates(wish.device))
+    random = np.random.default_rng(arguments.seed)
+    for number in range(arguments.random):
+        values = draw_values(problem, planned.values, random)
+        values |= {"device": device, "model": model, "store": store, "name": "random"}
+        path = work / f"{size}-random-{number}.plan.toml"
+        path.write_text(write_document(Plan.model_validate_json(json.dumps(values))))
+        yield f"random {number}", path
+    yield "planner again", best
+
+
+def draw_values(
+    problem: Problem, values: Mapping[str, Any], random: np.random.Generator
+) -> dict[str, Any]:
+    """A random plan that fills the memory: other ways to find neurons, to read, to share."""
+    wish = problem.wish
+    assert wish.memory_bytes is not None
+    while True:
+        found: dict[str, Any] = json.loads(json.dumps(values))
+        mode = problem.modes[random.integers(len(problem.modes))].predictor
+        ahead = problem.look_aheads[random.integers(len(problem.look_aheads))]
+        io = problem.ios[random.integers(len(problem.ios))]
+        found["kv"]["type"] = problem.kvs[random.integers(len(problem.kvs))].type
+        found["decode"]["predictor"] = mode
+        found["decode"]["look_ahead"] = ahead if mode == "low-rank" else "none"
+        found["io"] = {"engine": io.engine, "threads": io.threads, "depth": io.depth}
+        found["pipeline"] = {"cluster": int(random.choice(CLUSTERS))}
+        found["prefill"]["chunk"] = problem.chunks[random.integers(len(problem.chunks))].tokens
+        part = float(random.uniform(0.0, 1.0))
+        cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
+        found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
+        bare = dict(resolve_values(found, wish.device, wish.model).needs.items())
+        fixed = sum(round_up(bare[key].bytes, MIB) for key in _FIXED) + RUNTIME_BYTES
+        room = wish.memory_bytes - fixed
+        whole = problem.neurons * problem.stride * wish.model.shape.layers
+        hot = min(1.0, part * max(room - MIB, 0) / whole)
+        if mode == "none":
+            hot = min(1.0, max(room - MIB, 0) / whole)
+        found["layers"]["hot"] = int(hot * 1000) / 1000
+        needs = dict(resolve_values(found, wish.device, wish.model).needs.items())
+        segments = {key: round_up(needs[key].bytes, MIB) for key in (*_FIXED, "hot")}
+        segments["runtime"] = RUNTIME_BYTES
+        absent = round_up(whole - needs["hot"].bytes, MIB)
+        cold = min(wish.memory_bytes - sum(segments.values()), absent) // MIB * MIB
+        segments["cold"] = 0 if mode == "none" else cold
+        if segments["cold"] < needs["cold"].bytes or cold < 0:
+            continue
+        found["memory"]["segments"] = {key: format_bytes(item) for key, item in segments.items()}
+        return found
+
+
+_FIXED = ("attention", "kv", "predictor", "workspace")
+
+
+def check_plan(wish: Wish, name: str, path: Path, arguments: argparse.Namespace) -> Row:
+    """Predict a plan, and run it."""
+    from pi2.simulate import read_inputs, simulate
+
+    resolved = load_plan(path)
+    cost = cost_plan(resolved)
+    simulated = simulate(
+        read_inputs(resolved), prompt_tokens=max(arguments.prompt, 1), tokens=arguments.tokens
+    )
+    predicted = {
+        "decode": cost.tokens_s,
+        "simulated": simulated.tokens_s,
+        "prefill": cost.prefill_tokens_s if arguments.prompt else None,
+        "peak": float(cost.memory_bytes),
+        "hits": cost.hit_rate,
+    }
+    command = [sys.executable, __file__, "--measure", str(path)]
+    command += ["--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
+    done = subprocess.run(
+        [*shlex.split(arguments.wrap), *command], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{path} did not run:\n{done.stderr}")
+    chosen = resolved.plan
+    reads = f"{chosen.io.engine} {chosen.io.threads}/{chosen.io.depth}"
+    settings = (
+        f"{chosen.decode.predictor}, {chosen.kv.type}, {reads}, {chosen.pipeline.cluster} a "
+        f"cluster, ahead {chosen.decode.look_ahead}, chunk {chosen.prefill.chunk}, "
+        f"hot {chosen.memory.segments.hot // MIB} + {chosen.memory.segments.cold // MIB} MiB"
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert wish.memory_bytes is not None
+    return Row(
+        memory_bytes=wish.memory_bytes,
+        name=name,
+        settings=settings,
+        predicted=predicted,
+        measured={**measured, "simulated": measured["decode"]},
+    )
+
+
+def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run a plan as `pi2 bench` does: a prompt, and tokens after some that fill the cache."""
+    from pi2.benchmarks.plan_contestant import PlanRecipe
+    from pi2.benchmarks.workloads import Workload
+    from pi2.engine.statistics import read_peak_rss_bytes
+
+    contestant = PlanRecipe(path=arguments.measure, overrides={})(lambda label, share: None)
+    found: dict[str, Any] = {"prefill": None}
+    try:
+        if arguments.prompt:
+            contestant.run(Workload("pp", min(arguments.prompt, 32), 0))
+            found["prefill"] = contestant.run(Workload("pp", arguments.prompt, 0)).tokens_s
+        contestant.run(Workload("tg", max(arguments.tokens // 2, 1), 0))
+        sample = contestant.run(Workload("tg", arguments.tokens, 0))
+    finally:
+        contestant.close()
+    assert sample.counters is not None
+    found |= {
+        "decode": sample.tokens_s,
+        "hits": sample.counters.hit_rate,
+        "active": sample.counters.active_share,
+        "named": sample.counters.predicted_share,
+        "peak": read_peak_rss_bytes(),
+    }
+    return found
+
+
+HEADER = """\
+| memory | plan | settings | tokens/s predicted | measured | error | simulated, error | \
+prompt predicted | measured | error | peak MiB predicted | measured | error | hits predicted | \
+measured |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def write_row(row: Row) -> str:
+    """A line of the table."""
+    cells = [format_bytes(row.memory_bytes), row.name, row.settings]
+    cells += _pair(row, "decode", 1.0)
+    simulated = row.predicted["simulated"]
+    cells.append(f"{simulated:.3g}, {_percent(row.compare('simulated'))}")
+    cells += _pair(row, "prefill", 1.0)
+    cells += _pair(row, "peak", MIB)
+    hits = row.measured["hits"]
+    cells += [f"{row.predicted['hits']:.1%}", "-" if hits is None else f"{hits:.1%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(row: Row, key: str, unit: float) -> list[str]:
+    predicted, measured = row.predicted[key], row.measured[key]
+    shown = ["-" if value is None else f"{value / unit:.4g}" for value in (predicted, measured)]
+    return [*shown, _percent(row.compare(key))]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"
+
+
+def describe(row: Row) -> dict[str, Any]:
+    """Everything, for programs."""
+    names = ("memory_bytes", "name", "settings", "predicted", "measured")
+    return {name: getattr(row, name) for name in names}
+
+
+def print_verdict(rows: Sequence[Row]) -> int:
+    """Say of each promise whether it was kept; 1 where one was not."""
+    broken = 0
+    print()
+    for memory in dict.fromkeys(row.memory_bytes for row in rows):
+        own = [row for row in rows if row.memory_bytes == memory]
+        first = [row for row in own if row.name.startswith("planner")]
+        others = [row for row in own if not row.name.startswith("planner")]
+        speeds = [row.measured["decode"] for row in first]
+        # The machine's own drift is no fault of the plan.
+        drift = max(speeds) / min(speeds) - 1.0
+        print(f"{format_bytes(memory)}: the planner's plan, measured twice, differs by {drift:.1%}")
+        for key, bound in (("decode", SPEED_BOUND), ("peak", MEMORY_BOUND)):
+            predicted = first[0].predicted[key] or 0.0
+            error = predicted / statistics.fmean(row.measured[key] for row in first) - 1.0
+            broken += (verdict := abs(error) > bound)
+            print(f"  {key}: {error:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
+        for key in ("decode", "simulated", "prefill", "peak"):
+            errors = [abs(error) for row in own if (error := row.compare(key)) is not None]
+            if errors:
+                mean, worst = statistics.fmean(errors), max(errors)
+                print(f"  {key}, all {len(errors)} runs: mean {mean:.1%}, worst {worst:.1%}")
+        if others:
+            best = max(others, key=lambda row: row.measured["decode"])
+            ratio = max(speeds) / best.measured["decode"]
+            broken += (slower := ratio < 1.0 - max(drift, 0.02))
+            print(
+                f"  of {len(others)} other plans the fastest is {best.name} with "
+                f"{best.measured['decode']:.3g} tokens/s ({best.settings}); the planner's makes "
+                f"{ratio:.2f} times that{': SLOWER' if slower else ''}"
+            )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
