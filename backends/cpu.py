@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from pi2.backends.experts import route
 from pi2.backends.kernels.cache import load_or_compile
-from pi2.backends.kernels.isa import ARCHITECTURES
+from pi2.backends.kernels.isa import ARCHITECTURES, PAIRED_GROUP_BYTES, choose_isa
 from pi2.backends.kernels.runtime import Library, find_runtime_library
 from pi2.backends.kernels.spec import (
     KEPT,
@@ -172,18 +172,29 @@ class _Workspace:
         return (*self.wrap_tensor(name), *(self.wrap_tensor(f"{name}_bias") if bias else ()))
 
     def make_activations(
-        self, tokens: int, length: int, planes: int, values: _F32 | None = None
+        self,
+        tokens: int,
+        length: int,
+        planes: int,
+        values: _F32 | None = None,
+        *,
+        tiles: int = 0,
     ) -> tuple[Any, ...]:
-        """Return codes, scales, sums and values for ``tokens`` vectors."""
+        """Return codes, scales, sums and values for ``tokens`` vectors, and ``tiles``, as many as
+        there are threads, where the kernels take tokens in pairs."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP
-        return (
-            self.wrap(self.make("int8", tokens, planes, length)),
-            self.wrap(self.make("float32", tokens, groups)),
+        even = round_up(tokens, 2) if tiles else tokens
+        arrays = (
+            self.wrap(self.make("int8", even, planes, length)),
+            self.wrap(self.make("float32", even, groups)),
             self.wrap(self.make("int32", tokens, groups)),
             self.wrap(values),
         )
+        if not tiles:
+            return arrays
+        return (*arrays, self.wrap(self.make("int8", tiles, groups * PAIRED_GROUP_BYTES)))
 
 
 class CpuExecutor:
@@ -205,9 +216,13 @@ class CpuExecutor:
         x = space.wrap(space.make("float32", chunk, spec.hidden))
         y = space.wrap(space.make("float32", chunk, spec.hidden))
         self._normalized = space.make("float32", chunk, spec.hidden)
-        hidden = space.make_activations(chunk, spec.hidden, spec.planes, self._normalized)
-        self._ffn_input = np.from_dlpack(hidden[-1]).reshape(chunk, spec.hidden)
-        mixed = space.make_activations(chunk, spec.width, spec.planes)
+        isa = choose_isa(frozenset(spec.features), spec.architecture)
+        tiles = spec.threads if isa.pairs else 0
+        hidden = space.make_activations(
+            chunk, spec.hidden, spec.planes, self._normalized, tiles=tiles
+        )
+        self._ffn_input = np.from_dlpack(hidden[3]).reshape(chunk, spec.hidden)
+        mixed = space.make_activations(chunk, spec.width, spec.planes, tiles=tiles)
         qkv = space.wrap(space.make("float32", chunk, spec.qkv_rows))
         tables = compute_rope_tables(request.model.rope, spec.head_dim, request.context)
         rope = []

@@ -41,19 +41,25 @@ class Activations:
     """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
     unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
     several: v.Expr | None = None
-    """Whether there is more than one token, where those of a chunk have other planes."""
+    """Whether there is more than one token, where those of a chunk have other planes or order."""
     chunk_planes: int = 0
     """Their planes; the arrays are large enough for either."""
+    tiles: v.Buffer | None = None
+    """int8 [threads, length / 32, `isa.PAIRED_GROUP_BYTES`]: rows of weights unpacked for several
+    tokens, where the schedule does so (`i8mm`)."""
+    paired: bool = False
+    """Whether codes and scales are in the order of `i8mm`, as those of several tokens are there."""
 
     def for_chunk(self) -> Activations:
         """Return the same arrays as several tokens have them."""
         if self.several is None:
             return self
-        return replace(self, planes=self.chunk_planes, several=None)
+        paired = self.tiles is not None
+        return replace(self, planes=self.chunk_planes, several=None, paired=paired)
 
     def for_one(self) -> Activations:
         """Return the same arrays as one token has them."""
-        return replace(self, several=None)
+        return replace(self, several=None, paired=False)
 
 
 Prefetch = Callable[[int, v.Expr, int], None]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, emit_dots
+from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import ROW_TILE, emit_split, emit_token_tiles
 from pi2.backends.kernels.neurons import (
@@ -58,7 +59,17 @@ def emit_dense(
                 start = v.let(begin + tile * ROW_TILE)
                 stop = v.let(T.min(start + ROW_TILE, end))
                 _emit_activations(
-                    isa, spec, activations, bundles, origin, start, stop, tokens, values, routes
+                    isa,
+                    spec,
+                    activations,
+                    bundles,
+                    origin,
+                    start,
+                    stop,
+                    tokens,
+                    values,
+                    routes,
+                    thread,
                 )
         if not spec.is_smooth:
             with T.parallel(tokens) as token:
@@ -101,12 +112,25 @@ def _emit_activations(
     tokens: v.Expr,
     values: v.Buffer,
     routes: v.Buffer | None,
+    thread: v.Expr,
 ) -> None:
     """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
     if spec.has_plain_ffn:
         emit_plain_activations(
-            isa, spec, activations, bundles, origin, start, stop, tokens, values, routes
+            isa, spec, activations, bundles, origin, start, stop, tokens, values, routes, thread
         )
+        return
+    names: tuple[PartName, ...] = ("gate", "up")
+    if takes_pairs(isa, spec.ffn):
+
+        def take_vectors(neuron: v.Expr) -> list[Vector]:
+            base = v.let(v.wide(origin + neuron) * spec.stride)
+            return [take_part(spec, bundles, base, name) for name in names]
+
+        def keep(token: v.Expr, neuron: v.Expr, dots: list[v.Expr]) -> None:
+            v.store(values, token * PANEL + neuron, activate(spec, *dots), 1)
+
+        emit_items(activations, tokens, thread, start, stop, 2, take_vectors, keep)
         return
     together = isa.tile_rows // 2
 
@@ -115,7 +139,6 @@ def _emit_activations(
             top = v.let(start + step * together)
             neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
             bases = [v.let(v.wide(origin + neuron) * spec.stride) for neuron in neurons]
-            names: tuple[PartName, ...] = ("gate", "up")
             parts = [take_part(spec, bundles, base, name) for base in bases for name in names]
             dots = emit_dots(isa, parts, activations, named)
             # A repeated token or neuron writes the same value again.

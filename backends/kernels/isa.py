@@ -29,6 +29,14 @@ class Isa:
     """Rows that are multiplied together with several tokens: accumulators fit the registers."""
     tile_tokens: int = 2
     """Tokens of that tile, in two planes: 4096 elements of each fit the first-level cache."""
+    pairs: bool = False
+    """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
+
+
+PAIRED_ROWS = 8
+"""Rows that such a schedule unpacks together."""
+PAIRED_GROUP_BYTES = 32 * PAIRED_ROWS + 8 * PAIRED_ROWS
+"""Bytes of a group of those rows unpacked: weights, and scales (float32, twice)."""
 
 
 _X86 = (
@@ -49,6 +57,21 @@ _X86 = (
 )
 
 _ARM = (
+    (
+        {"neon", "dotprod", "i8mm", "fp16"},
+        Isa(
+            name="i8mm",
+            dot="sdot",
+            lanes=4,
+            mcpu=None,
+            mattr=("+neon", "+dotprod", "+i8mm", "+fullfp16"),
+            pairs=True,
+        ),
+    ),
+    (
+        {"neon", "dotprod", "i8mm"},
+        Isa(name="i8mm", dot="sdot", lanes=4, mcpu=None, mattr=("+dotprod", "+i8mm"), pairs=True),
+    ),
     (
         {"neon", "dotprod", "fp16"},
         Isa(

@@ -14,6 +14,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.plan.layout import Precision, scale_bytes, vector_bytes, weight_bytes
 
@@ -106,6 +107,18 @@ def emit_multiply(
 
     def emit_several(thread: v.Expr) -> None:
         begin, end = emit_split(thread, threads, matrix.rows)
+        if takes_pairs(isa, matrix.precision):
+            emit_items(
+                activations.for_chunk(),
+                tokens,
+                thread,
+                begin,
+                end,
+                1,
+                lambda row: [matrix.take_row(row)],
+                lambda token, row, dots: finish(token, row, dots[0]),
+            )
+            return
         with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
             emit_row_tile(
                 isa,

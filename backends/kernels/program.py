@@ -2,7 +2,8 @@
 
 Every array parameter is a flat buffer.  Those of type uint8 may lie anywhere; the others are
 64-byte aligned.  ``qa`` stands for the three arrays of quantised activations and their float32
-values, in the order codes, scales, sums, values.
+values, in the order codes, scales, sums, values; schedules that multiply tokens in pairs add tiles
+(`dots.Activations`) to those of a model's width.
 
 ======================  ==========================================================================
 function                parameters: numbers, then arrays
@@ -88,13 +89,21 @@ class Parameters:
         )
 
     def take_activations(
-        self, name: str, length: int, planes: int, count: v.Expr, chunk_planes: int | None = None
+        self,
+        name: str,
+        length: int,
+        planes: int,
+        count: v.Expr,
+        chunk_planes: int | None = None,
+        *,
+        pairs: bool = False,
     ) -> Activations:
-        """Declare the four arrays of quantised activations; ``count`` is a positive parameter.
+        """Declare the arrays of quantised activations; ``count`` is a positive parameter.
 
-        With ``chunk_planes`` it is the number of tokens, and more than one have those planes.
+        With ``chunk_planes`` it is the number of tokens, and more than one have those planes and,
+        with ``pairs``, the order of `i8mm`.
         """
-        differs = chunk_planes is not None and chunk_planes != planes
+        differs = chunk_planes is not None and (pairs or chunk_planes != planes)
         return Activations(
             several=count > 1 if differs else None,
             chunk_planes=chunk_planes or planes,
@@ -105,6 +114,7 @@ class Parameters:
             scales=self.take_array(f"{name}_scales", "float32"),
             sums=self.take_array(f"{name}_sums", "int32"),
             values=self.take_array(f"{name}_values", "float32"),
+            tiles=self.take_array(f"{name}_tiles", "int8") if pairs else None,
         )
 
 
@@ -169,12 +179,17 @@ class Program:
 
     def _take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of one token; ``count`` is any positive parameter."""
-        return take.take_activations("hidden", self.spec.hidden, self.spec.planes, count)
+        spec = self.spec
+        return take.take_activations(
+            "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
+        )
 
     def _take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
         """Declare the activations of one token or a chunk."""
         spec = self.spec
-        return take.take_activations(name, length, spec.planes, tokens, spec.chunk_planes)
+        return take.take_activations(
+            name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
+        )
 
     def _take_routes(self, take: Parameters) -> v.Buffer | None:
         return take.take_array("routes", "float32") if self.spec.experts else None
@@ -450,7 +465,9 @@ class Program:
         tokens = take.take_number("tokens")
         bundles = take.take_array("bundles", "uint8")
         spec = self.spec
-        hidden = take.take_activations("hidden", spec.hidden, spec.chunk_planes, count)
+        hidden = take.take_activations(
+            "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
+        )
         emit_dense(
             self.isa,
             self.spec,
@@ -490,7 +507,10 @@ class Program:
         x = take.take_array("x", "float32")
         norm = self._take_norm(take)
         head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
-        hidden = self._take_hidden(take, tokens)
+        # All of them in two planes, however the chunk was computed.
+        hidden = take.take_activations(
+            "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=self.isa.pairs
+        )
         logits = take.take_array("logits", "float32")
 
         def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:

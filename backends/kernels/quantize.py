@@ -11,6 +11,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import Activations, list_runs
+from pi2.backends.kernels.i8mm import place_scale, place_steps
 from pi2.plan.layout import GROUP
 
 LIMIT = {1: 127, 2: 127 * 256}
@@ -78,7 +79,12 @@ def _emit_group(
     scale = T.Select(tiny, zero, largest * v.constant(1.0 / limit, "float32"))
     codes = [v.let(v.cast(T.nearbyint(h * v.splat(factor, 16)), "int32", 16)) for h in halves]
     place = token * (length // GROUP) + first + lane
-    v.store(target.scales, place, scale, 1)
+    v.store(
+        target.scales,
+        place_scale(target, token, first + lane) if target.paired else place,
+        scale,
+        1,
+    )
     total = v.add_lanes(codes[0] + codes[1], "int32", 16)
     v.store(target.sums, place, total * v.constant(-8, "int32"), 1)
     if planes == 2:
@@ -93,6 +99,10 @@ def _emit_group(
     for plane, values in enumerate(parts):
         for half in range(2):
             v.store(scratch, half * 16, v.cast(values[half], "int8", 16), 16)
+        if target.paired:
+            for step, base in enumerate(place_steps(target, token, plane, first + lane)):
+                v.store(target.codes, base, v.load(scratch, step * 8, 8), 8)
+            continue
         for chunk in range(8):
             base = (token * planes + plane) * length + first * GROUP + chunk * 4 * lanes + lane * 4
             v.store(target.codes, base, v.load(scratch, chunk * 4, 4), 4)

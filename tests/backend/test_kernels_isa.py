@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +11,27 @@ import numpy.typing as npt
 import pytest
 
 from pi2.backends.kernels.isa import choose_isa
-from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
+from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.plan.packing import dequantize, quantize
+from tests.helpers.aarch64 import (
+    ARM_FEATURES,
+    emulate,
+    generate_assembly,
+    make_arm_spec,
+    needs_emulator,
+)
 from tests.helpers.kernels import (
     X86_FEATURES,
     allocate,
     allocate_activations,
+    allocate_tiles,
     make_spec,
     measure_error,
     quantize_activations,
 )
 
-ARM_FEATURES = {
-    "neon": ("neon",),
-    "dotprod": ("dotprod", "neon"),
-    "dotprod, fp16": ("dotprod", "fp16", "neon"),
-}
-COMPILER = shutil.which("aarch64-linux-gnu-gcc")
-EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
-HARNESS = Path(__file__).parent / "aarch64_harness.c"
-_TYPES = {"i": 0, "u": 1, "f": 2}
-
-
-def generate_assembly(spec: KernelSpec, name: str) -> str:
-    """Return a function's assembly for the spec's instruction set."""
-    return str(generate(spec, name).inspect_source("asm"))
-
-
-def generate(spec: KernelSpec, name: str) -> Any:
-    """Return a function's compiled module."""
-    import tvm
-
-    from pi2.backends.kernels.compile import generate, make_target
-    from pi2.backends.kernels.program import Program, make_function
-
-    program = Program(spec)
-    triple = "aarch64-linux-gnu" if spec.architecture == "aarch64" else "x86_64-linux-gnu"
-    module = tvm.IRModule({name: make_function(name, program.list_functions()[name])})
-    return generate(module, make_target(program.isa, triple))
+DECODING = [name for name in ARM_FEATURES if name != "i8mm"]
+"""Of those, what differs for one token."""
 
 
 @pytest.mark.parametrize("name", X86_FEATURES)
@@ -83,11 +63,6 @@ def test_a_gathered_neuron_takes_the_instructions_of_its_schedule(
     assert not any(instruction in code for instruction in absent)
 
 
-def make_arm_spec(features: tuple[str, ...], **changes: Any) -> KernelSpec:
-    """A spec for an aarch64 machine."""
-    return dataclasses.replace(make_spec(**changes), architecture="aarch64", features=features)
-
-
 @pytest.mark.parametrize("name", ARM_FEATURES)
 def test_aarch64_uses_sdot_where_there_is_one(name: str) -> None:
     code = generate_assembly(make_arm_spec(ARM_FEATURES[name], hidden=512), "add_neurons")
@@ -102,60 +77,9 @@ def test_no_kernel_asks_the_runtime_for_memory(name: str) -> None:
     assert "TVMBackendAllocWorkspace" not in generate_assembly(spec, name)
 
 
-class Emulated:
-    """A kernel for aarch64, run under qemu."""
-
-    def __init__(self, spec: KernelSpec, name: str, folder: Path) -> None:
-        code = folder / "kernel.o"
-        generate(spec, name).write_to_file(str(code), "o")
-        self._program = folder / "program"
-        assert COMPILER is not None
-        subprocess.run(
-            [
-                *(COMPILER, "-O1", "-static", f"-DKERNEL=__tvm_ffi_{name}"),
-                *(str(HARNESS), str(code), "-o", str(self._program), "-lm"),
-            ],
-            check=True,
-        )
-
-    def __call__(self, *arguments: Any) -> None:
-        """Run the kernel; arrays are changed in place."""
-        message = [struct.pack("<i", len(arguments))]
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                kind = argument.dtype
-                header = (2, _TYPES[kind.kind], kind.itemsize * 8, argument.size)
-                message += [struct.pack("<iiiq", *header), argument.tobytes()]
-            elif isinstance(argument, float):
-                message.append(struct.pack("<id", 1, argument))
-            else:
-                message.append(struct.pack("<iq", 0, argument))
-        assert EMULATOR is not None
-        done = subprocess.run(
-            [EMULATOR, "-cpu", "max", str(self._program)],
-            input=b"".join(message),
-            capture_output=True,
-            check=True,
-        )
-        assert struct.unpack_from("<i", done.stdout)[0] == 0, done.stderr.decode()
-        place = 4
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                data = np.frombuffer(done.stdout, argument.dtype, argument.size, place)
-                if argument.flags.writeable:
-                    argument[...] = data.reshape(argument.shape)
-                place += argument.nbytes
-
-
-needs_emulator = pytest.mark.skipif(
-    COMPILER is None or EMULATOR is None,
-    reason="needs qemu-user and gcc-aarch64-linux-gnu",
-)
-
-
 @needs_emulator
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("features", ARM_FEATURES)
+@pytest.mark.parametrize("features", DECODING)
 def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> None:
     hidden, neurons = 928, 40
     spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, gate_rows=precision)
@@ -166,7 +90,7 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
     scores, indices = allocate("float32", neurons), allocate("int32", neurons + 1)
     found = allocate("int32", 1)
     second = weights if scales is None else scales.view(np.uint8)
-    kernel = Emulated(spec, "predict_gate", tmp_path)
+    kernel = emulate(spec, "predict_gate", tmp_path)
     kernel(neurons, weights, second, *arrays, scores, indices, found)
     inputs = u if precision == "fp16" else stands_for
     expected = inputs[0] @ dequantize(weights, scales, hidden, precision).T
@@ -175,7 +99,7 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
 
 
 @needs_emulator
-@pytest.mark.parametrize("features", ARM_FEATURES)
+@pytest.mark.parametrize("features", DECODING)
 def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
     from tests.property.test_kernels_ffn import Layer
 
@@ -189,10 +113,10 @@ def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
         allocate("int32", 30),
         allocate("float32", spec.threads, spec.hidden),
     ]
-    kernel = Emulated(spec, "add_neurons", tmp_path)
+    kernel = emulate(spec, "add_neurons", tmp_path)
     kernel(len(slots), layer.bundles, slots, *layer.arrays, *scratch, counts, y)
     x = allocate("float32", spec.hidden)
-    leave = Emulated(spec, "end_ffn", tmp_path)
+    leave = emulate(spec, "end_ffn", tmp_path)
     leave(1, x, y)
     expected, active = layer.compute(slots)
     assert measure_error(x, expected[0]) < 1e-5
@@ -212,7 +136,11 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
     rng = np.random.default_rng(1)
     context = 32
 
-    def make_arguments() -> list[Any]:
+    def make_activations(length: int, pairs: bool) -> list[Any]:
+        arrays = allocate_activations(tokens + tokens % 2 if pairs else tokens, length, 2)
+        return [*arrays, allocate_tiles(spec.threads, length)] if pairs else arrays
+
+    def make_arguments(pairs: bool) -> list[Any]:
         generator = np.random.default_rng(2)
         x = allocate("float32", tokens, 96)
         x[:] = generator.standard_normal((tokens, 96))
@@ -227,16 +155,17 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
         if kv == "int8":
             cache += [allocate("float16", context * 2) for _ in range(2)]
         qkv = allocate("float32", tokens, 256)
-        hidden = allocate_activations(tokens, 96, 2)
-        mixed = allocate_activations(tokens, 128, 2)
+        hidden = make_activations(96, pairs)
+        mixed = make_activations(128, pairs)
         spans = [allocate("float32", 4 * SPANS * size) for size in (32, 1, 1)]
         numbers = [tokens, 3, context]
         return [*numbers, x, norm, *matrices, *tables, *cache, qkv, *hidden, *mixed, *spans]
 
     qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
     output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")
-    emulated, native = make_arguments(), make_arguments()
-    Emulated(spec, "attend", tmp_path)(*emulated)
+    pairs = choose_isa(set(spec.features), "aarch64").pairs
+    emulated, native = make_arguments(pairs), make_arguments(False)
+    emulate(spec, "attend", tmp_path)(*emulated)
     compile_program("attend", own)(*native)
     assert measure_error(emulated[3], native[3]) < 1e-4
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
@@ -110,6 +110,11 @@ def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDAr
         allocate("int32", tokens, length // GROUP),
         allocate("float32", tokens, length),
     ]
+
+
+def allocate_tiles(threads: int, length: int) -> npt.NDArray[np.int8]:
+    """Return the scratch of schedules that multiply tokens in pairs."""
+    return allocate("int8", threads, length // GROUP * PAIRED_GROUP_BYTES)
 
 
 def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F64]:

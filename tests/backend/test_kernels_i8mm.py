@@ -1,0 +1,256 @@
+"""The schedule for ARM's matrix instruction: assembly, exact integers, and whole kernels."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
+from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
+from pi2.plan.packing import pack_bundles, pack_codes, unpack_codes, unpack_part
+from tests.helpers.aarch64 import (
+    ARM_FEATURES,
+    Emulated,
+    emulate,
+    generate,
+    generate_assembly,
+    make_arm_spec,
+    needs_emulator,
+)
+from tests.helpers.kernels import (
+    allocate,
+    allocate_activations,
+    allocate_tiles,
+    measure_error,
+    quantize_activations,
+)
+from tests.property.test_kernels_ffn import activate
+
+LENGTH = 1504
+"""Two blocks of 16 groups, then one each of 8, 4, 2 and 1."""
+
+
+def pair_activations(
+    codes: npt.NDArray[Any], scales: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return codes [tokens, planes, length] in natural order and scales as `i8mm` says."""
+    tokens, planes, length = codes.shape
+    even = tokens + tokens % 2
+    padded = np.full((even, planes, length), 99, np.int8)
+    padded[:tokens] = codes
+    order = padded.reshape(even // 2, 2, planes, length // 8, 8).transpose(0, 2, 3, 1, 4)
+    paired = allocate("int8", even, planes, length)
+    paired[...] = order.reshape(even, planes, length)
+    wide = np.full((even, length // GROUP), 7, np.float32)
+    wide[:tokens] = scales
+    paired_scales = allocate("float32", even, length // GROUP)
+    paired_scales[...] = wide.reshape(even // 2, 2, -1).transpose(0, 2, 1).reshape(even, -1)
+    return paired, paired_scales
+
+
+@functools.cache
+def make_multiply(isa: Isa, precision: Precision, planes: int) -> Callable[[Any], None]:
+    """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
+    from pi2.backends.kernels import vectors as v
+    from pi2.backends.kernels.matrix import Matrix, emit_multiply
+
+    def emit(take: Any) -> None:
+        rows, tokens = take.take_number("rows"), take.take_number("tokens")
+        matrix = Matrix(
+            weights=take.take_array("weights", "uint8"),
+            scales=take.take_array("scales", "uint8"),
+            rows=rows,
+            length=LENGTH,
+            precision=precision,
+        )
+        x = take.take_activations("x", LENGTH, planes, tokens, planes, pairs=isa.pairs)
+        y = take.take_array("y", "float32")
+
+        def keep(token: Any, row: Any, value: Any) -> None:
+            v.store(y, token * rows + row, value, 1)
+
+        emit_multiply(isa, 2, matrix, x, tokens, keep)
+
+    return emit
+
+
+class Product:
+    """A compiled `make_multiply`, and integers to try it with."""
+
+    def __init__(self, isa: Isa, precision: Precision, planes: int, folder: Path) -> None:
+        module = generate(isa, "aarch64", "multiply", make_multiply(isa, precision, planes))
+        self._kernel = Emulated(module, "multiply", folder)
+        self._isa, self._precision, self._planes = isa, precision, planes
+
+    def compute(self, weights: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Multiply integers whose scales are all 1."""
+        tokens, rows = len(x), len(weights)
+        high = (x + 128) >> 8
+        parts = np.stack([high, x - 256 * high] if self._planes == 2 else [x], 1).astype(np.int8)
+        ones = np.ones((tokens, LENGTH // GROUP), np.float32)
+        pairs = self._isa.pairs
+        if pairs and tokens > 1:
+            codes, scales = pair_activations(parts, ones)
+        else:
+            # One token has the order of all other schedules.
+            codes, scales = allocate("int8", *parts.shape), ones
+            for plane in range(self._planes):
+                codes[:, plane] = pack_codes(parts[:, plane], "int8").view(np.int8)
+        sums = (-8 * x.reshape(tokens, -1, GROUP).sum(-1)).astype(np.int32)
+        packed = pack_codes(weights.astype(np.int8), self._precision)
+        y = allocate("float32", tokens, rows)
+        self._kernel(
+            *(rows, tokens, packed, np.ones((rows, LENGTH // GROUP), np.float16).view(np.uint8)),
+            *(codes, scales, sums, allocate("float32", tokens, LENGTH)),
+            *([allocate_tiles(2, LENGTH)] if pairs else []),
+            y,
+        )
+        return y
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("features", "precision", "planes"),
+    [
+        ("i8mm", "int4", 1),
+        ("i8mm", "int4", 2),
+        ("i8mm", "int8", 1),
+        ("i8mm", "int8", 2),
+        ("dotprod, fp16", "int4", 2),
+    ],
+)
+def test_both_schedules_have_the_sums_of_integers(
+    features: str, precision: Precision, planes: int, tmp_path: Path
+) -> None:
+    product = Product(
+        choose_isa(set(ARM_FEATURES[features]), "aarch64"), precision, planes, tmp_path
+    )
+    rng = np.random.default_rng(0)
+    lowest, highest = (-8, 7) if precision == "int4" else (-128, 127)
+    limit = 127 if planes == 1 else 32512
+    most = min(limit, 1500) if precision == "int8" else limit
+    for rows, tokens in ((1, 2), (7, 3), (8, 4), (9, 5), (21, 9), (16, 1)):
+        weights = rng.integers(lowest, highest + 1, (rows, LENGTH))
+        x = rng.integers(-most, most + 1, (tokens, LENGTH))
+        expected = x @ weights.T
+        # Scales of 1 and sums below 2^24: float32 has them exactly, whatever is added first.
+        assert np.abs(expected).max() < 2**24
+        assert np.array_equal(product.compute(weights, x), expected), (rows, tokens)
+    # One group at its extremes, all others zero.
+    weights = np.full((3, LENGTH), lowest)
+    weights[1] = highest
+    for group in (0, 5, 17, 40, 45, 46):
+        x = np.zeros((2, LENGTH), np.int64)
+        x[:, group * GROUP : (group + 1) * GROUP] = [[-limit], [limit]]
+        expected = (x @ weights.T).astype(np.float32)
+        assert np.array_equal(product.compute(weights, x), expected), group
+
+
+def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """y [tokens, hidden] of the FFN (`kernels.neurons`) in natural order."""
+    blocks, start = [], 0
+    for lanes in split_lanes(y.shape[1]):
+        block = y[:, start : start + lanes * GROUP].reshape(len(y), GROUP, lanes)
+        blocks.append(block.transpose(0, 2, 1).reshape(len(y), -1))
+        start += lanes * GROUP
+    return np.concatenate(blocks, 1)
+
+
+FFNS: dict[str, dict[str, Any]] = {
+    "gate and up, dReLU": {"hidden": 544, "planes": 2, "chunk_planes": 1},
+    "gate and up, SiLU": {"hidden": 96, "activation": "silu", "ffn": "int8"},
+    "up with a bias": {"hidden": 160, "activation": "relu", "gated": False, "ffn_bias": True},
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", FFNS)
+def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
+    changes = FFNS[name]
+    gated, ffn = changes.get("gated", True), changes.get("ffn", "int4")
+    layout = lay_out_bundle(changes["hidden"], ffn, gated=gated, bias="ffn_bias" in changes)
+    spec = make_arm_spec(ARM_FEATURES["i8mm"], stride=layout.stride, **changes)
+    rng = np.random.default_rng(1)
+    neurons, tokens, hidden, planes = 37, 5, spec.hidden, spec.chunk_planes
+
+    # What `begin_ffn` makes of x is in the order that is documented.
+    source, norm = allocate("float32", tokens, hidden), allocate("float32", hidden)
+    source[:], norm[:] = rng.standard_normal((tokens, hidden)), 1
+    arrays: list[Any] = allocate_activations(tokens + 1, hidden, planes)
+    arrays.append(allocate_tiles(spec.threads, hidden))
+    y = allocate("float32", tokens, hidden)
+    emulate(spec, "begin_ffn", tmp_path)(tokens, source, norm, *arrays, y)
+    natural, inputs = quantize_activations(arrays[3][:tokens].copy(), planes)
+    codes = np.stack(
+        [unpack_codes(natural[0][:, p].view(np.uint8), hidden, "int8") for p in range(planes)], 1
+    )
+    paired, scales = pair_activations(codes, natural[1])
+    last = slice(None, tokens - 1)
+    assert np.array_equal(arrays[0][last], paired[last])
+    assert np.array_equal(arrays[1][last], scales[last])
+
+    rows = [rng.standard_normal((neurons, hidden)).astype(np.float32) * 0.1 for _ in range(3)]
+    biases = rng.standard_normal((neurons, 1)).astype(np.float32) if layout.biases else None
+    bundles = pack_bundles(rows[0] if gated else None, rows[1], rows[2], layout, biases)
+    parts = [unpack_part(bundles, layout, index) for index in range(len(layout.parts))]
+    sums = [inputs @ part.astype(np.float64).T for part in parts[:-1]]
+    if biases is not None:
+        sums[0] += biases[:, 0]
+    up = sums[1] if gated else np.ones_like(sums[0])
+    expected = activate(spec.activation, 0.0, sums[0], up) @ parts[-1].astype(np.float64)
+    values, masks = allocate("float32", tokens, PANEL), allocate("int32", tokens, PARTS)
+    unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
+    kernel = emulate(spec, "add_dense", tmp_path)
+    kernel(neurons, tokens, bundles, *arrays, values, masks, unpacked, y)
+    assert measure_error(leave_lane_order(y), expected) < 1e-5
+
+
+def list_innermost_loops(code: str) -> list[list[str]]:
+    """Bodies of loops without a loop inside, of aarch64 assembly."""
+    lines = [line.strip() for line in code.splitlines()]
+    labels: dict[str, int] = {}
+    loops = []
+    for place, line in enumerate(lines):
+        label = re.match(r"(\.LBB\w+):", line)
+        if label:
+            labels[label[1]] = place
+        jump = re.match(r"(?:b\.\w+|cbn?z|tbn?z)\s.*?(\.LBB\w+)$", line)
+        if jump and jump[1] in labels:
+            body = lines[labels[jump[1]] + 1 : place + 1]
+            if not any(re.match(r"\.LBB\w+:", inner) for inner in body):
+                loops.append([inner for inner in body if re.match(r"[a-z]", inner)])
+    return loops
+
+
+@pytest.mark.parametrize("name", ["dotprod, fp16", "i8mm"])
+def test_only_cores_with_i8mm_are_given_smmla(name: str) -> None:
+    spec = make_arm_spec(ARM_FEATURES[name], hidden=512)
+    code = generate_assembly(spec, "add_dense")
+    assert ("smmla" in code) == (name == "i8mm")
+    # One token gains nothing from it.
+    assert "smmla" not in generate_assembly(spec, "add_neurons")
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_innermost_loop_is_loads_and_smmla(planes: int) -> None:
+    spec = make_arm_spec(ARM_FEATURES["i8mm"], hidden=4096, planes=planes, chunk_planes=planes)
+    loops = list_innermost_loops(generate_assembly(spec, "add_dense"))
+    (body,) = [loop for loop in loops if any("smmla" in line for line in loop)]
+    counts = collections.Counter(line.split()[0] for line in body)
+    # A group of 32 of 8 rows and 4 tokens, a plane of activations: 32 products an instruction.
+    assert counts["smmla"] == planes * 32
+    # Nothing is brought into another order; with two planes LLVM keeps the weights for the second,
+    # and writes some sums to the stack instead.
+    assert not any(name.startswith(("zip", "uzp", "trn", "tbl", "ext")) for name in counts)
+    assert sum(counts[name] for name in counts if name.startswith("st")) <= 4 * (planes - 1)
+    # The rest: loads by two, the sum's start, and the product with the scales.
+    assert len(body) <= (96 if planes == 1 else 152)
