@@ -27,7 +27,7 @@ PLAN = "default.plan.toml"
 @click.option(
     "--model",
     metavar="FILE",
-    help="Model document, or a short name.  [default: made from config.json]",
+    help="Model document, or a short name.  [default: made from the checkpoint]",
 )
 @click.option(
     "-o",
@@ -41,6 +41,12 @@ PLAN = "default.plan.toml"
     "--quantization",
     type=click.Choice(["int4", "int8", "fp16"]),
     help="Type of the weights, instead of what the model document says.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="tokenizer.json, if the checkpoint has none or one that cannot be read.",
 )
 @click.option(
     "--predictors",
@@ -79,6 +85,7 @@ def command(
     model: str | None,
     output: Path,
     quantization: Literal["int4", "int8", "fp16"] | None,
+    tokenizer: Path | None,
     predictors: Path | None,
     activations: Path | None,
     quantizer: Method,
@@ -86,20 +93,21 @@ def command(
     errors: Path | None,
     replace: bool,
 ) -> None:
-    """Turn the Hugging Face folder CHECKPOINT into the neuron store STORE.
+    """Turn CHECKPOINT into the neuron store STORE.
 
-    The folder needs config.json, weights (safetensors; PyTorch files where torch is installed) and
-    tokenizer.json.  The store's folder also gets the model document and a plan for this machine, so
+    CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
+    where torch is installed, PyTorch files), a GGUF file (one of them, if it is split; PowerInfer's
+    too), or a folder of MLC-LLM (mlc-chat-config.json).  The store's folder also gets the model document and a plan for this machine, so
     that the model can be run at once.  Nothing is left behind if it fails; after Ctrl-C the same
     command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.new_model import describe_checkpoint, write_model
+    from pi2.importing.new_model import describe_checkpoint, name_origin, write_model
     from pi2.importing.quantizers.quantizer import Quantizer
 
     if model is None:
-        document, origin = describe_checkpoint(checkpoint).model, f"{checkpoint.name}/config.json"
+        document, origin = describe_checkpoint(checkpoint).model, name_origin(checkpoint)
     else:
         document, origin = read_model(model), model
     if quantization is not None:
@@ -114,6 +122,7 @@ def command(
             checkpoint,
             document,
             output,
+            tokenizer=tokenizer,
             predictors=predictors,
             activations=activations,
             notes=notes,

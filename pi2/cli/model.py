@@ -28,9 +28,11 @@ def command() -> None:
 )
 @click.option("--force", is_flag=True, help="Overwrite a file.")
 def new(checkpoint: Path, output: Path | None, force: bool) -> None:
-    """Write the model document of the Hugging Face folder CHECKPOINT.
+    """Write the model document of CHECKPOINT: a Hugging Face folder, a GGUF file, or a folder of
+    MLC-LLM.
 
-    It is made from config.json, and every number in it is checked against the tensors.
+    It is made from config.json, or what stands for it, and every number in it is checked against
+    the tensors.
     """
     from pi2.importing.new_model import describe_checkpoint
     from pi2.sharing.files import write_atomically

@@ -1,4 +1,8 @@
-"""Opens a Hugging Face checkpoint folder: its configuration and all its tensors' places."""
+"""Opens a checkpoint: its configuration and all its tensors' places.
+
+What other programs than Hugging Face's wrote is shown as the checkpoint that it was made from:
+configuration and names of tensors are those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,80 @@ from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+MLC_CONFIG = "mlc-chat-config.json"
+"""What MLC-LLM calls the configuration."""
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint folder; no weight is in memory."""
+    """A checkpoint; no weight is in memory."""
 
     folder: Path
+    """The folder or file that messages call it by."""
     config: Mapping[str, Any]
+    config_file: Path
+    """Where the configuration is stated."""
     tensors: Mapping[str, SourceTensor]
     files: tuple[Path, ...]
     """Weight files."""
 
+    def read_file(self, name: str) -> bytes | None:
+        """Contents of the small file ``name`` that lies beside the weights; None if there is none.
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read ``config.json`` and the headers of all weight files.
+        `UserError` P543 if it cannot be read.
+        """
+        try:
+            return (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError.of(
+                "P543", f"cannot read {self.folder / name}: {error.strerror}"
+            ) from None
+
+    def describe_name(self, name: str) -> str:
+        """What the checkpoint itself calls the tensor ``name``, whether it has it or not."""
+        return name
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file, or a folder of MLC-LLM or of Hugging Face.
+
+    A folder that has nothing but one GGUF model in it stands for that.  Raises `UserError` as
+    `open_folder`, `pi2.importing.gguf_checkpoint.open_gguf` and
+    `pi2.importing.mlc_checkpoint.open_mlc` do.
+    """
+    if path.suffix == ".gguf" or path.is_file():
+        from pi2.importing.gguf_checkpoint import open_gguf
+
+        return open_gguf(path)
+    if not (path / "config.json").exists():
+        if (path / MLC_CONFIG).exists():
+            from pi2.importing.mlc_checkpoint import open_mlc
+
+            return open_mlc(path)
+        files = sorted(path.glob("*.gguf"))
+        if files:
+            return _open_only_gguf(path, files)
+    return open_folder(path)
+
+
+def _open_only_gguf(folder: Path, files: list[Path]) -> Checkpoint:
+    from pi2.importing.gguf_checkpoint import find_parts, open_gguf
+
+    if find_parts(files[0]) != files:
+        raise UserError.of(
+            "P531",
+            f"{folder} has {len(files)} GGUF files that do not belong together",
+            help=f"give one of them: {files[0]}",
+        )
+    return open_gguf(files[0])
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Read ``config.json`` and the headers of all weight files of a Hugging Face folder.
 
     Raises `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file,
     P533 a tensor that the index names is missing, P536 a tensor twice, P538 an index that names
@@ -53,7 +114,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 )
             tensors[name] = tensor
     _check_index(folder, tensors)
-    return Checkpoint(folder=folder, config=config, tensors=tensors, files=tuple(files))
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        config_file=folder / "config.json",
+        tensors=tensors,
+        files=tuple(files),
+    )
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -130,15 +197,23 @@ def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object; `UserError` P530 if there is no such file, P532 if it is not one."""
     try:
-        value = json.loads(file.read_bytes())
+        content = file.read_bytes()
     except FileNotFoundError:
         raise UserError.of(
             "P530",
             f"there is no {file}",
-            help="give a Hugging Face folder: config.json, safetensors files and tokenizer.json",
+            help="give a Hugging Face folder (config.json, safetensors files, tokenizer.json), a "
+            "folder of MLC-LLM, or a GGUF file",
         ) from None
     except OSError as error:
         raise UserError.of("P532", f"cannot read {file}: {error.strerror}") from None
+    return parse_json(file, content)
+
+
+def parse_json(file: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object that ``file`` holds; `UserError` P532 if it is something else."""
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError):
         raise UserError.of("P532", f"{file} is not JSON", file=str(file)) from None
     if not isinstance(value, dict):

@@ -61,6 +61,7 @@ def convert_checkpoint(
     model: Model,
     output: Path,
     *,
+    tokenizer: Path | None = None,
     predictors: Path | None = None,
     activations: Path | None = None,
     extras: Mapping[str, Path] | None = None,
@@ -70,9 +71,10 @@ def convert_checkpoint(
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Manifest:
-    """Make the neuron store ``output`` from the Hugging Face folder ``checkpoint``.
+    """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
+    MLC-LLM, or a GGUF file.
 
-    ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
+    ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.  ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what
@@ -87,7 +89,7 @@ def convert_checkpoint(
     check_checkpoint(source, model)
     found = find_predictors(source, model, predictors)
     order = _choose_order(model, activations)
-    files = _read_extra_files(source, model, activations, extras or {})
+    files = _read_extra_files(source, model, tokenizer, activations, extras or {})
     inputs = [*source.files, *([predictors] if predictors is not None else [])]
     chosen = quantizer or Quantizer()
     job = _describe_job(model, order, inputs, stride, chosen)
@@ -318,7 +320,11 @@ def _choose_order(model: Model, activations: Path | None) -> I32:
 
 
 def _read_extra_files(
-    source: Checkpoint, model: Model, activations: Path | None, extras: Mapping[str, Path]
+    source: Checkpoint,
+    model: Model,
+    tokenizer: Path | None,
+    activations: Path | None,
+    extras: Mapping[str, Path],
 ) -> dict[str, bytes]:
     """Contents of the small files that go into the store, by their path in it."""
     name = model.tokenizer.file
@@ -328,20 +334,31 @@ def _read_extra_files(
             f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
             help='set tokenizer.file = "tokenizer.json" in the model document',
         )
-    paths = {name: source.folder / name}
+    contents = {}
     for optional in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
-        if (source.folder / optional).is_file():
-            paths[optional] = source.folder / optional
-    paths |= extras
+        content = source.read_file(optional)
+        if content is not None:
+            contents[optional] = content
+    paths = dict(extras)
     if activations is not None:
         paths["activations.parquet"] = activations
-    contents = {}
+    if tokenizer is not None:
+        paths[name] = tokenizer
     for path, file in paths.items():
         try:
             contents[path] = file.read_bytes()
         except OSError as error:
             raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
-    _check_tokenizer(source.folder / name, contents[name], model)
+    if name not in contents:
+        found = source.read_file(name)
+        if found is None:
+            raise UserError.of(
+                "P543",
+                f"there is no {source.folder / name}",
+                help="put the model's tokenizer.json there, or give it with --tokenizer",
+            )
+        contents[name] = found
+    _check_tokenizer(tokenizer or source.folder / name, contents[name], model)
     return contents
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pi2.importing.checkpoint import Checkpoint, open_checkpoint, read_json
+from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.requirements import check_checkpoint
@@ -38,27 +38,36 @@ class NewModel:
     """TOML, without what has its default value."""
 
 
-def describe_checkpoint(folder: Path, name: str | None = None) -> NewModel:
-    """Describe the checkpoint in ``folder``; ``name`` is the document's id, else the folder's.
+def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
+    """Describe the checkpoint at ``path``; ``name`` is the document's id, else the checkpoint's.
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
     document can state, P533, P534 or P541 where configuration and tensors contradict each other.
     """
-    checkpoint = open_checkpoint(folder)
-    config = Config(folder / "config.json", checkpoint.config)
+    checkpoint = open_checkpoint(path)
+    file = checkpoint.config_file
+    config = Config(file, checkpoint.config)
     tables = describe_family(config)
     _match_names(checkpoint, tables)
     _find_predictors(checkpoint, tables)
-    tables["tokenizer"] = _describe_tokenizer(folder, config)
+    tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
     tables = {
         "schema_version": 1,
-        "name": _find_name(config, folder)[:120],
-        "id": name or make_id(_find_name(config, folder)),
+        "name": _find_name(config, path)[:120],
+        "id": name or make_id(_find_name(config, path)),
         **tables,
     }
     model = _validate(config, tables)
-    check_checkpoint(checkpoint, model, says="config.json says")
-    return NewModel(model=model, text=write_model(model, f"{folder.name}/config.json"))
+    says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
+    check_checkpoint(checkpoint, model, says=says)
+    return NewModel(model=model, text=write_model(model, name_origin(path)))
+
+
+def name_origin(path: Path) -> str:
+    """What a document that was made from the checkpoint at ``path`` says of where it is from."""
+    known = (path / name for name in ("config.json", MLC_CONFIG))
+    found = next((file for file in known if file.exists()), None)
+    return path.name if found is None else f"{path.name}/{found.name}"
 
 
 def make_id(name: str) -> str:
@@ -152,18 +161,20 @@ def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
         tables["predictor"] = {"rank": round_up(max(1, *ranks), GROUP)}
 
 
-def _describe_tokenizer(folder: Path, config: Config) -> dict[str, Any]:
+def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     """Begin and end tokens: generation_config.json before config.json, as transformers does."""
     generation = config
-    file = folder / "generation_config.json"
-    if file.is_file():
-        generation = Config(file, read_json(file))
+    name = "generation_config.json"
+    content = checkpoint.read_file(name)
+    if content is not None:
+        file = checkpoint.folder / name
+        generation = Config(file, parse_json(file, content))
     chosen = generation if generation.has("eos_token_id") else config
     ends = [token for token in chosen.read_list("eos_token_id") if type(token) is int]
     tokenizer: dict[str, Any] = {"eos": ends}
     if config.has("bos_token_id") and config.read("bos_token_id", int) >= 0:
         bos = config.read("bos_token_id", int)
-        tokenizer |= {"bos": bos, "add_bos": _begins_with(folder / "tokenizer.json", bos)}
+        tokenizer |= {"bos": bos, "add_bos": _begins_with(checkpoint, bos)}
     vocab = config.read("vocab_size", int)
     if tokenizer.get("bos", 0) >= vocab:
         del tokenizer["bos"], tokenizer["add_bos"]
@@ -171,12 +182,13 @@ def _describe_tokenizer(folder: Path, config: Config) -> dict[str, Any]:
     return tokenizer
 
 
-def _begins_with(file: Path, bos: int) -> bool:
+def _begins_with(checkpoint: Checkpoint, bos: int) -> bool:
     """Whether the tokenizer puts ``bos`` before a text; False if it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
-        ids = Tokenizer.from_file(str(file)).encode("a").ids
+        content = checkpoint.read_file("tokenizer.json")
+        ids = [] if content is None else Tokenizer.from_buffer(content).encode("a").ids
     except Exception:  # the library raises plain Exception; the conversion will say what is wrong
         return False
     return bool(ids) and ids[0] == bos

@@ -142,7 +142,7 @@ def find_tensor_problem(
     if tensor is None:
         return Diagnostic(
             code="P533",
-            message=f"{checkpoint.folder} has no tensor {need.name!r}",
+            message=f"{checkpoint.folder} has no tensor {checkpoint.describe_name(need.name)!r}",
             help=f"check tensors.{need.key} and the shape in the model document",
         )
     if tensor.shape != need.shape:
@@ -206,7 +206,7 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
             yield Diagnostic(
                 code="P537",
                 message=(
-                    f"{key} is {stated[key]!r} in {checkpoint.folder / 'config.json'}, "
+                    f"{key} is {stated[key]!r} in {checkpoint.config_file}, "
                     f"but {path} is {value!r} in the model document"
                 ),
                 help=f"correct {path}, or give another checkpoint",

@@ -52,16 +52,20 @@ class SourceTensor:
         stop = self.shape[0] if stop is None else stop
         width = math.prod(self.shape[1:])
         skip = start * width * np.dtype(storage).itemsize
-        count = (stop - start) * width
+        flat = self.read_flat(self.offset + skip, (stop - start) * width, storage)
+        return flat.reshape(stop - start, *self.shape[1:])
+
+    def read_flat(self, offset: int, count: int, storage: str) -> Raw:
+        """``count`` numbers at byte ``offset`` of the file; raises as `read_raw`."""
         try:
-            flat = np.fromfile(self.file, storage, count, offset=self.offset + skip)
+            flat: Raw = np.fromfile(self.file, storage, count, offset=offset)
         except OSError as error:
             raise UserError.of(
                 "P532", f"cannot read tensor {self.name!r} of {self.file}: {error.strerror}"
             ) from None
         if len(flat) != count:
             raise UserError.of("P532", f"{self.file} ends inside tensor {self.name!r}")
-        return flat.reshape(stop - start, *self.shape[1:])
+        return flat
 
     def check_type(self) -> str:
         """numpy's name of the type; `UserError` P535 if it is not a float."""

@@ -1,0 +1,315 @@
+"""Opens GGUF files as the Hugging Face checkpoint that they were made from.
+
+What llama.cpp's converter does to tensors is undone: rows of queries and keys in another order,
+experts in one tensor, weights of norms with 1 added; of PowerInfer's files also down projections
+that are turned, and predictors that read what the FFN's norm reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
+from pi2.importing.gguf_config import Metadata, make_config, recover_llama3
+from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
+from pi2.importing.gguf_names import (
+    ARCHITECTURES,
+    MIXTURE,
+    Architecture,
+    Names,
+    find_place,
+    name_in_file,
+)
+from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
+from pi2.importing.packed_tensor import PackedTensor
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.layout import Precision
+
+U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+Raw = npt.NDArray[np.generic]
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor(PackedTensor):
+    """A tensor of a GGUF file; ``name`` is what the file calls it."""
+
+    block: BlockType
+
+    def check_type(self) -> str:
+        storage = _PLAIN.get(self.block.name)
+        if storage is None and (self.block.is_plain or len(self.shape) < 2):
+            return SourceTensor.check_type(self)
+        if storage is None:
+            check_block(self.block, self.name, str(self.file))
+        return storage or "|u1"
+
+    def _read_stored(self, start: int, stop: int) -> Raw:
+        storage = self.check_type()
+        columns = self.shape[0] if self.is_turned else self.shape[-1]
+        width = columns if len(self.shape) > 1 else 1
+        if self.block.name not in _PLAIN:
+            width = width // self.block.elements * self.block.bytes
+        size = np.dtype(storage).itemsize
+        flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)
+        return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
+
+    def _decode(self, raw: U8) -> F32:
+        return decode_blocks(raw, self.block)
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        if raw.dtype != np.uint8 or self.factors is not None:
+            return None
+        return take_blocks(raw, self.block, precision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufCheckpoint(Checkpoint):
+    """GGUF files; the tokenizer is made from their metadata."""
+
+    metadata: Mapping[str, Any]
+    names: Names
+
+    def read_file(self, name: str) -> bytes | None:
+        if name == "tokenizer.json":
+            return make_tokenizer(self.folder, self.metadata)
+        return read_chat_files(self.metadata).get(name)
+
+    def describe_name(self, name: str) -> str:
+        return name_in_file(self.names, name)
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Open the GGUF file ``path``, or all files of a split one of which it is.
+
+    Raises `UserError`: P530-P536 as `read_gguf`, P533 a file of a split is missing, P544 an
+    architecture or scaling of positions that is not known.
+    """
+    files = [read_gguf(part) for part in find_parts(path)]
+    _check_split(files)
+    metadata = Metadata(files[0].path, files[0].metadata)
+    architecture = ARCHITECTURES.get(metadata.architecture)
+    if architecture is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UserError.of(
+            "P544",
+            f"{path} holds a model of the architecture {metadata.architecture!r}, which is unknown "
+            f"(known: {known})",
+            help="convert the original checkpoint, with a model document written by hand",
+            file=str(path),
+        )
+    experts = metadata.read("{arch}.expert_count", int, 0)
+    names = MIXTURE if experts else architecture.names
+    tensors: dict[str, SourceTensor] = {}
+    for file in files:
+        for entry in file.entries.values():
+            for name, tensor in _place_tensor(file, entry, names, architecture, metadata).items():
+                if name in tensors:
+                    raise UserError.of(
+                        "P536",
+                        f"{tensors[name].file} has tensor {tensors[name].name!r}, and {file.path} "
+                        f"has {tensor.name!r}, which is the same",
+                        help="download or export the file again",
+                    )
+                tensors[name] = tensor
+    embedding = tensors.get(names["token_embd.weight"])
+    if embedding is None:
+        raise UserError.of("P533", f"{path} has no tensor 'token_embd.weight'")
+    sparse = any(file.is_powerinfer or "blk.0.fc1.weight" in file.entries for file in files)
+    config = make_config(
+        metadata,
+        architecture,
+        vocab=embedding.shape[0],
+        tied=names["output.weight"] not in tensors,
+        sparse=sparse,
+    )
+    _describe_biases(config, tensors)
+    _scale_positions(path, files, config)
+    _fold_norms(tensors)
+    return GgufCheckpoint(
+        folder=path,
+        config=config,
+        config_file=path,
+        tensors=tensors,
+        files=tuple(file.path for file in files),
+        metadata=files[0].metadata,
+        names=names,
+    )
+
+
+def find_parts(path: Path) -> list[Path]:
+    """The files of the split that ``path`` belongs to; ``path`` alone if it belongs to none."""
+    split = _SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    count = int(split[3])
+    if not 1 <= int(split[2]) <= count <= 4096:
+        raise UserError.of("P532", f"cannot read {path}: there is no part {split[2]} of {count}")
+    parts = [
+        path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}.gguf")
+        for number in range(1, count + 1)
+    ]
+    for part in parts:
+        if not part.is_file():
+            raise UserError.of(
+                "P533",
+                f"there is no {part}, although {path.name} is one of {count} files",
+                help="put all files of the split into one folder",
+            )
+    return parts
+
+
+def _check_split(files: list[GgufFile]) -> None:
+    """Files must be those that their names say, and together have all tensors."""
+    for number, file in enumerate(files):
+        for key, value in (("split.count", len(files)), ("split.no", number)):
+            # A file that was never split may say that it is none of no files.
+            stated = file.metadata.get(key, value)
+            if stated != value and not (len(files) == 1 and stated == 0):
+                raise UserError.of(
+                    "P532",
+                    f"cannot read {file.path}: {key} is {stated}, expected {value}",
+                    help="put all files of the split into one folder, with their own names",
+                )
+    stated = files[0].metadata.get("split.tensors.count")
+    found = sum(len(file.entries) for file in files)
+    if stated is not None and stated != found:
+        raise UserError.of(
+            "P533",
+            f"{files[0].path} says that the files hold {stated} tensors, but they hold {found}",
+            help="download the files again",
+        )
+
+
+def _place_tensor(
+    file: GgufFile,
+    entry: GgufEntry,
+    names: Names,
+    architecture: Architecture,
+    metadata: Metadata,
+) -> dict[str, SourceTensor]:
+    """A tensor of the file as those of a Hugging Face checkpoint, by name."""
+    place = find_place(names, entry.name)
+    if place is None:
+        return {}
+    is_turned = place.kind == "ffn_down_t.weight"
+    norm = place.kind.endswith("norm.weight")
+    tensor = GgufTensor(
+        file=file.path,
+        name=entry.name,
+        dtype=entry.block.name,
+        shape=entry.shape[::-1] if is_turned else entry.shape,
+        offset=entry.offset,
+        size_bytes=entry.size_bytes,
+        block=entry.block,
+        is_turned=is_turned,
+        added=architecture.norm_offset if norm else 0.0,
+        order=_restore_order(place.kind, entry, architecture, metadata),
+    )
+    if "{expert}" not in place.pattern:
+        return {place.pattern: tensor}
+    if len(entry.shape) != 3:
+        raise UserError.of(
+            "P534",
+            f"tensor {entry.name!r} in {file.path} has the shape {list(entry.shape)}, expected a "
+            "matrix for every expert",
+        )
+    each = entry.size_bytes // entry.shape[0]
+    return {
+        place.pattern.replace("{expert}", str(expert)): replace(
+            tensor,
+            shape=entry.shape[1:],
+            offset=entry.offset + expert * each,
+            size_bytes=each,
+        )
+        for expert in range(entry.shape[0])
+    }
+
+
+def _restore_order(
+    kind: str, entry: GgufEntry, architecture: Architecture, metadata: Metadata
+) -> I64 | None:
+    """Stored row at every row of a query or key projection, where the converter moved them."""
+    part, _, rest = kind.partition(".")
+    if not architecture.permutes or part not in ("attn_q", "attn_k"):
+        return None
+    heads = metadata.read("{arch}.attention.head_count", int)
+    if part == "attn_k":
+        heads = metadata.read("{arch}.attention.head_count_kv", int, heads)
+    rows = entry.shape[0]
+    if heads < 1 or rows % (2 * heads):
+        return None  # the shapes are wrong, which is said later
+    # The file has pairs as neighbours; the original has the first of all pairs, then the second.
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """State the biases that a family may have or not."""
+    has_qkv = "model.layers.0.self_attn.q_proj.bias" in tensors
+    has_output = "model.layers.0.self_attn.o_proj.bias" in tensors
+    if config["model_type"] == "llama" and has_qkv and not has_output:
+        config["model_type"] = "qwen2"  # which is just that
+    config["attention_bias"] = config["use_qkv_bias"] = config["use_bias"] = has_qkv
+    config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
+
+
+def _scale_positions(path: Path, files: list[GgufFile], config: dict[str, Any]) -> None:
+    """State the scaling of positions that a file has as a tensor."""
+    for file in files:
+        refused = next((name for name in file.entries if name.startswith("rope_factors_")), None)
+        entry = file.entries.get("rope_freqs.weight")
+        scaling: dict[str, Any] | None = {}
+        if entry is not None:
+            tensor = GgufTensor(
+                file=file.path,
+                name=entry.name,
+                dtype=entry.block.name,
+                shape=entry.shape,
+                offset=entry.offset,
+                size_bytes=entry.size_bytes,
+                block=entry.block,
+            )
+            factors = tensor.read()
+            scaling = recover_llama3(factors, config["rope_theta"], config["head_dim"])
+            if scaling:
+                config["rope_scaling"] = scaling
+        if refused is not None or scaling is None:
+            raise UserError.of(
+                "P544",
+                f"tensor {refused or 'rope_freqs.weight'!r} in {file.path} scales positions in a "
+                "way that is unknown",
+                help="convert the original checkpoint",
+                file=str(path),
+            )
+
+
+def _fold_norms(tensors: dict[str, SourceTensor]) -> None:
+    """Let predictors read what the FFN reads.
+
+    PowerInfer's read h, where the FFN reads u = h / |h| * w with the norm's weights w.  fc2
+    relu(fc1 h) has the sign of fc2 relu(fc1 (u / w)), so that columns of fc1 are divided by w.
+    """
+    for name, tensor in tensors.items():
+        if not name.endswith(".mlp.predictor.fc1.weight"):
+            continue
+        norm = tensors.get(name.replace("mlp.predictor.fc1", "post_attention_layernorm"))
+        if norm is None or len(tensor.shape) != 2 or norm.shape != tensor.shape[1:]:
+            continue  # said later, with all that is missing or wrong
+        assert isinstance(tensor, GgufTensor)
+        weights = norm.read()
+        factors = np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
+        tensors[name] = replace(tensor, factors=factors)

@@ -1,0 +1,174 @@
+"""What ``config.json`` would say of a model, from a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.importing.gguf_names import Architecture
+
+F32 = npt.NDArray[np.float32]
+
+
+class Metadata:
+    """Metadata whose values are checked as they are read."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+        self.architecture: str = self.read("general.architecture", str)
+
+    def read(self, key: str, kind: type, default: Any = None) -> Any:
+        """Value of ``key``; ``{arch}`` in it stands for the architecture.
+
+        `UserError` P532 if it is missing without default, or of another type; a number for every
+        layer counts as one number if they are all equal.
+        """
+        key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value = self.values.get(key)
+        if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
+            if not (value == value[0]).all():
+                raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
+            value = value[0].item()
+        if value is None:
+            if default is None:
+                raise self._refuse(f"it does not state {key}")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
+        if kind is float:
+            if not math.isfinite(value):
+                raise self._refuse(f"{key} is {value!r}")
+            # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
+            value = float(str(np.float32(value)))
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is stated."""
+        return key.replace("{arch}", self.architecture) in self.values
+
+    def _refuse(self, problem: str) -> UserError:
+        return UserError.of(
+            "P532",
+            f"cannot read {self.file}: {problem}",
+            help="export the file again, or convert the original checkpoint",
+        )
+
+
+def make_config(
+    metadata: Metadata, architecture: Architecture, *, vocab: int, tied: bool, sparse: bool
+) -> dict[str, Any]:
+    """The configuration.  ``vocab``: rows of the embedding table; ``tied``: there is no head;
+    ``sparse``: the file has predictors, so that its model computes ReLU."""
+    read = metadata.read
+    hidden = read("{arch}.embedding_length", int)
+    heads = read("{arch}.attention.head_count", int)
+    head_dim = read("{arch}.attention.key_length", int, max(1, hidden // max(1, heads)))
+    layers, context = read("{arch}.block_count", int), read("{arch}.context_length", int)
+    ffn = read("{arch}.feed_forward_length", int)
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "_name_or_path": read("general.name", str, metadata.file.stem),
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        **architecture.settings,
+        **_read_tokens(metadata),
+    }
+    if architecture.model_type == "opt":
+        return config | {"ffn_dim": ffn, "activation_function": architecture.activation}
+    activation = "relu" if sparse else architecture.activation
+    config |= {
+        "intermediate_size": ffn,
+        "num_key_value_heads": read("{arch}.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "hidden_act": activation,
+        "rope_theta": read("{arch}.rope.freq_base", float, 10000.0),
+    }
+    rotated = read("{arch}.rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+    if metadata.has("{arch}.attention.layer_norm_rms_epsilon"):
+        config["rms_norm_eps"] = read("{arch}.attention.layer_norm_rms_epsilon", float)
+    else:
+        epsilon = read("{arch}.attention.layer_norm_epsilon", float, 1e-5)
+        config |= {"layer_norm_eps": epsilon, "norm_epsilon": epsilon}
+    if read("{arch}.expert_count", int, 0):
+        config |= {
+            "model_type": "mixtral",
+            "num_local_experts": read("{arch}.expert_count", int),
+            "num_experts_per_tok": read("{arch}.expert_used_count", int),
+        }
+    window = read("{arch}.attention.sliding_window", int, 0)
+    if window:
+        config["sliding_window"] = window
+        if architecture.model_type == "llama" and config["model_type"] == "llama":
+            config["model_type"] = "mistral"
+    if metadata.has("{arch}.use_parallel_residual"):
+        config["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
+    scaling = _read_scaling(metadata, context)
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _read_tokens(metadata: Metadata) -> dict[str, Any]:
+    ends = ("eos", "eot", "eom")
+    tokens: dict[str, Any] = {"eos_token_id": []}
+    for end in ends:
+        key = f"tokenizer.ggml.{end}_token_id"
+        if metadata.has(key) and metadata.read(key, int) not in tokens["eos_token_id"]:
+            tokens["eos_token_id"].append(metadata.read(key, int))
+    if metadata.has("tokenizer.ggml.bos_token_id"):
+        tokens["bos_token_id"] = metadata.read("tokenizer.ggml.bos_token_id", int)
+    return tokens
+
+
+def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
+    kind = metadata.read("{arch}.rope.scaling.type", str, "none")
+    if kind in ("none", ""):
+        factor = metadata.read("{arch}.rope.scale_linear", float, 1.0)
+        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
+    scaling: dict[str, Any] = {
+        "rope_type": kind,
+        "factor": metadata.read("{arch}.rope.scaling.factor", float),
+    }
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = metadata.read(
+            "{arch}.rope.scaling.original_context_length", int, context
+        )
+    return scaling
+
+
+def recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The llama3 scaling whose frequency divisors are ``factors`` [head_dim / 2].
+
+    Files have these numbers (``rope_freqs.weight``) instead of what they were computed from.  {}
+    where nothing is scaled; None if no such scaling is known.
+    """
+    if (factors == 1.0).all():
+        return {}
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
+    low, high = 1.0, 4.0
+    for original in (2**power for power in range(10, 18)):
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if np.allclose(expected, factors, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return None

@@ -1,0 +1,229 @@
+"""Reads the header of GGUF files: metadata, and where every tensor lies.
+
+Read here and not with the `gguf` package, because its reader refuses PowerInfer's files, maps the
+whole file, and its errors name neither file nor tensor.  Format: magic, version, number of tensors,
+number of keys, keys with typed values, then name, dimensions, type and offset of every tensor, then
+the data, aligned.  https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from pi2.diagnostics import UserError
+from pi2.importing.gguf_blocks import BLOCKS, BlockType
+
+MAGICS = {b"GGUF": False, b"PWRI": True}
+"""PowerInfer marks its files with a magic of its own; nothing else differs."""
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+_MAX_DEPTH = 4
+"""Arrays within arrays; nobody is known to write more than one."""
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "|b1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufEntry:
+    """A tensor and where it lies."""
+
+    name: str
+    block: BlockType
+    shape: tuple[int, ...]
+    """Rows first, as numpy has it; GGUF counts dimensions the other way round."""
+    offset: int
+    """Byte of its first element in the file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFile:
+    """The header of a file."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    """Numbers, texts, numpy arrays of numbers, lists of the rest."""
+    entries: Mapping[str, GgufEntry]
+    is_powerinfer: bool
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of ``path``.
+
+    Raises `UserError`: P530 no such file, P532 it cannot be read, P535 an unknown type of numbers,
+    P536 a tensor twice.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise _bad_file(path, "it is cut, or not a GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Header(path, data, size).read()
+    except FileNotFoundError:
+        raise UserError.of(
+            "P530", f"there is no checkpoint at {path}", help="correct the path"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _bad_file(path, getattr(error, "strerror", None) or str(error)) from None
+
+
+class _Header:
+    """A place in a header that moves on as values are read."""
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self._path = path
+        self._data = data
+        self._size = size
+        self._place = 0
+        self._reading = "its first bytes"
+
+    def read(self) -> GgufFile:
+        magic = self._take(4)
+        if magic not in MAGICS:
+            raise _bad_file(self._path, f"it begins with {magic!r}: it is not a GGUF file")
+        version = self._take_number("<I")
+        if version not in _VERSIONS:
+            if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+                self._refuse("its numbers are big-endian, only little-endian files can be read")
+            self._refuse(f"its version is {version}, only 2 and 3 can be read")
+        tensors, keys = self._take_number("<Q"), self._take_number("<Q")
+        metadata: dict[str, Any] = {}
+        for number in range(keys):
+            self._reading = f"metadata key {number} of {keys}"
+            key = self._take_text(strict=True)
+            self._reading = f"the value of {key!r}"
+            if key in metadata:
+                self._refuse(f"the metadata key {key!r} is there twice")
+            metadata[key] = self._take_value(self._take_number("<I"))
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self._refuse(f"general.alignment is {alignment!r}, not a power of two")
+        entries = self._take_entries(tensors, alignment)
+        return GgufFile(
+            path=self._path,
+            metadata=metadata,
+            entries=entries,
+            is_powerinfer=MAGICS[magic],
+        )
+
+    def _take_entries(self, count: int, alignment: int) -> dict[str, GgufEntry]:
+        relative: dict[str, GgufEntry] = {}
+        for number in range(count):
+            self._reading = f"the entry of tensor {number} of {count}"
+            entry = self._take_entry()
+            if entry.name in relative:
+                raise UserError.of("P536", f"{self._path} has tensor {entry.name!r} twice")
+            if entry.offset % alignment:
+                self._refuse(f"tensor {entry.name!r} does not begin at a multiple of {alignment}")
+            relative[entry.name] = entry
+        start = -(-self._place // alignment) * alignment
+        entries = {}
+        end, before = 0, ""
+        for entry in sorted(relative.values(), key=lambda entry: entry.offset):
+            if entry.offset < end:
+                self._refuse(f"the tensors {before!r} and {entry.name!r} overlap")
+            end, before = entry.offset + entry.size_bytes, entry.name
+            if start + end > self._size:
+                self._refuse(
+                    f"it is cut: {self._size} bytes, but tensor {before!r} ends at {start + end}"
+                )
+        for name, entry in relative.items():
+            entries[name] = GgufEntry(
+                name=name,
+                block=entry.block,
+                shape=entry.shape,
+                offset=start + entry.offset,
+                size_bytes=entry.size_bytes,
+            )
+        return entries
+
+    def _take_entry(self) -> GgufEntry:
+        name = self._take_text(strict=True)
+        self._reading = f"the entry of tensor {name!r}"
+        count = self._take_number("<I")
+        if not 1 <= count <= _MAX_DIMENSIONS:
+            self._refuse(f"tensor {name!r} has {count} dimensions")
+        shape = tuple(self._take_number("<Q") for _ in range(count))[::-1]
+        kind, offset = self._take_number("<I"), self._take_number("<Q")
+        block = BLOCKS.get(kind)
+        if block is None:
+            raise UserError.of(
+                "P535",
+                f"tensor {name!r} in {self._path} has the unknown type {kind}",
+                help="convert the model to one of F32, F16, BF16, Q8_0 and Q4_0",
+            )
+        if min(shape) < 1 or shape[-1] % block.elements:
+            self._refuse(
+                f"tensor {name!r} has the shape {list(shape)}, but {block.name} comes in "
+                f"blocks of {block.elements}"
+            )
+        size = math.prod(shape) // block.elements * block.bytes
+        return GgufEntry(name=name, block=block, shape=shape, offset=offset, size_bytes=size)
+
+    def _take_value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _NUMBERS:
+            return self._take_array(kind, 1)[0].item()
+        if kind == _STRING:
+            return self._take_text()
+        if kind != _ARRAY or depth >= _MAX_DEPTH:
+            self._refuse(f"{self._reading} has the unknown type {kind}")
+        inner, count = self._take_number("<I"), self._take_number("<Q")
+        if inner in _NUMBERS:
+            return self._take_array(inner, count)
+        if count > self._size - self._place:
+            self._refuse(f"it ends inside {self._reading}")
+        return [self._take_value(inner, depth + 1) for _ in range(count)]
+
+    def _take_array(self, kind: int, count: int) -> Any:
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _take_text(self, *, strict: bool = False) -> str:
+        # Tokens may hold pieces of characters; names may not.
+        size = self._take_number("<Q")
+        try:
+            return self._take(size).decode("utf-8", "strict" if strict else "replace")
+        except UnicodeDecodeError:
+            self._refuse(f"{self._reading} is not UTF-8")
+
+    def _take_number(self, kind: str) -> int:
+        number: int = struct.unpack(kind, self._take(struct.calcsize(kind)))[0]
+        return number
+
+    def _take(self, size: int) -> bytes:
+        if size > self._size - self._place:
+            self._refuse(f"it ends inside {self._reading}")
+        piece = self._data[self._place : self._place + size]
+        self._place += size
+        return piece
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise _bad_file(self._path, problem)
+
+
+def _bad_file(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P532", f"cannot read {path}: {problem}", help="download or export the file again"
+    )

@@ -1,0 +1,177 @@
+"""What GGUF files call the tensors that Hugging Face checkpoints have, family by family."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_LAYER = "model.layers.{layer}"
+_OPT_LAYER = "model.decoder.layers.{layer}"
+
+Names = dict[str, str]
+"""Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""
+
+
+def _name_both(gguf: str, hugging_face: str) -> Names:
+    """A projection or norm: its weight and its bias."""
+    return {f"{gguf}.{part}": f"{hugging_face}.{part}" for part in ("weight", "bias")}
+
+
+_ENDS: Names = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output.weight": "lm_head.weight",
+    **_name_both("output_norm", "model.norm"),
+}
+
+_ATTENTION: Names = {
+    **_name_both("blk.{layer}.attn_norm", f"{_LAYER}.input_layernorm"),
+    **_name_both("blk.{layer}.attn_q", f"{_LAYER}.self_attn.q_proj"),
+    **_name_both("blk.{layer}.attn_k", f"{_LAYER}.self_attn.k_proj"),
+    **_name_both("blk.{layer}.attn_v", f"{_LAYER}.self_attn.v_proj"),
+    **_name_both("blk.{layer}.attn_output", f"{_LAYER}.self_attn.o_proj"),
+    "blk.{layer}.attn_q_norm.weight": f"{_LAYER}.self_attn.q_norm.weight",
+    "blk.{layer}.attn_k_norm.weight": f"{_LAYER}.self_attn.k_norm.weight",
+    **_name_both("blk.{layer}.ffn_norm", f"{_LAYER}.post_attention_layernorm"),
+}
+
+_PREDICTORS: Names = {
+    "blk.{layer}.fc1.weight": f"{_LAYER}.mlp.predictor.fc1.weight",
+    "blk.{layer}.fc2.weight": f"{_LAYER}.mlp.predictor.fc2.weight",
+}
+
+DECODER: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    **_name_both("blk.{layer}.ffn_gate", f"{_LAYER}.mlp.gate_proj"),
+    **_name_both("blk.{layer}.ffn_up", f"{_LAYER}.mlp.up_proj"),
+    **_name_both("blk.{layer}.ffn_down", f"{_LAYER}.mlp.down_proj"),
+    "blk.{layer}.ffn_down_t.weight": f"{_LAYER}.mlp.down_proj.weight",
+    **_PREDICTORS,
+}
+
+MIXTURE: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.block_sparse_moe.gate.weight",
+    "blk.{layer}.ffn_gate_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight",
+    "blk.{layer}.ffn_up_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight",
+    "blk.{layer}.ffn_down_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight",
+    # One tensor per expert, as files of early 2024 have them.
+    "blk.{layer}.ffn_gate.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight",
+    "blk.{layer}.ffn_up.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight",
+    "blk.{layer}.ffn_down.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight",
+}
+
+PHI3: Names = {
+    **DECODER,
+    "blk.{layer}.attn_qkv.weight": f"{_LAYER}.self_attn.qkv_proj.weight",
+    # Gates and ups in one.
+    "blk.{layer}.ffn_up.weight": f"{_LAYER}.mlp.gate_up_proj.weight",
+}
+
+STARCODER2: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    **_name_both("blk.{layer}.ffn_up", f"{_LAYER}.mlp.c_fc"),
+    **_name_both("blk.{layer}.ffn_down", f"{_LAYER}.mlp.c_proj"),
+}
+
+OPT: Names = {
+    "token_embd.weight": "model.decoder.embed_tokens.weight",
+    "position_embd.weight": "model.decoder.embed_positions.weight",
+    "output.weight": "lm_head.weight",
+    **_name_both("output_norm", "model.decoder.final_layer_norm"),
+    **_name_both("blk.{layer}.attn_norm", f"{_OPT_LAYER}.self_attn_layer_norm"),
+    **_name_both("blk.{layer}.attn_q", f"{_OPT_LAYER}.self_attn.q_proj"),
+    **_name_both("blk.{layer}.attn_k", f"{_OPT_LAYER}.self_attn.k_proj"),
+    **_name_both("blk.{layer}.attn_v", f"{_OPT_LAYER}.self_attn.v_proj"),
+    **_name_both("blk.{layer}.attn_output", f"{_OPT_LAYER}.self_attn.out_proj"),
+    **_name_both("blk.{layer}.ffn_norm", f"{_OPT_LAYER}.final_layer_norm"),
+    **_name_both("blk.{layer}.ffn_up", f"{_OPT_LAYER}.fc1"),
+    **_name_both("blk.{layer}.ffn_down", f"{_OPT_LAYER}.fc2"),
+    "blk.{layer}.ffn_down_t.weight": f"{_OPT_LAYER}.fc2.weight",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A family as GGUF files know it."""
+
+    model_type: str
+    """The family's name in ``config.json``."""
+    names: Names = field(default_factory=lambda: DECODER)
+    activation: str = "silu"
+    """What files of this family mean, since they do not say."""
+    permutes: bool = False
+    """Whether rows of queries and keys are in the order of pairs that follow each other."""
+    norm_offset: float = 0.0
+    """What the file has added to the weights of norms."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """What else the configuration says, because files of this family do not."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(model_type="llama", permutes=True),
+    "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+    "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
+    "phi3": Architecture(model_type="phi3", names=PHI3),
+    "stablelm": Architecture(model_type="stablelm"),
+    "starcoder2": Architecture(
+        model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
+    ),
+    "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
+}
+"""By ``general.architecture``."""
+
+_NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of a file belongs."""
+
+    pattern: str
+    """Its name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
+    kind: str
+    """Its name in the file without the layer's number: ``attn_q.weight``."""
+    layer: int
+
+
+def find_place(names: Names, name: str) -> Place | None:
+    """Where the tensor ``name`` of a file belongs; None if no model needs it."""
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered is None:
+        pattern = names.get(name)
+        return None if pattern is None else Place(pattern, name, 0)
+    layer, kind = int(numbered[1]), numbered[2]
+    expert = _EXPERT.fullmatch(kind)
+    key = f"blk.{{layer}}.{kind}"
+    if expert is not None:
+        key = f"blk.{{layer}}.{expert[1]}.{{expert}}.weight"
+    pattern = names.get(key)
+    if pattern is None:
+        return None
+    pattern = pattern.replace("{layer}", str(layer))
+    if expert is not None:
+        pattern = pattern.replace("{expert}", expert[2])
+    return Place(pattern, kind, layer)
+
+
+def name_in_file(names: Names, wanted: str) -> str:
+    """What a file calls the tensor ``wanted`` of a Hugging Face checkpoint; ``wanted`` itself if
+    no file has it."""
+    for name, pattern in names.items():
+        parts = re.split(r"\{(\w+)\}", pattern)
+        expression = "".join(
+            re.escape(part) if index % 2 == 0 else rf"(?P<{part}>\d+)"
+            for index, part in enumerate(parts)
+        )
+        found = re.fullmatch(expression, wanted)
+        if found is not None:
+            for key, number in found.groupdict().items():
+                name = name.replace(f"{{{key}}}", number)
+            return name
+    return wanted
