@@ -97,9 +97,9 @@ def command(
 
     CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
     where torch is installed, PyTorch files), a GGUF file (one of them, if it is split; PowerInfer's
-    too), or a folder of MLC-LLM (mlc-chat-config.json).  The store's folder also gets the model document and a plan for this machine, so
-    that the model can be run at once.  Nothing is left behind if it fails; after Ctrl-C the same
-    command goes on where it was.
+    too), or a folder of MLC-LLM (mlc-chat-config.json).  The store's folder also gets the model
+    document and a plan for this machine, so that the model can be run at once.  Nothing is left
+    behind if it fails; after Ctrl-C the same command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.importing.convert import convert_checkpoint

@@ -74,7 +74,8 @@ def convert_checkpoint(
     """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
     MLC-LLM, or a GGUF file.
 
-    ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.  ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
+    ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.
+    ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what

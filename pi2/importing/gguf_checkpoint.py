@@ -74,7 +74,7 @@ class GgufTensor(PackedTensor):
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         if raw.dtype != np.uint8 or self.factors is not None:
             return None
-        return take_blocks(raw, self.block, precision)
+        return take_blocks(raw.view(np.uint8), self.block, precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +137,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         tied=names["output.weight"] not in tensors,
         sparse=sparse,
     )
+    positions = tensors.get("model.decoder.embed_positions.weight")
+    if positions is not None:
+        # PowerInfer counts the two rows before position 0 too.
+        config["max_position_embeddings"] = positions.shape[0] - 2
     _describe_biases(config, tensors)
     _scale_positions(path, files, config)
     _fold_norms(tensors)
@@ -244,7 +248,7 @@ def _restore_order(
     kind: str, entry: GgufEntry, architecture: Architecture, metadata: Metadata
 ) -> I64 | None:
     """Stored row at every row of a query or key projection, where the converter moved them."""
-    part, _, rest = kind.partition(".")
+    part, _, _ = kind.partition(".")
     if not architecture.permutes or part not in ("attn_q", "attn_k"):
         return None
     heads = metadata.read("{arch}.attention.head_count", int)

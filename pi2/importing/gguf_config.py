@@ -24,14 +24,14 @@ class Metadata:
         self.values = values
         self.architecture: str = self.read("general.architecture", str)
 
-    def read(self, key: str, kind: type, default: Any = None) -> Any:
+    def read(self, key: str, kind: type[object], default: Any = None) -> Any:
         """Value of ``key``; ``{arch}`` in it stands for the architecture.
 
         `UserError` P532 if it is missing without default, or of another type; a number for every
         layer counts as one number if they are all equal.
         """
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
             if not (value == value[0]).all():
                 raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
@@ -44,7 +44,7 @@ class Metadata:
             value = float(value)
         if type(value) is not kind:
             raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
-        if kind is float:
+        if isinstance(value, float):
             if not math.isfinite(value):
                 raise self._refuse(f"{key} is {value!r}")
             # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
@@ -160,7 +160,7 @@ def recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] 
     factor = float(factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
     low, high = 1.0, 4.0
-    for original in (2**power for power in range(10, 18)):
+    for original in (2**power for power in range(4, 20)):
         smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
         expected = 1 / ((1 - smooth) / factor + smooth)
         if np.allclose(expected, factors, rtol=1e-4):

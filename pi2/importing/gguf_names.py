@@ -49,17 +49,18 @@ DECODER: Names = {
     **_PREDICTORS,
 }
 
+_EXPERTS = {
+    part: f"{_LAYER}.block_sparse_moe.experts.{{expert}}.{name}.weight"
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+
 MIXTURE: Names = {
     **_ENDS,
     **_ATTENTION,
     "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.block_sparse_moe.gate.weight",
-    "blk.{layer}.ffn_gate_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight",
-    "blk.{layer}.ffn_up_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight",
-    "blk.{layer}.ffn_down_exps.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight",
+    **{f"blk.{{layer}}.ffn_{part}_exps.weight": name for part, name in _EXPERTS.items()},
     # One tensor per expert, as files of early 2024 have them.
-    "blk.{layer}.ffn_gate.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight",
-    "blk.{layer}.ffn_up.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight",
-    "blk.{layer}.ffn_down.{expert}.weight": f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight",
+    **{f"blk.{{layer}}.ffn_{part}.{{expert}}.weight": name for part, name in _EXPERTS.items()},
 }
 
 PHI3: Names = {

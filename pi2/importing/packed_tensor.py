@@ -66,7 +66,7 @@ class PackedTensor(SourceTensor, ABC):
         for first, last in pieces:
             piece = self.read_raw(first, last)
             # Groups lie along the rows: bytes must become numbers before they can be turned.
-            numbers = self._decode(piece) if piece.dtype == np.uint8 else piece
+            numbers = self._decode(piece.view(np.uint8)) if piece.dtype == np.uint8 else piece
             if turned is None:
                 turned = np.empty((columns, rows), numbers.dtype)
             turned[:, first:last] = turn(numbers)
@@ -75,7 +75,11 @@ class PackedTensor(SourceTensor, ABC):
 
     def widen(self, raw: Raw) -> F32:
         # A zero-argument super() does not work in classes with slots.
-        numbers = self._decode(raw) if raw.dtype == np.uint8 else SourceTensor.widen(self, raw)
+        numbers = (
+            self._decode(raw.view(np.uint8))
+            if raw.dtype == np.uint8
+            else SourceTensor.widen(self, raw)
+        )
         if self.added:
             numbers = numbers - np.float32(self.added)
         if self.factors is not None:
@@ -84,4 +88,4 @@ class PackedTensor(SourceTensor, ABC):
 
     def _decode_stored(self, start: int, stop: int) -> Raw:
         raw = self._read_stored(start, stop)
-        return self._decode(raw) if raw.dtype == np.uint8 else raw
+        return self._decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw

@@ -1,0 +1,197 @@
+"""GGUF files of tiny models, made from Hugging Face tensors the way llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+F32 = npt.NDArray[np.float32]
+
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "sparsellama": "llama"}
+"""Where GGUF's name of a family is not that of transformers."""
+_NAMES = (
+    (r"model\.embed_tokens", "token_embd"),
+    (r"model\.norm", "output_norm"),
+    (r"lm_head", "output"),
+    (r"model\.layers\.(\d+)\.input_layernorm", r"blk.\1.attn_norm"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
+    (r"model\.layers\.(\d+)\.self_attn\.qkv_proj", r"blk.\1.attn_qkv"),
+    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk.\1.attn_output"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk.\1.ffn_norm"),
+    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
+    (r"model\.layers\.(\d+)\.mlp\.gate_up_proj", r"blk.\1.ffn_up"),
+    (r"model\.layers\.(\d+)\.mlp\.c_fc", r"blk.\1.ffn_up"),
+    (r"model\.layers\.(\d+)\.mlp\.c_proj", r"blk.\1.ffn_down"),
+    (r"model\.layers\.(\d+)\.mlp\.predictor\.(fc[12])", r"blk.\1.\2"),
+    (r"model\.layers\.(\d+)\.block_sparse_moe\.gate", r"blk.\1.ffn_gate_inp"),
+    (r"model\.decoder\.embed_tokens", "token_embd"),
+    (r"model\.decoder\.embed_positions", "position_embd"),
+    (r"model\.decoder\.final_layer_norm", "output_norm"),
+    (r"model\.decoder\.layers\.(\d+)\.self_attn_layer_norm", r"blk.\1.attn_norm"),
+    (r"model\.decoder\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
+    (r"model\.decoder\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
+    (r"model\.decoder\.layers\.(\d+)\.final_layer_norm", r"blk.\1.ffn_norm"),
+    (r"model\.decoder\.layers\.(\d+)\.fc1", r"blk.\1.ffn_up"),
+    (r"model\.decoder\.layers\.(\d+)\.fc2", r"blk.\1.ffn_down"),
+)
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+
+
+def name_tensor(name: str) -> str:
+    """GGUF's name of a tensor."""
+    stem, _, kind = name.rpartition(".")
+    for pattern, replacement in _NAMES:
+        if re.fullmatch(pattern, stem):
+            return f"{re.sub(pattern, replacement, stem)}.{kind}"
+    raise AssertionError(name)
+
+
+def permute(values: F32, heads: int) -> F32:
+    """Rows of queries or keys as llama.cpp has them for Llama: pairs become neighbours."""
+    halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str, F32]:
+    """Tensors of a GGUF file."""
+    family = config["model_type"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    found: dict[str, F32] = {}
+    experts: dict[tuple[int, str], list[F32]] = {}
+    for name, stored in weights.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            part = {"w1": "gate", "w3": "up", "w2": "down"}[expert[3]]
+            group = experts.setdefault((int(expert[1]), part), [])
+            assert len(group) == int(expert[2])
+            group.append(stored)
+            continue
+        values = stored
+        if ARCHITECTURES.get(family, family) in ("llama", "bamboo"):
+            if ".q_proj." in name:
+                values = permute(values, heads)
+            if ".k_proj." in name:
+                values = permute(values, kv_heads)
+        if family == "gemma" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        found[name_tensor(name)] = values
+    for (layer, part), group in experts.items():
+        found[f"blk.{layer}.ffn_{part}_exps.weight"] = np.stack(group)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = _find_divisors(config, scaling)
+    return found
+
+
+def _find_divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> F32:
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    theta = scaling.get("rope_theta") or config["rope_theta"]
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    divisors = []
+    for index in range(0, size, 2):
+        wavelength = 2 * np.pi * theta ** (index / size)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(scaling["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(divisors, np.float32)
+
+
+def add_config(writer: Any, config: Mapping[str, Any]) -> None:
+    """Write what GGUF files say of ``config``."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    writer.add_name("Tiny")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config.get("intermediate_size") or config["ffn_dim"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    if head_dim != hidden // heads:
+        writer.add_key_length(head_dim)
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config.get("norm_epsilon", 1e-5))
+    theta = scaling.get("rope_theta") or config.get("rope_theta")
+    if theta:
+        writer.add_rope_freq_base(theta)
+    share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    writer.add_rope_dimension_count(int(share * head_dim))
+    kind = scaling.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        writer.add_string(f"{writer.arch}.rope.scaling.type", kind)
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if config.get("num_local_experts"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    for key in ("bos", "eos"):
+        number = config.get(f"{key}_token_id")
+        if number is not None:
+            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
+
+
+def write_gguf(
+    file: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, F32],
+    kind: str = "F32",
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``; return ``file``."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(
+        file, ARCHITECTURES.get(config["model_type"], config["model_type"]), **options
+    )
+    add_config(writer, config)
+    for key, value in (changes or {}).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    number = gguf.GGMLQuantizationType[kind]
+    for name, values in tensors.items():
+        plain = values.ndim == 1 or "rope_freqs" in name or kind == "F32"
+        if plain:
+            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        elif kind == "F16":
+            writer.add_tensor(name, values.astype(np.float16))
+        else:
+            packed = gguf.quants.quantize(np.ascontiguousarray(values), number)
+            writer.add_tensor(name, packed, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, F32]]:
+    """Configuration and float32 weights of a Hugging Face folder."""
+    from safetensors.numpy import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    return config, {name: values.astype(np.float32) for name, values in weights.items()}

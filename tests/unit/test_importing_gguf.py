@@ -1,0 +1,261 @@
+"""GGUF files: the store is that of the checkpoint which the file was made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pi2
+from pi2.diagnostics import UserError
+from pi2.importing import gguf_blocks
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.convert import convert_checkpoint
+from pi2.importing.gguf_blocks import BLOCKS, decode_blocks
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.model import Model, Quantization
+from pi2.plan.packing import dequantize, unpack_part
+from pi2.store.reader import NeuronStore
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import (
+    read_checkpoint,
+    translate,
+    write_gguf,
+)
+from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
+from tests.helpers.models import draw_weights, make_model
+
+gguf = pytest.importorskip("gguf")
+
+F32 = npt.NDArray[np.float32]
+GOLDENS = (
+    "gemma",
+    "llama",
+    "llama-biases",
+    "llama-linear",
+    "llama-llama3",
+    "llama-yarn",
+    "mistral-window",
+    "mixtral",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "stablelm",
+    "stablelm-parallel",
+    "starcoder2",
+)
+
+
+def convert(source: Path, store: Path, tokenizer: Path, changes: dict[str, Any]) -> Model:
+    """Convert ``source`` with the document that is made from it, with other precisions."""
+    model = describe_checkpoint(source, "golden").model
+    chosen = model.quantization.model_dump() | changes
+    model = model.model_copy(update={"quantization": Quantization.model_validate(chosen)})
+    convert_checkpoint(source, model, store, tokenizer=tokenizer)
+    return model
+
+
+def expect_same_weights(one: Path, other: Path) -> None:
+    files = sorted(path.relative_to(one) for path in one.rglob("*.arrow"))
+    assert len(files) >= 2
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def forget_names(model: Model) -> dict[str, Any]:
+    """What must be equal, however the checkpoint is stored."""
+    values = model.model_dump(mode="json")
+    for key in ("name", "description", "tokenizer"):
+        del values[key]
+    return values
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    if name == "llama-biases":
+        # A GGUF file cannot say that a Llama has ReLU.
+        text = (checkpoint / "config.json").read_text()
+        (checkpoint / "config.json").write_text(text.replace('"relu"', '"silu"'))
+    config, weights = read_checkpoint(checkpoint)
+    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config))
+    tokenizer = checkpoint / "tokenizer.json"
+    expected = convert(checkpoint, tmp_path / "a", tokenizer, EXACT)
+    found = convert(file, tmp_path / "b", tokenizer, EXACT)
+    assert forget_names(found) == forget_names(expected)
+    assert found.tokenizer.eos == expected.tokenizer.eos
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_narrow_floats(tmp_path: Path, kind: str) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    if kind == "BF16":
+        weights = {name: cut_to_bfloat16(values) for name, values in weights.items()}
+    tokenizer = checkpoint / "tokenizer.json"
+    for name in ("F32", kind):
+        file = write_gguf(tmp_path / f"{name}.gguf", config, translate(weights, config), name)
+        convert(file, tmp_path / name, tokenizer, EXACT)
+    expect_same_weights(tmp_path / "F32", tmp_path / kind)
+
+
+def cut_to_bfloat16(values: F32) -> F32:
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+# Quantised files
+
+
+def write_tiny(tmp_path: Path, kind: str = "F32", **options: Any) -> tuple[Path, Path]:
+    """A GGUF file in the type ``kind``, and the Hugging Face folder it was made from."""
+    model = make_model({"predictor": None, "ffn": {"activation": "silu"}, **options})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": 64, "hidden_act": "silu"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    file = write_gguf(tmp_path / f"{kind}.gguf", config, translate(weights, config), kind)
+    return file, checkpoint
+
+
+def read_file_values(file: Path) -> dict[str, F32]:
+    """All tensors as the gguf package reads them."""
+    reader = gguf.GGUFReader(file)
+    return {
+        tensor.name: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        for tensor in reader.tensors
+    }
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_codes_of_the_same_kind_are_taken_over(tmp_path: Path, kind: str, precision: str) -> None:
+    """Nothing is rounded a second time, but for down, whose groups lie the other way."""
+    file, checkpoint = write_tiny(tmp_path, kind)
+    values = read_file_values(file)
+    chosen = dict.fromkeys(EXACT, precision)
+    model = convert(file, tmp_path / "store", checkpoint / "tokenizer.json", chosen)
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        for layer, stored in enumerate(store.layers):
+            for place, part in enumerate(("gate", "up")):
+                found = unpack_part(stored.bundles, store.bundle, place)
+                np.testing.assert_array_equal(found, values[f"blk.{layer}.ffn_{part}.weight"])
+            down = unpack_part(stored.bundles, store.bundle, 2)
+            wrong = np.abs(down - values[f"blk.{layer}.ffn_down.weight"].T)
+            assert 0 < wrong.max() <= 0.2 * np.abs(down).max()
+            output = store.tensors[f"layers.{layer}.output"]
+            assert output.scales is not None and output.precision is not None
+            found = dequantize(output.weights.view(np.uint8), output.scales, 64, output.precision)
+            np.testing.assert_array_equal(found, values[f"blk.{layer}.attn_output.weight"])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: str) -> None:
+    """In fp16, its store is that of a float32 file with the numbers that it stands for."""
+    file, checkpoint = write_tiny(tmp_path, kind)
+    config = json.loads((checkpoint / "config.json").read_text())
+    plain = write_gguf(tmp_path / "plain.gguf", config, read_file_values(file))
+    tokenizer = checkpoint / "tokenizer.json"
+    convert(file, tmp_path / "a", tokenizer, EXACT)
+    convert(plain, tmp_path / "b", tokenizer, EXACT)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS.values() if not b.is_plain], ids=lambda block: block.name
+)
+def test_every_type_is_decoded_as_the_gguf_package_does(block: gguf_blocks.BlockType) -> None:
+    generator = np.random.default_rng(0)
+    raw = generator.integers(0, 256, (3, 2 * block.bytes), np.uint8)
+    number = gguf.GGMLQuantizationType(block.number)
+    assert gguf.GGML_QUANT_SIZES[number] == (block.elements, block.bytes)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, number)
+        found = decode_blocks(raw, block)
+    assert found.shape == (3, 2 * block.elements)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_rare_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, checkpoint = write_tiny(tmp_path, "Q5_0")
+    monkeypatch.setattr(gguf_blocks, "has_gguf", lambda: False)
+    with pytest.raises(UserError, match=r"P531.*Q5_0.*gguf package(.|\n)*pip install 'pi2\[gguf"):
+        convert(file, tmp_path / "store", checkpoint / "tokenizer.json", {})
+    assert not (tmp_path / "store").exists()
+
+
+# Split files
+
+
+def test_any_file_of_a_split_stands_for_all(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    tensors = translate(weights, config)
+    whole = write_gguf(tmp_path / "whole.gguf", config, tensors)
+    write_gguf(tmp_path / "split.gguf", config, tensors, split_max_tensors=8)
+    (tmp_path / "parts").mkdir()
+    parts = [path.rename(tmp_path / "parts" / path.name) for path in tmp_path.glob("split-*.gguf")]
+    assert len(parts) == 3
+    tokenizer = checkpoint / "tokenizer.json"
+    convert(whole, tmp_path / "a", tokenizer, EXACT)
+    convert(sorted(parts)[1], tmp_path / "b", tokenizer, EXACT)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    # So does the folder that they lie in.
+    assert len(open_checkpoint(tmp_path / "parts").files) == 3
+    sorted(parts)[2].unlink()
+    with pytest.raises(UserError, match=r"P533.*split-00003-of-00003\.gguf"):
+        open_checkpoint(parts[0])
+
+
+# PowerInfer
+
+
+def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
+    model = make_model({"ffn": {"activation": "relu"}})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 257}
+    tensors = translate(
+        {name: values for name, values in weights.items() if not name.endswith("predictor.bias")},
+        config,
+    )
+    for name in [name for name in tensors if name.endswith(".ffn_down.weight")]:
+        tensors[name.replace("ffn_down", "ffn_down_t")] = np.ascontiguousarray(tensors.pop(name).T)
+    # PowerInfer's predictors read what the norm reads: columns are those of the norm's output
+    # times its weights.
+    for layer in range(model.shape.layers):
+        norm = weights[f"model.layers.{layer}.post_attention_layernorm.weight"]
+        tensors[f"blk.{layer}.fc1.weight"] = tensors[f"blk.{layer}.fc1.weight"] * norm
+    file = write_gguf(tmp_path / "tiny.powerinfer.gguf", config, tensors)
+    with file.open("r+b") as stream:
+        stream.write(b"PWRI")
+    tokenizer = checkpoint / "tokenizer.json"
+    made = convert(file, tmp_path / "store", tokenizer, EXACT)
+    assert made.ffn.activation == "relu"
+    assert made.predictor is not None and made.predictor.rank == 32
+    for layer in range(model.shape.layers):
+        weights[f"model.layers.{layer}.mlp.predictor.bias"][:] = 0
+    write_checkpoint(tmp_path / "same", model, weights)
+    convert_checkpoint(
+        tmp_path / "same", made.model_copy(update={"tensors": model.tensors}), tmp_path / "other"
+    )
+    for layer in range(model.shape.layers):
+        name = f"layers/ffn-{layer:03d}.arrow"
+        assert (tmp_path / "store" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+    logits = {}
+    for name in ("store", "other"):
+        changes = {"store": name, "decode": {"predictor": "low-rank"}}
+        with pi2.load(write_plan(tmp_path, made, changes)) as loaded:
+            logits[name] = loaded.logits([1, 2, 3])
+            text = loaded.generate([1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True)
+            for _ in text:
+                pass
+            logits[f"{name} tokens"] = np.array(text.result.token_ids)
+    np.testing.assert_allclose(logits["store"], logits["other"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(logits["store tokens"], logits["other tokens"])
