@@ -37,7 +37,7 @@ from pi2.plan.packing import slice_bias, slice_experts, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
-from pi2.plan.thresholds import Thresholds
+from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.dense_reader import read_tensors
@@ -57,7 +57,7 @@ def load(
     memory: str | None = None,
     progress: Progress | None = None,
     wrap_executor: WrapExecutor | None = None,
-    thresholds: Thresholds | None = None,
+    thresholds: GivenThresholds = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``.
 
@@ -66,7 +66,7 @@ def load(
     such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
     is called with a label and the share done while something takes its time; ``wrap_executor``
     may put something before the executor; ``thresholds`` count instead of those that the plan
-    names.  Raises `UserError` with all findings.
+    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
     """
     start = time.perf_counter()
     resolver = LockedReferences(Path(path).parent, locked=locked)

@@ -30,8 +30,17 @@ order, of the tokens of a chunk."""
 class ObservedExecutor:
     """An executor that tells ``observer`` of every dense layer; all else is the inner one's."""
 
-    def __init__(self, inner: Executor, request: BuildRequest, observer: FfnObserver) -> None:
-        """UserError P662 if the backend does not show its FFN's input."""
+    def __init__(
+        self,
+        inner: Executor,
+        request: BuildRequest,
+        observer: FfnObserver,
+        compute: Callable[[BuildRequest, F32, U8], F32] | None = None,
+    ) -> None:
+        """``compute`` gives something else than activations of bundles, neurons in its last axis.
+
+        UserError P662 if the backend does not show its FFN's input.
+        """
         if not isinstance(inner, InputReader):
             raise UserError.of(
                 "P662",
@@ -42,6 +51,7 @@ class ObservedExecutor:
         self._input: InputReader = inner
         self._request = request
         self._observer = observer
+        self._compute = compute or compute_activations
         self._pieces: list[F32] = []
         self.enabled = True
         """Whether the observer is called."""
@@ -70,14 +80,14 @@ class ObservedExecutor:
     def add_dense(self, layer: int, bundles: U8) -> None:
         """Compute neurons, and compute their activations."""
         if self.enabled:
-            self._pieces.append(compute_activations(self._request, self._read_input(), bundles))
+            self._pieces.append(self._compute(self._request, self._read_input(), bundles))
         self._inner.add_dense(layer, bundles)
 
     def end_ffn(self, layer: int) -> None:
         """End a layer; tell the observer of it if all its neurons were computed."""
         if self._pieces:
             # Hot neurons come first, the others in stored order.
-            self._observer(layer, self._read_input(), np.concatenate(self._pieces, axis=1))
+            self._observer(layer, self._read_input(), np.concatenate(self._pieces, axis=-1))
             self._pieces.clear()
         self._inner.end_ffn(layer)
 

@@ -26,7 +26,7 @@ class Run:
     """One way of running over the text."""
 
     name: str
-    """``dense``, the plan's predictor, or what it was compared with."""
+    """``dense``, the plan's predictor or method of sparsity, or what it was compared with."""
     backend: str
     predictor: str
     """``none`` is dense."""
@@ -122,7 +122,7 @@ def evaluate_plan(
             observed.enabled = False
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
-            runs.append(_run(model, predictor, "decode", text, progress))
+            runs.append(_run(model, _name_run(model), "decode", text, progress))
         digest, model_id = model.plan.digest, model.plan.model.id
         kinds = list(model.plan.plan.backends)
     for item in against:
@@ -138,6 +138,13 @@ def evaluate_plan(
         runs=tuple(runs),
         layers=tuple(counter.describe_layers()) if counter is not None else (),
     )
+
+
+def _name_run(model: LoadedModel) -> str:
+    """The plan's predictor, or the method by which gates are cut."""
+    plan = model.plan.plan
+    cut = model.plan.thresholds is not None and plan.decode.predictor == "gate"
+    return plan.sparsity.method if cut and plan.sparsity is not None else plan.decode.predictor
 
 
 def _compare(
@@ -168,7 +175,7 @@ def _compare(
         runs = [_run(model, other.name, "prefill", text, progress)]
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
-            name = f"{other.name}, {predictor}"
+            name = f"{other.name}, {_name_run(model)}"
             runs.append(_run(model, name, "decode", text, progress))
         return runs
 

@@ -23,8 +23,8 @@ def write_markdown(evaluation: Evaluation) -> str:
         f"at most {evaluation.context}; model {evaluation.model}, plan {evaluation.digest[:12]}",
         "",
         "| run | backend | predictor | perplexity | bits per byte | change | same top token "
-        "| neurons computed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| neurons computed | active |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_write_run(run) for run in evaluation.runs),
     ]
     if evaluation.layers:
@@ -56,7 +56,8 @@ def _write_run(run: Run) -> str:
     computed = "100 %" if run.predicted is None else _percent(run.predicted)
     return (
         f"| {run.name} | {run.backend} | {run.predictor} | {run.perplexity:.3f} | "
-        f"{run.bits_per_byte:.4f} | {change} | {_percent(run.agreement)} | {computed} |"
+        f"{run.bits_per_byte:.4f} | {change} | {_percent(run.agreement)} | {computed} | "
+        f"{_percent(run.active)} |"
     )
 
 

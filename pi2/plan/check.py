@@ -41,7 +41,7 @@ from pi2.plan.source import (
 if TYPE_CHECKING:
     from pi2.plan.composed import Chain, Removal
     from pi2.plan.overrides import Overrides
-    from pi2.plan.thresholds import Thresholds
+    from pi2.plan.thresholds import GivenThresholds, Thresholds
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
@@ -392,13 +392,13 @@ def check_plan(
     reference: str | None = None,
     text: str | None = None,
     reuse: Reuse | None = None,
-    thresholds: Thresholds | None = None,
+    thresholds: GivenThresholds = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
     ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
     ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
-    plan names.
+    plan names, which are not read then.
     """
     check = _Check(resolver, reuse)
     if overrides:
@@ -412,13 +412,15 @@ def check_plan(
     done: set[str] = set()
     facts: dict[Fact, object] = dict(check.documents.items())
     check.run_rules(facts, done)
-    resolved = _resolve(check.documents, thresholds or check.follow_thresholds())
+    if thresholds is None:
+        thresholds = check.follow_thresholds()
+    resolved = _resolve(check.documents, thresholds)
     if resolved is not None:
         check.run_rules({**facts, "resolved": resolved}, done)
     return check.report(kind="plan", resolved=resolved)
 
 
-def _resolve(documents: Mapping[Kind, Document], thresholds: Thresholds | None) -> Resolved | None:
+def _resolve(documents: Mapping[Kind, Document], thresholds: GivenThresholds) -> Resolved | None:
     plan, device, model = (documents.get(kind) for kind in ("plan", "device", "model"))
     if not (isinstance(plan, Plan) and isinstance(device, Device) and isinstance(model, Model)):
         return None
@@ -430,5 +432,5 @@ def _resolve(documents: Mapping[Kind, Document], thresholds: Thresholds | None) 
         model=model,
         layers=resolve_layers(plan, model),
         bundle=lay_out_plan_bundle(plan, model),
-        thresholds=thresholds if plan.sparsity is not None else None,
+        thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
     )

@@ -21,7 +21,7 @@ from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.source import CANNOT_READ
 
 if TYPE_CHECKING:
-    from pi2.plan.thresholds import Thresholds
+    from pi2.plan.thresholds import GivenThresholds
 
 __all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 
@@ -31,14 +31,14 @@ def load_plan(
     *,
     overrides: Mapping[str, object] | None = None,
     resolver: Resolver | None = None,
-    thresholds: Thresholds | None = None,
+    thresholds: GivenThresholds = None,
 ) -> ResolvedPlan:
     """Load, resolve and validate the plan at ``path``.
 
     ``overrides`` replaces values of the plan by dotted key path, such as
     ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme;
-    ``thresholds`` count instead of those that the plan names.  Raises ``UserError`` with all
-    findings.
+    ``thresholds`` count instead of those that the plan names, ``"none"`` that there are none yet.
+    Raises ``UserError`` with all findings.
     """
     report = check_plan(
         Path(path), overrides=overrides or {}, resolver=resolver, thresholds=thresholds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,8 +18,6 @@ from pi2.plan.model import Activation, Model
 from pi2.plan.plan import SparsityMethod
 from pi2.plan.schema_check import check_schema
 from pi2.plan.source import CANNOT_READ, display_path, read_source
-
-SUFFIX = ".thresholds.toml"
 
 Magnitude = Annotated[float, Field(ge=0.0)]
 
@@ -84,6 +82,10 @@ class Thresholds(Document):
             model.layer_neurons,
             model.shape.layers,
         )
+
+
+GivenThresholds = Thresholds | Literal["none"] | None
+"""What counts instead of a plan's thresholds; ``none``: there are none yet; None: the plan's do."""
 
 
 def read_thresholds(path: Path) -> Thresholds:

@@ -1,9 +1,9 @@
 """``[sparsity]`` is for activations that are zero nowhere, and its method for the model's neurons.
 
 Why: neurons of the ReLU family rest by themselves, and ``predictor = "gate"`` leaves them out
-without loss; thresholds would only add an error.  ``cats-teal`` skips down behind a gate: neurons
-without gates have nothing else to skip, and kernels for biases and mixtures of experts read a
-neuron as a whole.
+without loss; thresholds would only add an error.  In a mixture, most experts rest anyway, and
+nothing is calibrated for them.  ``cats-teal`` skips down behind a gate: neurons without gates have
+nothing else to skip, and the kernel for biases reads a neuron as a whole.
 
 Example: ``[sparsity]`` for a model with ``activation = "relu"``.
 
@@ -37,11 +37,16 @@ def check(facts: Facts) -> Iterator[Finding]:
                 Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
             ),
         )
-    elif sparsity.method == "cats-teal" and (
-        not model.ffn.gated or model.ffn.bias or model.moe is not None
-    ):
+    elif model.moe is not None:
+        yield Finding(
+            path=("sparsity",),
+            message=f"`{model.id}` is a mixture of experts, for which nothing is calibrated",
+            help="remove [sparsity]",
+            at="key",
+        )
+    elif sparsity.method == "cats-teal" and (not model.ffn.gated or model.ffn.bias):
         yield Finding(
             path=("sparsity", "method"),
-            message=f"cats-teal needs gates without biases or experts: not `{model.id}`",
+            message=f"cats-teal needs gates without biases: not `{model.id}`",
             help='write method = "cats"',
         )

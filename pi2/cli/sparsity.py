@@ -1,0 +1,255 @@
+"""Calibrate which neurons of a SiLU or GELU model may be left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pi2.diagnostics import UserError
+from pi2.plan.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.sparsity.calibration import Calibration, Trial
+    from pi2.sparsity.goals import Goal
+
+
+@click.group("sparsity")
+def command() -> None:
+    """Calibrate which neurons of a SiLU or GELU model may be left out."""
+
+
+@command.command("calibrate")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    "files",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="UTF-8 text to measure on; its last tenth is kept for judging.  May be given again.",
+)
+@click.option(
+    "--target",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="SHARE",
+    help="Share of up and down to leave out, such as 0.5.",
+)
+@click.option("--loss", metavar="SHARE", help="Leave out what raises perplexity by this: 2%.")
+@click.option(
+    "--method",
+    type=click.Choice(["cats", "cats-teal"]),
+    help="What is compared with a threshold.  [default: cats]",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of the thresholds; default: the one that the plan names.",
+)
+@click.option(
+    "--plan",
+    "new_plan",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a plan that extends PLAN and uses them.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Tokens of a window; default: kv.context, at most 512.",
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    help="Windows to measure on, spread over the text; default: all.",
+)
+@click.option(
+    "--evaluated",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Windows that the perplexity is measured on.",
+)
+@click.option("--force", is_flag=True, help="Overwrite files.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def calibrate(
+    plan: Path,
+    files: tuple[Path, ...],
+    target: float | None,
+    loss: str | None,
+    method: str | None,
+    output: Path | None,
+    new_plan: Path | None,
+    context: int | None,
+    windows: int | None,
+    evaluated: int,
+    force: bool,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find thresholds below which the neurons of PLAN's model count as zero.
+
+    The model runs over the texts densely; every layer gets the threshold below which the wished
+    share of its gates lies.  Then text is generated with them, and the perplexity compared.  With
+    --loss, the largest share is searched that keeps it.  Without --target and --loss, PLAN's
+    [sparsity] says what is wanted.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.plan.writing import write_document
+    from pi2.sharing.files import write_atomically
+    from pi2.sparsity.calibration import calibrate_thresholds
+    from pi2.sparsity.documents import describe_changes, relate, write_plan_text
+    from pi2.statistics.texts import read_texts
+
+    overrides = parse_assignments(settings)
+    goal = parse_goal(target, loss, method)
+    named = find_output(plan, overrides, output)
+    for path in (named, new_plan):
+        if path is not None and os.path.lexists(path) and not force:
+            raise UserError.of(
+                "P027", "the file is there already", file=str(path), help="--force overwrites it"
+            )
+    if new_plan is not None and not new_plan.name.endswith(".plan.toml"):
+        raise UserError.of(
+            "P009", "expected a file name that ends in .plan.toml", file=str(new_plan)
+        )
+    with ProgressBar() as progress:
+        calibration = calibrate_thresholds(
+            plan,
+            read_texts(files),
+            goal=goal,
+            overrides=overrides,
+            context=context,
+            windows=windows,
+            evaluated=evaluated,
+            progress=progress,
+        )
+    thresholds = calibration.chosen.thresholds
+    write_atomically(named, write_document(thresholds).encode())
+    user = new_plan or plan
+    changes = describe_changes(
+        calibration.resolved, thresholds, calibration.goal, relate(named, user)
+    )
+    if new_plan is not None:
+        write_atomically(new_plan, write_plan_text(plan, new_plan, changes).encode())
+    if as_json:
+        click.echo(json.dumps(describe_calibration(calibration, named, changes), indent=2))
+        return
+    click.echo(write_report(calibration))
+    click.echo(f"\n{named}: thresholds of {len(thresholds.layers)} layers", err=True)
+    if new_plan is not None:
+        click.echo(f"next: pi2 run {new_plan}", err=True)
+    elif calibration.resolved.plan.sparsity is None:
+        click.echo(f"\nto use them, write into {plan}:\n\n{write_tables_of(changes)}", err=True)
+
+
+def find_output(plan: Path, overrides: dict[str, object], output: Path | None) -> Path:
+    """File of the thresholds; UserError P668 if nothing says where."""
+    if output is not None:
+        return output
+    from pi2.plan.resolve import load_plan
+    from pi2.sharing.resolver import LockedReferences
+
+    dense = {**overrides, "decode.predictor": "none", "decode.look_ahead": "none"}
+    resolver = LockedReferences(plan.parent)
+    sparsity = load_plan(plan, overrides=dense, resolver=resolver, thresholds="none").plan.sparsity
+    if sparsity is None:
+        raise UserError.of(
+            "P668",
+            f"{plan} has no [sparsity] that names a file of thresholds",
+            help="say where to write them: -o NAME.thresholds.toml",
+        )
+    return plan.parent / sparsity.thresholds
+
+
+def parse_goal(target: float | None, loss: str | None, method: str | None) -> Goal | None:
+    """What the options ask for; None if nothing."""
+    from pi2.sparsity.goals import Goal
+
+    if target is not None and loss is not None:
+        raise click.UsageError("--target and --loss are two goals: give one")
+    if target is None and loss is None:
+        if method is not None:
+            raise click.UsageError("--method needs --target or --loss")
+        return None
+    chosen: Any = method or "cats"
+    increase = None if loss is None else parse_share(loss)
+    return Goal(method=chosen, target=target, max_increase=increase)
+
+
+def parse_share(text: str) -> float:
+    """``2%`` or ``0.02``."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 100:
+        raise click.BadParameter(f"{text!r} is no share such as 2% or 0.02", param_hint="--loss")
+    return share
+
+
+def write_tables_of(changes: dict[str, object]) -> str:
+    """The lines that a plan needs."""
+    from pi2.sparsity.documents import write_tables
+
+    return write_tables(changes)
+
+
+def describe_calibration(
+    calibration: Calibration, file: Path, changes: dict[str, object]
+) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "thresholds": str(file),
+        "method": calibration.goal.method,
+        "target": calibration.chosen.thresholds.target,
+        "max_perplexity_increase": calibration.goal.max_increase,
+        "perplexity_before": calibration.dense_perplexity,
+        "scored_tokens": calibration.scored,
+        "calibration_tokens": calibration.chosen.thresholds.tokens,
+        "trials": [
+            {
+                "target": trial.thresholds.target,
+                "perplexity": trial.perplexity,
+                "increase": trial.increase,
+                "agreement": trial.agreement,
+                "computed": trial.computed,
+                "active": trial.active,
+            }
+            for trial in calibration.trials
+        ],
+        "layers": [layer.model_dump() for layer in calibration.chosen.thresholds.layers],
+        "plan": changes,
+    }
+
+
+def write_report(calibration: Calibration) -> str:
+    """The trials for people, as Markdown."""
+    chosen = calibration.chosen.thresholds
+    lines = [
+        f"{chosen.model}: {calibration.goal.method}, thresholds from {chosen.tokens} tokens, "
+        f"perplexity over {calibration.scored} others",
+        "",
+        "| left out | perplexity | change | same top token | up read | down read |",
+        "|---|---|---|---|---|---|",
+        f"| 0.0 % | {calibration.dense_perplexity:.3f} | - | 100.0 % | 100.0 % | 100.0 % |",
+        *(write_trial(trial) for trial in calibration.trials),
+    ]
+    if len(calibration.trials) > 1:
+        lines += ["", f"chosen: {chosen.target:.1%}"]
+    return "\n".join(lines)
+
+
+def write_trial(trial: Trial) -> str:
+    """A row of the table."""
+    shares = (trial.agreement, trial.computed, trial.active)
+    return (
+        f"| {trial.thresholds.target * 100:.1f} % | {trial.perplexity:.3f} | "
+        f"{trial.increase:+.2%} | " + " | ".join(f"{share * 100:.1f} %" for share in shares) + " |"
+    )

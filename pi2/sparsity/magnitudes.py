@@ -1,0 +1,174 @@
+"""Histograms of a layer's magnitudes, and the thresholds that follow from them.
+
+Bins are the leading bits of float32 magnitudes: 64 to an octave for gates alone, 8 for gates
+against values, so that memory does not grow with the text, and equal texts give equal thresholds.
+
+Sources: CATS (Lee et al., 2024) cuts |act(gate)| at a quantile; TEAL (Liu et al., 2024) cuts the
+inputs of matrices, here those of down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference import activate
+from pi2.plan.packing import slice_bias, unpack_part
+from pi2.plan.plan import SparsityMethod
+from pi2.plan.thresholds import LayerThresholds
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+_FINE_SHIFT = 17
+"""Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""
+_FINE_BINS = 1 << (31 - _FINE_SHIFT)
+_COARSE_SHIFT = 20
+_COARSE_FIRST = (127 - 20) << 3
+"""First bin of the coarse histogram: magnitudes below 2^-20 lie in it too."""
+_COARSE_BINS = 32 << 3
+
+
+def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
+    """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, stride] for ``inputs``
+    [T, hidden]; without gates, those of up, twice."""
+    layout = request.bundle
+    values = []
+    for index in range(2 if layout.is_gated else 1):
+        value = inputs @ unpack_part(bundles, layout, index).T
+        values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
+    gate = activate(request.model, values[0], None)
+    product = gate * values[1] if layout.is_gated else gate
+    return np.asarray(np.abs(np.stack([gate, product])))
+
+
+@dataclass(slots=True)
+class Histogram:
+    """What a layer's neurons did on the tokens so far."""
+
+    gates: I64
+    """Neurons by |act(gate)| [fine bins]."""
+    both: I64
+    """Neurons by |act(gate)| and |act(gate) * up| [coarse bins, coarse bins]; [0, 0] for CATS."""
+    energy: F64
+    """Sum of squares of the latter in the same bins."""
+
+    @classmethod
+    def make(cls, method: SparsityMethod) -> Histogram:
+        """Nothing counted yet."""
+        bins = 0 if method == "cats" else _COARSE_BINS
+        return cls(
+            gates=np.zeros(_FINE_BINS, np.int64),
+            both=np.zeros((bins, bins), np.int64),
+            energy=np.zeros((bins, bins), np.float64),
+        )
+
+    def add(self, magnitudes: F32) -> None:
+        """Count |act(gate)| and |act(gate) * up| [2, T, n]."""
+        gates, values = magnitudes.reshape(2, -1)
+        bits = np.ascontiguousarray(gates, np.float32).view(np.uint32)
+        self.gates += np.bincount(bits >> _FINE_SHIFT, minlength=_FINE_BINS)
+        if not len(self.both):
+            return
+        rows, columns = (_find_coarse(item) for item in (gates, values))
+        cells = rows * _COARSE_BINS + columns
+        size = _COARSE_BINS * _COARSE_BINS
+        self.both += np.bincount(cells, minlength=size).reshape(self.both.shape)
+        squares = np.square(values, dtype=np.float64)
+        self.energy += np.bincount(cells, squares, size).reshape(self.both.shape)
+
+    def choose(self, target: float) -> LayerThresholds:
+        """Thresholds that leave out ``target`` of what up and down hold."""
+        if not len(self.both):
+            return self._choose_gate(target)
+        return self._choose_both(target)
+
+    def _choose_gate(self, target: float) -> LayerThresholds:
+        """CATS: the quantile of |act(gate)|, within a bin as if it were evenly filled."""
+        sums = np.cumsum(self.gates)
+        wanted = target * int(sums[-1])
+        place = int(np.searchsorted(sums, wanted))
+        before = int(sums[place]) - int(self.gates[place])
+        part = (wanted - before) / max(1, int(self.gates[place]))
+        low, high = _find_fine_edge(place), _find_fine_edge(place + 1)
+        kept = round(1.0 - target, 6)
+        return LayerThresholds(gate=_shorten(low + part * (high - low)), computed=kept, active=kept)
+
+    def _choose_both(self, target: float) -> LayerThresholds:
+        """CATS and TEAL: of all pairs of thresholds that leave out ``target`` of the bytes, the one
+        that loses the least energy of down's inputs."""
+        total = int(self.both.sum())
+        # Neurons below each edge of gates, and the energy that goes with them.
+        closed = np.concatenate([[0], np.cumsum(self.both.sum(axis=1))]) / total
+        lost = np.concatenate([[0.0], np.cumsum(self.energy.sum(axis=1))])
+        # Of the neurons above each edge, those in every bin of values.
+        kept = np.cumsum(np.vstack([self.both, np.zeros(_COARSE_BINS)])[::-1], axis=0)[::-1]
+        worth = np.cumsum(np.vstack([self.energy, np.zeros(_COARSE_BINS)])[::-1], axis=0)[::-1]
+        best: tuple[float, int, float, float] | None = None
+        for edge, share in enumerate(closed):
+            dropped = 2 * target - share
+            if share > target or dropped > 1.0:
+                continue
+            counts = np.cumsum(kept[edge])
+            wanted = (dropped - share) * total
+            place = min(int(np.searchsorted(counts, wanted)), _COARSE_BINS - 1)
+            own = kept[edge][place]
+            part = (wanted - (counts[place] - own)) / own if own else 0.0
+            cost = lost[edge] + worth[edge][:place].sum() + part * worth[edge][place]
+            low, high = _find_coarse_edge(place), _find_coarse_edge(place + 1)
+            if best is None or cost < best[0]:
+                best = (cost, edge, low + part * (high - low), dropped)
+        if best is None:  # all gates in a bin or two
+            return self._choose_gate(target)
+        _, edge, down, dropped = best
+        return LayerThresholds(
+            gate=_shorten(_find_coarse_edge(edge)),
+            down=_shorten(down),
+            computed=round(1.0 - float(closed[edge]), 6),
+            active=round(1.0 - dropped, 6),
+        )
+
+
+class MagnitudeObserver:
+    """An observer of FFNs (`pi2.engine.observation`) that fills a histogram per layer."""
+
+    def __init__(self, method: SparsityMethod) -> None:
+        self._method = method
+        self._histograms: dict[int, Histogram] = {}
+
+    def __call__(self, layer: int, inputs: F32, magnitudes: F32) -> None:
+        if layer not in self._histograms:
+            self._histograms[layer] = Histogram.make(self._method)
+        self._histograms[layer].add(magnitudes)
+
+    def list_histograms(self) -> list[Histogram]:
+        """By layer."""
+        return [self._histograms[layer] for layer in sorted(self._histograms)]
+
+
+def _find_coarse(magnitudes: F32) -> I64:
+    bits = np.ascontiguousarray(magnitudes, np.float32).view(np.uint32) >> _COARSE_SHIFT
+    places = bits.astype(np.int64) - _COARSE_FIRST
+    return np.asarray(np.clip(places, 0, _COARSE_BINS - 1))
+
+
+def _find_coarse_edge(place: int) -> float:
+    """Lower end of a coarse bin; the first begins at 0."""
+    if place == 0:
+        return 0.0
+    bits = np.uint32((place + _COARSE_FIRST) << _COARSE_SHIFT)
+    return float(bits.view(np.float32))
+
+
+def _find_fine_edge(place: int) -> float:
+    return float(np.uint32(place << _FINE_SHIFT).view(np.float32))
+
+
+def _shorten(value: float) -> float:
+    """Six digits: files that people read, and no share moves by it."""
+    return float(f"{value:.6g}")

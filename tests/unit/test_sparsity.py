@@ -1,0 +1,229 @@
+"""`pi2 sparsity calibrate`: thresholds leave out the share that is asked for, and are measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomlkit
+
+import pi2
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.evaluation.evaluation import evaluate_plan
+from pi2.plan.packing import unpack_part
+from pi2.plan.plan import SparsityMethod
+from pi2.plan.thresholds import read_thresholds
+from pi2.sparsity.calibration import calibrate_thresholds
+from pi2.sparsity.goals import Goal
+from pi2.sparsity.magnitudes import Histogram
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 5
+SMOOTH = {"predictor": None, "ffn": {"activation": "silu"}}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny SiLU model, dense, an eighth of its neurons in memory."""
+    folder = tmp_path_factory.mktemp("smooth")
+    return write_plan(folder, make_tiny(folder, SMOOTH), {"decode": {"predictor": "none"}})
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sparse(plan: Path, text: Path) -> Path:
+    """A plan that extends the dense one, with thresholds of half of the gates."""
+    made, file = plan.with_name("half.plan.toml"), plan.with_name("half.thresholds.toml")
+    command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
+    assert run([*command, "--context", "32", "-o", str(file), "--plan", str(made)]) == 0
+    return made
+
+
+def draw(shares: tuple[int, int], seed: int = 0) -> np.ndarray:
+    """|act(gate)| and |act(gate) * up| of random neurons."""
+    generator = np.random.default_rng(seed)
+    gate = generator.standard_normal(shares).astype(np.float32)
+    gate = gate / (1 + np.exp(-gate))
+    values = np.stack([gate, gate * generator.standard_normal(shares).astype(np.float32)])
+    return np.asarray(np.abs(values))
+
+
+@pytest.mark.parametrize("target", [0.1, 0.5, 0.9])
+def test_cats_cuts_at_the_quantile_whatever_the_pieces(target: float) -> None:
+    magnitudes = draw((100, 400))
+    whole, pieces = Histogram.make("cats"), Histogram.make("cats")
+    whole.add(magnitudes)
+    for start in range(0, 100, 7):
+        pieces.add(magnitudes[:, start : start + 7])
+    found = whole.choose(target)
+    assert found == pieces.choose(target)
+    assert found.gate == pytest.approx(np.quantile(magnitudes[0], target), rel=0.01)
+    assert (magnitudes[0] < found.gate).mean() == pytest.approx(target, abs=0.003)
+    assert found.down == 0.0
+
+
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.8])
+def test_cats_teal_leaves_out_as_many_bytes_and_loses_less(target: float) -> None:
+    magnitudes = draw((100, 400))
+    histogram = Histogram.make("cats-teal")
+    histogram.add(magnitudes)
+    found = histogram.choose(target)
+    gates, values = magnitudes
+    closed = gates < found.gate
+    dropped = closed | (values < found.down)
+    assert (closed.mean() + dropped.mean()) / 2 == pytest.approx(target, abs=0.01)
+    assert found.computed == pytest.approx(1 - closed.mean(), abs=0.01)
+    assert found.active == pytest.approx(1 - dropped.mean(), abs=0.01)
+    cats = gates < np.quantile(gates, target)
+    assert np.square(values[dropped]).sum() < np.square(values[cats]).sum()
+
+
+def test_gates_that_are_all_alike_are_no_trouble() -> None:
+    for magnitudes in (np.zeros((2, 3, 50), np.float32), np.ones((2, 3, 50), np.float32)):
+        methods: tuple[SparsityMethod, ...] = ("cats", "cats-teal")
+        for method in methods:
+            histogram = Histogram.make(method)
+            histogram.add(magnitudes)
+            assert 0.0 <= histogram.choose(0.5).gate <= 1.02
+
+
+def test_decoding_leaves_out_the_share_that_was_asked_for(sparse: Path) -> None:
+    thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
+    assert [layer.computed for layer in thresholds.layers] == [0.5] * 3
+    with pi2.load(sparse) as model:
+        assert model.plan.plan.decode.predictor == "gate"
+        model.logits(list(TEXT[:60].encode()), mode="decode")
+        assert model.stats.predicted_share == pytest.approx(0.5, abs=0.06)
+        assert model.stats.flash_read_bytes > 0
+
+
+def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path) -> None:
+    limits = [
+        layer.gate for layer in read_thresholds(sparse.with_name("half.thresholds.toml")).layers
+    ]
+    tokens = list(TEXT[:20].encode())
+    with pi2.load(sparse) as model, pi2.load(plan) as dense:
+        got = model.logits(tokens, mode="decode")
+        assert np.allclose(model.logits(tokens), dense.logits(tokens), atol=1e-5)
+        executor: Any = dense._parts.executor
+        assert dense._parts.store is not None
+        rows = []
+        for position, token in enumerate(tokens):
+            executor.embed(np.array([token], np.int32))
+            for layer, stored in enumerate(dense._parts.store.layers):
+                executor.attend(layer, position)
+                executor.begin_ffn(layer)
+                gate = executor._u @ unpack_part(stored.bundles, executor._request.bundle, 0).T
+                kept = np.abs(gate / (1 + np.exp(-gate)))[0] >= limits[layer]
+                executor.add_dense(layer, stored.bundles[kept])
+                executor.end_ffn(layer)
+            rows.append(executor.logits(0)[0])
+    assert np.abs(got - np.stack(rows)).max() < 1e-4 * np.abs(got).max()
+
+
+def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> None:
+    thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
+    held_out = TEXT[round(len(TEXT) * 0.9) :]
+    found = evaluate_plan(sparse, [held_out], context=32, windows=8)
+    dense, cut = found.runs
+    assert (cut.name, cut.predictor) == ("cats", "gate")
+    assert dense.perplexity == pytest.approx(thresholds.perplexity_before, rel=1e-5)
+    assert cut.perplexity == pytest.approx(thresholds.perplexity_after, rel=1e-5)
+    assert cut.active is not None and cut.predicted is not None
+    assert 0.4 < cut.active <= cut.predicted < 0.6
+
+
+def test_equal_texts_give_equal_files(plan: Path, sparse: Path, text: Path, tmp_path: Path) -> None:
+    command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
+    again = tmp_path / "again.thresholds.toml"
+    assert run([*command, "--context", "32", "-o", str(again)]) == 0
+    assert again.read_bytes() == sparse.with_name("half.thresholds.toml").read_bytes()
+
+
+def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
+    goal = Goal(method="cats-teal", max_increase=0.002)
+    found = calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1)
+    targets = [trial.thresholds.target for trial in found.trials]
+    assert targets[0] == 0.5 and len(targets) == 6
+    assert found.chosen.increase <= 0.002
+    for trial in found.trials:
+        assert (trial.increase <= 0.002) == (
+            trial.thresholds.target <= found.chosen.thresholds.target
+        )
+    assert found.chosen.active < found.chosen.computed
+
+
+def test_a_loss_that_cannot_be_kept_is_a_finding(plan: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pi2.sparsity.calibration.TRIALS", 1)
+    monkeypatch.setattr("pi2.sparsity.calibration._keeps", lambda trial, goal: False)
+    goal = Goal(method="cats", max_increase=1e-3)
+    with pytest.raises(UserError) as caught:
+        calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1)
+    assert caught.value.diagnostics[0].code == "P669"
+
+
+def test_the_plan_says_what_is_wanted_and_where_it_goes(
+    plan: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = {"method": "cats", "target": 0.25, "thresholds": "quarter.thresholds.toml"}
+    asked = plan.with_name("asked.plan.toml")
+    room = {"memory": {"segments": {"cold": "48 KiB"}}}
+    document = {"schema_version": 1, "extends": [f"./{plan.name}"], "sparsity": wish, **room}
+    asked.write_text(tomlkit.dumps({**document, "decode": {"predictor": "gate"}}))
+    assert run(["validate", str(asked)]) == 1
+    assert "P028" in capsys.readouterr().out
+    command = ["sparsity", "calibrate", str(asked), "--text", str(text), "--context", "32"]
+    assert run([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["thresholds"] == str(plan.with_name("quarter.thresholds.toml"))
+    assert found["trials"][0]["computed"] == pytest.approx(0.75, abs=0.06)
+    assert run(["validate", str(asked)]) == 0
+    assert run(command) == 2  # what is there stays
+    assert "P027" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--target", "0.5"], "P668"),
+        ([], "P668"),
+        (["--target", "0.5", "--loss", "2%"], "two goals"),
+        (["--loss", "much", "-o", "x"], "no share"),
+    ],
+)
+def test_what_is_not_said_is_asked_for(
+    plan: Path, text: Path, options: list[str], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["sparsity", "calibrate", str(plan), "--text", str(text), *options]) == 2
+    assert code in capsys.readouterr().err
+
+
+def test_neurons_that_rest_by_themselves_need_no_thresholds(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    with pytest.raises(UserError) as caught:
+        calibrate_thresholds(plan, [TEXT], goal=Goal(method="cats", target=0.5))
+    assert caught.value.diagnostics[0].code == "P257"
+
+
+def test_a_broken_file_is_shown_where_it_is_broken(
+    sparse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = sparse.with_name("half.thresholds.toml").read_text()
+    broken = sparse.with_name("broken.thresholds.toml")
+    broken.write_text(good.replace("gate = ", "gates = ", 1))
+    other = sparse.with_name("broken.plan.toml")
+    other.write_text(sparse.read_text().replace("half.thr", "broken.thr"))
+    assert run(["validate", str(other)]) == 1
+    shown = capsys.readouterr().out
+    assert "P101" in shown and "broken.thresholds.toml:" in shown
