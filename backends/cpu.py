@@ -19,12 +19,13 @@ decoding (`tools/bench_kernels.py`), and about half of the rate where arithmetic
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.experts import route
+from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES, PAIRED_GROUP_BYTES, choose_isa
 from pi2.backends.kernels.runtime import Library, find_runtime_library
@@ -38,7 +39,7 @@ from pi2.backends.kernels.spec import (
     UNPACKED,
     KernelSpec,
 )
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.layout import GROUP, round_up
 from pi2.plan.model import Model
@@ -79,7 +80,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
     """Return what the kernels for a request depend on."""
     model, shape = request.model, request.model.shape
     ranks = {
-        request.tensors[name].rows
+        request.tensors[name].rows // model.expert_count
         for layer in range(shape.layers)
         if (name := name_layer_tensor(layer, "predictor_in")) in request.tensors
     }
@@ -159,13 +160,26 @@ class _Workspace:
 
         fp16 weights have no scales: the weights stand in, and are not read as such.
         """
-        tensor: Tensor = self._request.tensors[name]
+        return self.wrap_part(name, 0, 1)
+
+    def wrap_part(self, name: str, part: int, parts: int) -> tuple[Any, ...]:
+        """Return the same of a part of a tensor's rows."""
+        tensor = slice_tensor(self._request.tensors[name], part, parts)
         if tensor.precision is None:
-            return (self.wrap(np.asarray(tensor.weights).view(np.float32)),)
+            return (self.wrap_floats(np.asarray(tensor.weights).view(np.float32)),)
         weights = self.wrap(np.asarray(tensor.weights).view(np.uint8))
         if tensor.scales is None:
             return (weights, weights)
         return (weights, self.wrap(np.asarray(tensor.scales).view(np.uint8)))
+
+    def wrap_floats(self, values: npt.NDArray[Any]) -> Any:
+        """Return a kernel's view of float32 values, of an aligned copy where they lie badly."""
+        flat = values.reshape(-1)
+        if flat.ctypes.data % 64:
+            copy = self.make("float32", len(flat), segment="predictor")
+            copy[:] = flat
+            flat = copy
+        return self.wrap(flat)
 
     def wrap_norm(self, name: str, bias: bool) -> tuple[Any, ...]:
         """Return the kernels' views of a norm: weight, and bias if it has one."""
@@ -238,6 +252,7 @@ class CpuExecutor:
         self._counts = space.make("int32", spec.threads + 1)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         self._scores = space.make("float32", neurons)
+        self._named_scores = space.make("float32", neurons if spec.experts else 1)
         scores = space.wrap(self._scores)
         lists = [
             space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "float32", "int32")
@@ -300,15 +315,16 @@ class CpuExecutor:
             else (x, y)
             for layer in range(shape.layers)
         ]
-        self._gather = library.find("add_plain_neurons" if spec.has_plain_ffn else "add_neurons")
+        gathers = {True: "add_plain_neurons", False: "add_neurons"}
+        self._gather = library.find(gathers[not spec.has_gathered_ffn])
+        self._gather_dense = library.find(gathers[spec.has_plain_ffn])
         self._gather_slots = space.wrap(self._slots)
         self._gather_every = space.wrap(self._every)
-        scratch = (*hidden, *lists, partial)
-        if spec.has_plain_ffn:
-            scratch = (*hidden, partial)
+        scratch = (*hidden, *lists, partial) if spec.has_gathered_ffn else (*hidden, partial)
         self._gather_rest = (*scratch, space.wrap(self._counts), y, *routes)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
+        scratch = (*hidden, partial) if spec.has_plain_ffn else (*hidden, *lists, partial)
         self._gather_uncounted = (*scratch, space.wrap(uncounted), y, *routes)
         self._dense = library.find("add_dense")
         masks = space.wrap(space.make("int32", chunk, PARTS))
@@ -323,17 +339,14 @@ class CpuExecutor:
             self._gather_gates = (scores, space.wrap(self._wanted))
             assert request.gate_rows is not None
             if spec.is_smooth:
-                self._limits = [
-                    # In a mixture, gates of experts that rest count as 0, which no limit may be.
-                    (max(gate, 1e-30) if spec.experts else gate, down)
-                    for gate, down in request.limits or [(0.0, 0.0)] * shape.layers
-                ]
+                self._limits = list(request.limits or [(0.0, 0.0)] * shape.layers)
             self._gate_arguments = [
-                (*self._bind_gate(rows, scales), *biases, *routes, *hidden, *found)
-                for (rows, scales), biases in zip(
-                    request.gate_rows, self._bind_gate_biases(request), strict=True
-                )
+                [(*gates, *hidden, *found) for gates in self._bind_gates(request, layer)]
+                for layer in range(shape.layers)
             ]
+        self._expert_neurons = [
+            order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
+        ]
         self._low_rank = self._bind_predictors(request, hidden, found)
         self._head = library.find("logits")
         self._head_arguments = (
@@ -382,42 +395,49 @@ class CpuExecutor:
             *mixed,
         )
 
-    def _bind_gate(
-        self, rows: npt.NDArray[Any], scales: npt.NDArray[Any] | None
-    ) -> tuple[Any, Any]:
-        weights = self._space.wrap(rows)
-        return weights, weights if scales is None else self._space.wrap(scales.view(np.uint8))
-
-    def _bind_gate_biases(self, request: BuildRequest) -> list[tuple[Any, ...]]:
-        """Return views of each layer's gate biases and experts; nothing where gates have none."""
-        given = [
-            arrays for arrays in (request.gate_biases, request.gate_experts) if arrays is not None
-        ]
-        return [
-            tuple(self._space.wrap(arrays[layer]) for arrays in given)
-            for layer in range(request.model.shape.layers)
-        ]
+    def _bind_gates(self, request: BuildRequest, layer: int) -> list[tuple[Any, ...]]:
+        """Return views of the gate rows, scales and biases of each of a layer's experts."""
+        assert request.gate_rows is not None
+        rows, scales = request.gate_rows[layer]
+        bound = []
+        for expert in range(request.model.expert_count):
+            size = request.model.shape.ffn
+            part = slice(expert * size, (expert + 1) * size)
+            weights = self._space.wrap(rows[part])
+            views = (weights,)
+            views += (weights if scales is None else self._space.wrap(scales[part].view(np.uint8)),)
+            if request.gate_biases is not None:
+                views += (self._space.wrap_floats(request.gate_biases[layer][part]),)
+            bound.append(views)
+        return bound
 
     def _bind_predictors(
         self, request: BuildRequest, hidden: tuple[Any, ...], found: tuple[Any, ...]
-    ) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Return kernel and arguments for each layer; empty if the model has no predictors."""
+    ) -> list[tuple[Any, list[tuple[Any, ...]]]]:
+        """Return kernel and arguments of every expert for each layer; empty if the model has no
+        predictors."""
         spec, space = self._spec, self._space
         if not spec.ranks:
             return []
         middle = {rank: space.make_activations(1, rank, spec.planes) for rank in spec.ranks}
         bound = []
         for layer in range(request.model.shape.layers):
-            inner = name_layer_tensor(layer, "predictor_in")
-            rank = request.tensors[inner].rows
-            arguments = (
-                *space.wrap_tensor(inner),
-                *space.wrap_tensor(name_layer_tensor(layer, "predictor_out")),
-                *space.wrap_tensor(name_layer_tensor(layer, "predictor_bias")),
-                *hidden,
-                *middle[rank],
-                *found,
-            )
+            parts = request.model.expert_count
+            names = [
+                name_layer_tensor(layer, f"predictor_{part}") for part in ("in", "out", "bias")
+            ]
+            rank = request.tensors[names[0]].rows // parts
+            arguments = [
+                (
+                    *space.wrap_part(names[0], expert, parts),
+                    *space.wrap_part(names[1], expert, parts),
+                    *space.wrap_part(names[2], expert, parts),
+                    *hidden,
+                    *middle[rank],
+                    *found,
+                )
+                for expert in range(parts)
+            ]
             bound.append((self._library.find(f"predict_low_rank_{rank}"), arguments))
         return bound
 
@@ -457,21 +477,49 @@ class CpuExecutor:
             tokens = slice(0, self._tokens)
             self._routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
 
-    def predict_low_rank(self, layer: int, threshold: float) -> _I32:
+    def list_experts(self) -> _I32:
+        """Return the experts that the router chose."""
+        return list_chosen(self._routes[0]) if self._moe is not None else self._every[:0]
+
+    def predict_low_rank(self, layer: int, threshold: float, experts: _I32 | None = None) -> _I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         kernel, arguments = self._low_rank[layer]
-        kernel(self._neurons, float(threshold), *arguments)
-        return self._indices[: self._found[0]]
+        if self._moe is None:
+            kernel(self._neurons, float(threshold), *arguments[0])
+            return self._indices[: self._found[0]]
+        chosen = self.list_experts() if experts is None else experts
+        return self._collect(
+            layer, chosen, lambda size, n: kernel(size, float(threshold), *arguments[n])
+        )
 
     def read_scores(self) -> _F32:
         """Return the scores of the last prediction."""
-        return self._scores
+        return self._scores if self._moe is None else self._named_scores
 
     def predict_gate(self, layer: int) -> _I32:
         """Return the neurons whose gate is open."""
-        assert self._predict_gate is not None, "gate rows were not given to build"
-        self._predict_gate(self._neurons, *self._limits[layer][:1], *self._gate_arguments[layer])
-        return self._indices[: self._found[0]]
+        kernel, arguments = self._predict_gate, self._gate_arguments[layer]
+        assert kernel is not None, "gate rows were not given to build"
+        limits = self._limits[layer][:1]
+        if self._moe is None:
+            kernel(self._neurons, *limits, *arguments[0])
+            return self._indices[: self._found[0]]
+        return self._collect(
+            layer, self.list_experts(), lambda size, n: kernel(size, *limits, *arguments[n])
+        )
+
+    def _collect(self, layer: int, experts: _I32, find: Callable[[int, int], None]) -> _I32:
+        """Return the neurons, ascending, that ``find(neurons, expert)`` names of each expert."""
+        groups, end = self._expert_neurons[layer], 0
+        for expert in experts.tolist():
+            find(groups.shape[1], expert)
+            count = int(self._found[0])
+            named, rows = self._wanted[end : end + count], self._indices[:count]
+            groups[expert].take(rows, out=named)
+            self._named_scores[named] = self._scores.take(rows)
+            end += count
+        self._wanted[:end].sort()
+        return self._wanted[:end]
 
     def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
         """Add gathered neurons for one token."""
@@ -496,7 +544,7 @@ class CpuExecutor:
         count = len(bundles)
         view = self._wrap_arena(bundles)
         if self._tokens == 1:
-            self._gather(count, view, self._gather_every, *self._gather_uncounted)
+            self._gather_dense(count, view, self._gather_every, *self._gather_uncounted)
         else:
             self._dense(count, self._tokens, view, *self._dense_rest)
 

@@ -75,18 +75,16 @@ class BuildRequest:
     together, by backends that round them: integers with a scale for 32 of them."""
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
-    order, resident; needed by ``predict_gate`` only."""
+    order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
     gate_biases: Sequence[F32] | None = None
     """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
     no gate, their up rows stand for gates."""
-    gate_experts: Sequence[I32] | None = None
-    """Per layer, the expert of every gate [neurons], in a mixture of experts."""
     limits: Sequence[tuple[float, float]] | None = None
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
     expert_neurons: Sequence[I32] | None = None
-    """Per layer, in a mixture whose experts have predictors: the stored indices [neurons] of its
-    neurons, expert by expert, ascending within each, as the predictors' rows are."""
+    """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
+    ascending within each: of the rows of predictors and gates; needed to predict only."""
     threads: int
     """Compute threads."""
     features: frozenset[str]
@@ -125,7 +123,8 @@ class Executor(Protocol):
         """
 
     def read_scores(self) -> F32:
-        """Scores [neurons] of the last ``predict_low_rank``; valid until the next prediction."""
+        """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
+        alone; valid until the next prediction."""
 
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a

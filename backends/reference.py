@@ -280,9 +280,11 @@ class ReferenceExecutor:
         else:
             fatrelu = self._model.ffn.activation == "fatrelu"
             fires = gate > (self._model.ffn.threshold if fatrelu else 0.0)
-        if self._request.gate_experts is not None:
-            fires &= self._routes[0, self._request.gate_experts[layer]] > 0
-        return np.flatnonzero(fires).astype(np.int32)
+        if self._request.expert_neurons is None:
+            return np.flatnonzero(fires).astype(np.int32)
+        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
+        named = [groups[n][fires.reshape(groups.shape)[n]] for n in self.list_experts().tolist()]
+        return np.sort(np.concatenate(named))
 
     def _find_limits(self, layer: int) -> tuple[float, float]:
         """What counts as zero of a smooth activation."""

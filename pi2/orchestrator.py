@@ -33,7 +33,8 @@ from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.packing import slice_bias, slice_experts, slice_part
+from pi2.plan.model import Model
+from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
 from pi2.plan.sizes import STAGED_NEURONS
@@ -41,7 +42,7 @@ from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.dense_reader import read_tensors
-from pi2.store.reader import NeuronStore
+from pi2.store.reader import NeuronStore, StoredLayer
 
 U8 = npt.NDArray[np.uint8]
 Progress = Callable[[str, float], None]
@@ -101,7 +102,6 @@ def build(
         if name != "null":
             check_batch(resolved)
             check_fit(resolved, machine)
-            check_operators(resolved)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
             cleanup.callback(store.close)
             check_bundles(resolved, store)
@@ -199,19 +199,6 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
         raise UserError(errors, exit_code=2)
 
 
-def check_operators(resolved: ResolvedPlan) -> None:
-    """UserError P322 for what no backend computes yet."""
-    if resolved.model.moe is not None and resolved.plan.decode.predictor == "low-rank":
-        raise UserError.of(
-            "P322",
-            f"model {resolved.model.id!r} is a mixture of experts, whose predictors no backend "
-            "computes yet",
-            help='write decode.predictor = "gate" or "none", or run it dry with the null backend: '
-            "--set 'backends.cpu=\"null\"'",
-            file=str(resolved.path),
-        )
-
-
 def check_batch(resolved: ResolvedPlan) -> None:
     """UserError P322 for several sequences at a time, which the engine does not run."""
     if resolved.plan.decode.batch > 1:
@@ -275,18 +262,15 @@ def describe_build(
     """Gather what the backend needs, and count the mapped tensors in their segments."""
     mode = resolved.plan.decode.predictor
     tensors = {} if store is None else load_dense(store, mode, budget, progress)
-    gate_rows = gate_biases = gate_experts = None
+    gate_rows = gate_biases = expert_neurons = None
+    if mode != "none" and resolved.model.moe is not None and store is not None:
+        expert_neurons = [group_by_expert(layer, resolved.model, budget) for layer in store.layers]
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
         if resolved.bundle.biases:
             size = 4 * resolved.model.layer_neurons
             gate_biases = [
                 budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
-            ]
-        if resolved.model.moe is not None:
-            size = 4 * resolved.model.layer_neurons
-            gate_experts = [
-                budget.allocate("predictor", size).view(np.int32) for _ in resolved.layers
             ]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
@@ -302,8 +286,8 @@ def describe_build(
         chunk_type=resolved.plan.prefill.activations,
         gate_rows=gate_rows,
         gate_biases=gate_biases,
-        gate_experts=gate_experts,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
+        expert_neurons=expert_neurons,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,
@@ -311,6 +295,13 @@ def describe_build(
         progress=progress,
         cores=bound,
     )
+
+
+def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> npt.NDArray[np.int32]:
+    """Stored indices [neurons] of a layer's neurons, expert by expert."""
+    grouped = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
+    grouped[:] = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
+    return grouped
 
 
 def load_dense(
@@ -404,17 +395,18 @@ def load_neurons(
         if request.gate_rows is not None:
             weights, scales = request.gate_rows[layer]
             size = staging.shape[1]
+            places = np.arange(cache.neurons)
+            if request.expert_neurons is not None:
+                places[request.expert_neurons[layer]] = np.arange(cache.neurons)
             for first in range(0, cache.neurons, size):
                 piece = staging[0, : min(size, cache.neurons - first)]
                 reader.start_run(layer, first, piece).result()
-                rows = slice(first, first + len(piece))
+                rows = places[first : first + len(piece)]
                 weights[rows], piece_scales = slice_part(piece, request.bundle, 0)
                 if scales is not None:
                     scales[rows] = piece_scales
                 if request.gate_biases is not None:
                     request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
-                if request.gate_experts is not None:
-                    request.gate_experts[layer][rows] = slice_experts(piece, request.bundle)
         progress("loading neurons", (layer + 1) / layers)
 
 

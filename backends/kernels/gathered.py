@@ -69,6 +69,15 @@ class _Run:
     activations: Activations
     arena: v.Buffer
     scratch: Scratch
+    routes: v.Buffer | None
+
+    def weigh(self, slot: v.Expr, value: v.Expr) -> v.Expr:
+        """Return an activation times the weight of the neuron's expert, where it has one."""
+        if self.routes is None:
+            return value
+        assert self.spec.bundle.expert_offset is not None
+        place = self.find_base(slot) + self.spec.bundle.expert_offset
+        return value * self.routes[v.load_as(self.arena, place, "int32", 1)]
 
     def find_base(self, slot: v.Expr) -> v.Expr:
         return v.let(v.wide(slot) * self.spec.stride)
@@ -130,15 +139,19 @@ def emit_gathered(
     total: v.Buffer,
     known: tuple[v.Buffer, v.Buffer] | None = None,
     limit: v.Expr | None = None,
+    routes: v.Buffer | None = None,
 ) -> None:
     """Add neurons ``slots`` int32 [count] of ``arena`` to ``total`` float32 [hidden], lane order.
 
     ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``;
     of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
-    activation, up included, is smaller than that are left out.
+    activation, up included, is smaller than that are left out.  ``routes`` float32 [experts]:
+    weights of a mixture's experts.
     """
     threads, hidden = spec.threads, spec.hidden
-    run = _Run(isa=isa, spec=spec, activations=activations, arena=arena, scratch=scratch)
+    run = _Run(
+        isa=isa, spec=spec, activations=activations, arena=arena, scratch=scratch, routes=routes
+    )
 
     def emit(thread: v.Expr) -> None:
         target = v.let(thread * hidden)
@@ -213,10 +226,11 @@ def _emit_ups(run: _Run, opened: _List, first: v.Expr, limit: v.Expr | None) -> 
         ups = run.dot(slots, "up", following)
         for index, (slot, gate, up) in enumerate(zip(slots, gates, ups, strict=True)):
             value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
+            weighed = v.let(run.weigh(slot, value))
             place = v.let(first + kept.get())
-            v.store(scratch.values, place, value, 1)
+            v.store(scratch.values, place, weighed, 1)
             v.store(scratch.firing, place, slot, 1)
-            has_effect = value != v.constant(0.0, "float32")
+            has_effect = weighed != v.constant(0.0, "float32")
             if limit is not None:
                 has_effect = T.abs(value) >= limit
             fires = T.And(start + index < opened.count, has_effect)
@@ -243,7 +257,10 @@ def _emit_whole(run: _Run, given: _List, target: v.Expr) -> v.Expr:
     def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
         gates = run.dot(slots, "gate", following)
         ups = run.dot(slots, "up", following)
-        values = [activate(run.spec, gate, up) for gate, up in zip(gates, ups, strict=True)]
+        values = [
+            run.weigh(slot, activate(run.spec, gate, up))
+            for slot, gate, up in zip(slots, gates, ups, strict=True)
+        ]
         values = _clear_beyond(given, start, values)
         _emit_down(run, slots, following, values, target)
 

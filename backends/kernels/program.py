@@ -17,9 +17,9 @@ function                parameters: numbers, then arrays
 ``begin_ffn``           T; x, norm, qa (hidden), y
 ``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
                         qa (hidden), qa (R), scores, indices, found
-``predict_gate``        neurons, [smooth: limit float32]; gate weights, scales, [biases], [experts,
-                        routes], qa (hidden), scores, indices, found
-``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y
+``predict_gate``        neurons, [smooth: limit float32]; gate weights, scales, [biases], qa
+                        (hidden), scores, indices, found
+``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y, [routes]
 ``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
 ``end_ffn``             T; x, y
@@ -157,8 +157,9 @@ class Program:
             "read_runs": emit_read_runs,
         }
         if self.spec.has_plain_ffn:
-            del functions["add_neurons"]
             functions["add_plain_neurons"] = self.emit_add_plain_neurons
+        if not self.spec.has_gathered_ffn:
+            del functions["add_neurons"]
         if self.spec.some_full:
             functions["attend_all"] = Program(replace(self.spec, window=None)).emit_attend
         if self.spec.positions:
@@ -364,7 +365,7 @@ class Program:
         return emit
 
     def emit_predict_gate(self, take: Parameters) -> None:
-        """Compute all gates of a layer and list those that are open.
+        """Compute all gates of a layer, or of an expert, and list those that are open.
 
         Smooth activations are computed too: those that reach ``limit`` count as open.
         """
@@ -376,8 +377,6 @@ class Program:
         weights = take.take_array("weights", "uint8")
         scales = take.take_array("scales", "uint8")
         biases = take.take_array("biases", "float32") if spec.ffn_bias else None
-        experts = take.take_array("experts", "int32") if spec.experts else None
-        routes = self._take_routes(take)
         hidden = self._take_hidden(take, neurons)
         scores = take.take_array("scores", "float32")
         indices = take.take_array("indices", "int32")
@@ -387,13 +386,7 @@ class Program:
         )
 
         def keep(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            total = value if biases is None else value + biases[row]
-            if experts is not None and routes is not None:
-                rests = routes[experts[row]] == v.constant(0.0, "float32")
-                # No threshold is below zero; of smooth activations the limit is above it.
-                closed = 0.0 if spec.is_smooth else -1.0
-                total = T.Select(rests, v.constant(closed, "float32"), total)
-            v.store(scores, row, total, 1)
+            v.store(scores, row, value if biases is None else value + biases[row], 1)
 
         emit_multiply(self.isa, spec.threads, matrix, hidden, None, keep)
         if least is not None:
@@ -425,6 +418,7 @@ class Program:
             counts=take.take_array("counts", "int32"),
         )
         total = take.take_array("y", "float32")
+        routes = self._take_routes(take)
         gates = None
         if known:
             gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
@@ -439,6 +433,7 @@ class Program:
             total,
             known=gates,
             limit=limit,
+            routes=routes,
         )
 
     def emit_add_plain_neurons(self, take: Parameters) -> None:

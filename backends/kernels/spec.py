@@ -136,8 +136,13 @@ class KernelSpec:
 
     @property
     def has_plain_ffn(self) -> bool:
-        """Whether `pi2.backends.kernels.plain` computes the FFN."""
-        return self.ffn_bias or not self.gated or self.experts > 0
+        """Whether `pi2.backends.kernels.plain` computes the FFN of all neurons of a layer."""
+        return not self.has_gathered_ffn or self.experts > 0
+
+    @property
+    def has_gathered_ffn(self) -> bool:
+        """Whether `pi2.backends.kernels.gathered` computes the neurons that a predictor names."""
+        return self.gated and not self.ffn_bias
 
     def to_json(self) -> str:
         """Return canonical JSON."""

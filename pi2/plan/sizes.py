@@ -153,9 +153,10 @@ def _need_kv(plan: Plan, model: Model) -> Need:
 def _need_predictor(plan: Plan, model: Model) -> Need:
     """What finds the active neurons.
 
-    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias; gate: weights and
-    scales of all gate rows (of the up rows where neurons have no gate), f floats where they have
-    biases, and f integers where they have experts; none: nothing.
+    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
+    an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
+    rows where neurons have no gate), and f floats where they have biases; both: e f integers where
+    there are experts; none: nothing.
     """
     shape = model.shape
     if plan.decode.predictor == "gate":
@@ -172,7 +173,10 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
         precision, rank = model.quantization.predictor, model.predictor.rank
         layer = _align(matrix_bytes(rank, shape.hidden, precision))
         layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
-        layer *= model.layer_neurons // shape.ffn
+        if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
+            layer += _align(4 * shape.ffn)
+        layer *= model.expert_count
+        layer += _align(4 * model.layer_neurons) if model.moe is not None else 0
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
@@ -230,7 +234,7 @@ def _need_workspace(resolved: Resolved) -> Need:
     floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
     a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
     floats), 16 spans of attention of w + 2
-    floats per head, eight numbers per neuron of a layer, d floats and 33 KiB per thread.  Two
+    floats per head, eight numbers per neuron of a layer, nine in a mixture, d floats and 33 KiB per thread.  Two
     staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
@@ -249,6 +253,7 @@ def _need_workspace(resolved: Resolved) -> Need:
         activations += chunk * 4 * shape.hidden
     if model.moe is not None:
         activations += chunk * 4 * model.moe.experts
+        tables += 4 * model.layer_neurons
     tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     return Need(
         activations + logits + tables + staging,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from pi2.store.manifest import (
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
+Number = TypeVar("Number", np.int32, np.uint32)
 
 
 class StoredLayer:
@@ -70,11 +71,20 @@ class StoredLayer:
         assert self._entry.checks_offset is not None
         return np.frombuffer(self._map, np.uint32, self.neurons, self._entry.checks_offset)
 
+    def copy_original(self) -> I32:
+        """``original``, read into memory of its own; nothing stays mapped."""
+        assert self._entry.neurons_offset is not None
+        return self._copy(np.int32, self._entry.neurons_offset)
+
     def copy_checks(self) -> U32:
         """``checks``, read into memory of their own; nothing stays mapped."""
         assert self._entry.checks_offset is not None
+        return self._copy(np.uint32, self._entry.checks_offset)
+
+    def _copy(self, dtype: type[Number], offset: int) -> npt.NDArray[Number]:
+        """A number for every neuron."""
         try:
-            return np.fromfile(self.path, np.uint32, self.neurons, offset=self._entry.checks_offset)
+            return np.fromfile(self.path, dtype, self.neurons, offset=offset)
         except OSError as error:
             raise UserError.of("P508", f"cannot read {self.path}: {error.strerror}") from None
 

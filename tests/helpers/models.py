@@ -20,6 +20,20 @@ from pi2.store.writer import StoreWriter, TensorPieces
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
+_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
+MIXTURE: Mapping[str, Mapping[str, Any]] = {
+    "moe": {"experts": 4, "active_experts": 2},
+    "tensors": {
+        "gate": f"{_EXPERT}w1.weight",
+        "up": f"{_EXPERT}w3.weight",
+        "down": f"{_EXPERT}w2.weight",
+        "predictor_in": f"{_EXPERT}predictor.fc1.weight",
+        "predictor_out": f"{_EXPERT}predictor.fc2.weight",
+        "predictor_bias": f"{_EXPERT}predictor.bias",
+    },
+}
+"""Changes of `make_model` that make a mixture of four experts, two of which compute a token."""
+
 SPECIAL_TOKENS = ("<begin>", "<end>")
 
 

@@ -1,0 +1,130 @@
+"""Mixtures of experts: only chosen experts' neurons that a predictor names, in memory or not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tomlkit
+
+import pi2
+from pi2.engine.loaded_model import LoadedModel
+from pi2.importing.synthesis.blueprint import draw_blueprint
+from pi2.importing.synthesis.generation import write_synthetic_store
+from pi2.importing.synthesis.plan_file import PlanWish, write_plan
+from pi2.importing.synthesis.recipe import Recipe
+from pi2.plan.check import check_file
+from pi2.plan.device import Device
+from pi2.plan.references import find_document
+from pi2.store.manifest import read_manifest
+from tests.helpers.kernels import measure_error
+from tests.helpers.models import MIXTURE, make_model
+
+F32 = npt.NDArray[np.float32]
+
+SHAPE = {"layers": 2, "hidden": 128, "ffn": 200, "vocab": 300}
+"""200 neurons: an expert's biases do not begin at a multiple of 64 bytes."""
+TOKENS = [7, 100, 8, 290]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Keep compiled kernels of tests out of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("PI2_CACHE_DIR")
+    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
+    yield
+    if before is None:
+        del os.environ["PI2_CACHE_DIR"]
+
+
+def make_plan(folder: Path, activation: str) -> Path:
+    """A plan with everything in memory for a synthetic mixture, four experts of which two."""
+    model = make_model(
+        {
+            "shape": SHAPE,
+            "ffn": {"activation": activation},
+            **MIXTURE,
+            "tied_head": False,
+        }
+    )
+    store, plan = folder / "store", folder / "tiny.plan.toml"
+    write_synthetic_store(store, draw_blueprint(model, Recipe(active=0.3, skew=0.4)))
+    model_file = folder / "tiny.model.toml"
+    model_file.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(device, Device)
+    write_plan(
+        plan,
+        model=model,
+        model_file=model_file,
+        device=device,
+        store=store,
+        bundle=read_manifest(store).bundle.layout,
+        store_bytes=0,
+        wish=PlanWish(context=64),
+    )
+    return plan
+
+
+@pytest.fixture(scope="module")
+def drelu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plan(tmp_path_factory.mktemp("drelu"), "drelu")
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plan(tmp_path_factory.mktemp("silu"), "silu")
+
+
+REFERENCE = {"backends.cpu": "reference"}
+FLASH = {"layers.hot": 0.1, "memory.segments.cold": "700 KiB", "memory.budget": "2 GiB"}
+"""A tenth of the neurons stays; a layer's may need more than the cache has room for."""
+
+
+def run(plan: Path, **settings: Any) -> tuple[F32, LoadedModel]:
+    """Logits of a prompt's last token and of tokens one by one; the closed model, for its
+    counters."""
+    values = {key.replace("__", "."): value for key, value in settings.items()}
+    with pi2.load(plan, set=values) as model:
+        forward = model._parts.forward
+        logits = [forward.prefill(np.array(TOKENS, np.int32))]
+        logits += [forward.decode(token).copy()[None] for token in (3, 299, 55, 4, 180)]
+        return np.concatenate(logits), model
+
+
+def list_cases() -> Iterator[Any]:
+    for activation in ("drelu", "silu"):
+        for name, settings in (("in memory", {}), ("from flash", FLASH)):
+            yield pytest.param(activation, settings, id=f"{activation}, {name}")
+
+
+@pytest.mark.parametrize(("activation", "settings"), list(list_cases()))
+def test_predicted_neurons_of_chosen_experts_are_those_of_the_reference(
+    request: pytest.FixtureRequest, activation: str, settings: dict[str, Any]
+) -> None:
+    plan = request.getfixturevalue(activation)
+    found, model = run(plan, **settings)
+    expected, truth = run(plan, **REFERENCE, **settings)
+    assert measure_error(found, expected) < 3e-4
+    ours, theirs = model.stats, truth.stats
+    assert ours.predicted_neurons == pytest.approx(theirs.predicted_neurons, rel=0.01)
+    assert ours.active_neurons == pytest.approx(theirs.active_neurons, rel=0.01)
+    assert 0 < ours.predicted_neurons < 5 * 2 * 2 * 200
+    assert (ours.cache_misses > 0) == bool(settings)
+    if settings:
+        in_memory, _ = run(plan)
+        assert measure_error(found, in_memory) < 1e-4
+
+
+def test_gates_of_chosen_experts_give_what_dense_computing_gives(drelu: Path) -> None:
+    room = {"memory.segments.predictor": "8 MiB"}
+    found, model = run(drelu, **{"decode.predictor": "gate"}, **room, **FLASH)
+    dense, _ = run(drelu, **REFERENCE, **{"decode.predictor": "none"})
+    assert measure_error(found, dense) < 3e-4
+    assert model.stats.cache_misses > 0
