@@ -233,9 +233,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
     floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
     a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
-    floats), 16 spans of attention of w + 2
-    floats per head, eight numbers per neuron of a layer, nine in a mixture, d floats and 33 KiB per thread.  Two
-    staging buffers of min(f, 512) neurons.
+    floats), 16 spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in
+    a mixture nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk

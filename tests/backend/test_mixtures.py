@@ -122,6 +122,15 @@ def test_predicted_neurons_of_chosen_experts_are_those_of_the_reference(
         assert measure_error(found, in_memory) < 1e-4
 
 
+def test_a_higher_score_may_be_asked_of_neurons_that_are_not_in_memory(drelu: Path) -> None:
+    settings = {**FLASH, "decode.missing_threshold": 0.5}
+    found, model = run(drelu, **settings)
+    expected, truth = run(drelu, **REFERENCE, **settings)
+    assert measure_error(found, expected) < 3e-4
+    assert model.stats.cache_skips == pytest.approx(truth.stats.cache_skips, rel=0.05)
+    assert model.stats.cache_skips > 0
+
+
 def test_gates_of_chosen_experts_give_what_dense_computing_gives(drelu: Path) -> None:
     room = {"memory.segments.predictor": "8 MiB"}
     found, model = run(drelu, **{"decode.predictor": "gate"}, **room, **FLASH)
