@@ -404,7 +404,7 @@ class CpuExecutor:
             size = request.model.shape.ffn
             part = slice(expert * size, (expert + 1) * size)
             weights = self._space.wrap(rows[part])
-            views = (weights,)
+            views: tuple[Any, ...] = (weights,)
             views += (weights if scales is None else self._space.wrap(scales[part].view(np.uint8)),)
             if request.gate_biases is not None:
                 views += (self._space.wrap_floats(request.gate_biases[layer][part]),)
@@ -508,7 +508,7 @@ class CpuExecutor:
             layer, self.list_experts(), lambda size, n: kernel(size, *limits, *arguments[n])
         )
 
-    def _collect(self, layer: int, experts: _I32, find: Callable[[int, int], None]) -> _I32:
+    def _collect(self, layer: int, experts: _I32, find: Callable[[int, int], object]) -> _I32:
         """Return the neurons, ascending, that ``find(neurons, expert)`` names of each expert."""
         groups, end = self._expert_neurons[layer], 0
         for expert in experts.tolist():
