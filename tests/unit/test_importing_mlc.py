@@ -1,0 +1,326 @@
+"""Folders of MLC-LLM: the store is that of the checkpoint with the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.convert import convert_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.model import Model, Quantization
+from pi2.plan.packing import unpack_codes, unpack_part
+from pi2.store.reader import NeuronStore
+from tests.helpers.checkpoints import write_checkpoint, write_safetensors
+from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.goldens import EXACT, copy_checkpoint
+from tests.helpers.mlc_folders import (
+    dequantize,
+    fuse,
+    make_arrays,
+    make_chat_config,
+    quantize,
+    write_folder,
+)
+from tests.helpers.models import draw_weights, make_model
+
+F32 = npt.NDArray[np.float32]
+Config = dict[str, Any]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+GATE = "model.layers.1.mlp.gate_up_proj.q_weight"
+
+
+def convert(source: Path, store: Path, tokenizer: Path, precision: str) -> Model:
+    """Convert ``source`` with the document that is made from it, all weights in ``precision``."""
+    model = describe_checkpoint(source, "tiny").model
+    chosen = Quantization.model_validate(dict.fromkeys(EXACT, precision))
+    model = model.model_copy(update={"quantization": chosen})
+    convert_checkpoint(source, model, store, tokenizer=tokenizer)
+    return model
+
+
+def expect_same_weights(one: Path, other: Path) -> None:
+    files = sorted(path.relative_to(one) for path in one.rglob("*.arrow"))
+    assert len(files) >= 2
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def make_tiny(tmp_path: Path) -> tuple[Path, Config, dict[str, F32]]:
+    """A Hugging Face folder whose matrices can all be quantised, its configuration and weights."""
+    model = make_model({"predictor": None, "ffn": {"activation": "silu"}, "tied_head": False})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": 64, "hidden_act": "silu", "bos_token_id": 256}
+    config |= {"eos_token_id": [257]}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint, config, weights
+
+
+def round_as_mlc(weights: dict[str, F32], config: Config, quantization: str) -> dict[str, F32]:
+    """The weights that a folder stands for."""
+    rounded = {}
+    for name, values in weights.items():
+        quantized = quantization == "q4f16_1" and values.ndim > 1
+        if quantized and "block_sparse_moe.gate" not in name:
+            rounded[name] = dequantize(*quantize(values)).astype(np.float32)
+        elif config["model_type"] == "gemma" and name.endswith("norm.weight"):
+            rounded[name] = (values + np.float32(1)).astype(np.float16) - np.float32(1)
+        else:
+            rounded[name] = values.astype(np.float16).astype(np.float32)
+    return rounded
+
+
+@pytest.mark.parametrize("index", ["tensor-cache.json", "ndarray-cache.json"])
+def test_four_bit_folders_are_read_bit_for_bit(tmp_path: Path, index: str) -> None:
+    checkpoint, config, weights = make_tiny(tmp_path)
+    folder = write_folder(tmp_path / "mlc", config, weights, index=index)
+    assert len(list(folder.glob("params_shard_*.bin"))) > 5
+    expected = round_as_mlc(weights, config, "q4f16_1")
+    tensors = open_checkpoint(folder).tensors
+    assert set(tensors) == set(weights)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.read(), expected[name], err_msg=name)
+        assert tensor.shape == expected[name].shape
+    down = tensors[DOWN]
+    np.testing.assert_array_equal(down.widen(down.read_turned()), expected[DOWN].T)
+    write_safetensors(checkpoint / "model.safetensors", expected)
+    tokenizer = checkpoint / "tokenizer.json"
+    found = convert(folder, tmp_path / "a", tokenizer, "fp16")
+    same = convert(checkpoint, tmp_path / "b", tokenizer, "fp16")
+    assert found.tokenizer == same.tokenizer.model_copy(update={"add_bos": False})
+    for key in ("shape", "norm", "rope", "attention", "ffn", "tied_head", "tensors"):
+        assert getattr(found, key) == getattr(same, key), key
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_codes_are_taken_over_into_int4(tmp_path: Path) -> None:
+    """The store has MLC-LLM's nibbles and scales, but for down, whose groups lie the other way."""
+    checkpoint, config, weights = make_tiny(tmp_path)
+    folder = write_folder(tmp_path / "mlc", config, weights)
+    model = convert(folder, tmp_path / "store", checkpoint / "tokenizer.json", "int4")
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        for layer, stored in enumerate(store.layers):
+            for place, part in enumerate(("gate", "up")):
+                words, scales = quantize(weights[f"model.layers.{layer}.mlp.{part}_proj.weight"])
+                codes = (words[..., None] >> (np.arange(8, dtype=np.uint32) * 4)) & 15
+                expected = codes.reshape(96, 2, 32).astype(np.float32) - 7
+                expected *= scales.astype(np.float32)[:, :, None]
+                found = unpack_part(stored.bundles, store.bundle, place)
+                np.testing.assert_array_equal(found, expected.reshape(96, 64))
+            output = store.tensors[f"layers.{layer}.output"]
+            words, scales = quantize(weights[f"model.layers.{layer}.self_attn.o_proj.weight"])
+            np.testing.assert_array_equal(output.scales, scales)
+            codes = unpack_codes(output.weights.view(np.uint8), 64, "int4")
+            np.testing.assert_array_equal(codes[:, 0] + 7, words[:, 0] & 15)
+
+
+@pytest.mark.parametrize("name", ["gemma", "mixtral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("quantization", ["q0f16", "q4f16_1"])
+def test_families(tmp_path: Path, name: str, quantization: str) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    if quantization == "q4f16_1":
+        # Rows must be whole groups of 32.
+        weights, config = widen_ffn(weights, config)
+        (checkpoint / "config.json").write_text(json.dumps(config))
+    folder = write_folder(tmp_path / "mlc", config, weights, quantization)
+    expected = round_as_mlc(weights, config, quantization)
+    write_safetensors(checkpoint / "model.safetensors", expected)
+    tokenizer = checkpoint / "tokenizer.json"
+    found = convert(folder, tmp_path / "a", tokenizer, "fp16")
+    same = convert(checkpoint, tmp_path / "b", tokenizer, "fp16")
+    for key in ("shape", "norm", "rope", "attention", "ffn", "moe", "tied_head", "multipliers"):
+        assert getattr(found, key) == getattr(same, key), key
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def widen_ffn(weights: dict[str, F32], config: Config) -> tuple[dict[str, F32], Config]:
+    size = -(-config["intermediate_size"] // 32) * 32
+    more = size - config["intermediate_size"]
+    wider = {}
+    for name, values in weights.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight")):
+            wider[name] = np.pad(values, ((0, more), (0, 0)))
+        elif name.endswith(("down_proj.weight", "w2.weight")):
+            wider[name] = np.pad(values, ((0, 0), (0, more)))
+        else:
+            wider[name] = values
+    return wider, config | {"intermediate_size": size}
+
+
+def test_what_tvm_writes_is_read(tmp_path: Path) -> None:
+    """float32 that is shortened to bfloat16, as TVM's own writer does it."""
+    tvmjs = pytest.importorskip("tvm.contrib.tvmjs")
+    _, config, weights = make_tiny(tmp_path)
+    folder = tmp_path / "mlc"
+    arrays = make_arrays(fuse(weights, config), "q0f32")
+    tvmjs.dump_tensor_cache(arrays, str(folder), encode_format="f32-to-bf16", show_progress=False)
+    chat = make_chat_config(config, "q0f32")
+    (folder / "mlc-chat-config.json").write_text(json.dumps(chat))
+    for name, tensor in open_checkpoint(folder).tensors.items():
+        np.testing.assert_allclose(tensor.read(), weights[name], rtol=2**-8)
+    arrays = make_arrays(fuse(weights, config), "q4f16_1")
+    shutil.rmtree(folder)
+    tvmjs.dump_tensor_cache(arrays, str(folder), show_progress=False)
+    (folder / "mlc-chat-config.json").write_text(json.dumps(make_chat_config(config, "q4f16_1")))
+    expected = round_as_mlc(weights, config, "q4f16_1")
+    for name, tensor in open_checkpoint(folder).tensors.items():
+        np.testing.assert_array_equal(tensor.read(), expected[name])
+
+
+# Broken folders
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[..., None]:
+    """Converts a folder that ``spoil`` has changed, and expects one finding and no store."""
+    checkpoint, config, weights = make_tiny(tmp_path)
+    folder = write_folder(tmp_path / "mlc", config, weights)
+    shutil.copy(checkpoint / "tokenizer.json", folder)
+    model = describe_checkpoint(folder, "tiny").model
+
+    def expect(spoil: Callable[[Path], object], code: str, *words: str) -> None:
+        spoil(folder)
+        with pytest.raises(UserError) as caught:
+            convert_checkpoint(folder, model, tmp_path / "store")
+        assert [item.code for item in caught.value.diagnostics] == [code], str(caught.value)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert not {path.name for path in tmp_path.iterdir()} & {"store", ".store.partial"}
+
+    return expect
+
+
+def change_index(change: Callable[[list[Any]], object]) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        file = folder / "tensor-cache.json"
+        index = json.loads(file.read_text())
+        change(index["records"])
+        file.write_text(json.dumps(index))
+
+    return spoil
+
+
+def find_record(shards: list[Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = ((s, r) for s in shards for r in s["records"] if r["name"] == name)
+    return next(found)
+
+
+def test_a_cut_shard(broken: Callable[..., None]) -> None:
+    def cut(folder: Path) -> None:
+        with (folder / "params_shard_1.bin").open("r+b") as stream:
+            stream.truncate(100)
+
+    broken(cut, "P532", "params_shard_1.bin", "cut", "tensor 'model.")
+
+
+def test_a_changed_shard(broken: Callable[..., None]) -> None:
+    def change(folder: Path) -> None:
+        with (folder / "params_shard_1.bin").open("r+b") as stream:
+            stream.write(b"\xff")
+
+    broken(change, "P532", "params_shard_1.bin", "MD5", "tensor 'model.")
+
+
+def test_a_missing_shard(broken: Callable[..., None]) -> None:
+    broken(
+        lambda folder: (folder / "params_shard_1.bin").unlink(),
+        "P533",
+        "params_shard_1.bin",
+        "tensor 'model.",
+    )
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "", ".."])
+def test_shards_outside_of_the_folder(broken: Callable[..., None], name: str) -> None:
+    spoil = change_index(lambda shards: shards[0].update(dataPath=name))
+    broken(spoil, "P538", "tensor-cache.json", name)
+
+
+def test_tensors_that_overlap(broken: Callable[..., None]) -> None:
+    def overlap(shards: list[Any]) -> None:
+        shard = next(shard for shard in shards if len(shard["records"]) > 1)
+        shard["records"][1]["byteOffset"] -= 2
+
+    broken(change_index(overlap), "P532", "overlap", "params_shard_")
+
+
+def test_a_tensor_beyond_the_end(broken: Callable[..., None]) -> None:
+    def move(shards: list[Any]) -> None:
+        shards[0]["records"][-1]["byteOffset"] += 4
+
+    broken(change_index(move), "P532", "params_shard_0.bin", "it is cut")
+
+
+def test_a_tensor_twice(broken: Callable[..., None]) -> None:
+    def repeat(shards: list[Any]) -> None:
+        find_record(shards, GATE)[1]["name"] = GATE.replace("1", "0")
+
+    broken(change_index(repeat), "P536", GATE.replace("1", "0"))
+
+
+def test_a_wrong_shape(broken: Callable[..., None]) -> None:
+    def turn(shards: list[Any]) -> None:
+        find_record(shards, GATE)[1]["shape"].reverse()
+
+    broken(change_index(turn), "P534", "gate_up_proj.q_scale")
+
+
+def test_a_wrong_size(broken: Callable[..., None]) -> None:
+    def shrink(shards: list[Any]) -> None:
+        find_record(shards, GATE)[1]["shape"][0] -= 1
+
+    broken(change_index(shrink), "P532", GATE, "bytes that its shape needs")
+
+
+def test_a_missing_tensor(broken: Callable[..., None]) -> None:
+    def remove(shards: list[Any]) -> None:
+        shard, record = find_record(shards, "model.norm.weight")
+        shard["records"].remove(record)
+
+    broken(change_index(remove), "P533", "model.norm.weight")
+
+
+def test_weights_without_scales(broken: Callable[..., None]) -> None:
+    def remove(shards: list[Any]) -> None:
+        shard, record = find_record(shards, GATE.replace("q_weight", "q_scale"))
+        shard["records"].remove(record)
+
+    broken(change_index(remove), "P533", "q_scale", "tensor-cache.json")
+
+
+def test_a_type_that_is_no_number(broken: Callable[..., None]) -> None:
+    def retype(shards: list[Any]) -> None:
+        find_record(shards, "model.norm.weight")[1]["dtype"] = "e4m3_float8"
+
+    broken(change_index(retype), "P535", "model.norm.weight", "e4m3_float8")
+
+
+@pytest.mark.parametrize("entry", [5, {}, {"name": "x"}, {"name": "x", "shape": 3, "dtype": "f"}])
+def test_a_malformed_entry(broken: Callable[..., None], entry: object) -> None:
+    broken(change_index(lambda shards: shards[0]["records"].append(entry)), "P532", "is malformed")
+
+
+def test_another_quantisation(broken: Callable[..., None]) -> None:
+    def change(folder: Path) -> None:
+        file = folder / "mlc-chat-config.json"
+        file.write_text(file.read_text().replace("q4f16_1", "q3f16_1"))
+
+    broken(change, "P535", "q3f16_1", "q4f16_1", "mlc-chat-config.json")
+
+
+def test_no_list_of_tensors(broken: Callable[..., None]) -> None:
+    broken(lambda folder: (folder / "tensor-cache.json").unlink(), "P531", "tensor-cache.json")
+
+
+def test_no_tokenizer(broken: Callable[..., None]) -> None:
+    broken(lambda folder: (folder / "tokenizer.json").unlink(), "P543", "--tokenizer")
