@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.chunk_state import ChunkState, name_other_arrays
 from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES, PAIRED_GROUP_BYTES, choose_isa
@@ -220,7 +221,6 @@ class CpuExecutor:
         self._space = space
         self._library = library
         self._spec = spec
-        self._tokens = 0
         self._chunk = chunk
         self._context = round_up(request.context, KV_BLOCK)
         self._threads = spec.threads
@@ -229,13 +229,10 @@ class CpuExecutor:
 
         x = space.wrap(space.make("float32", chunk, spec.hidden))
         y = space.wrap(space.make("float32", chunk, spec.hidden))
-        self._normalized = space.make("float32", chunk, spec.hidden)
+        normalized = space.make("float32", chunk, spec.hidden)
         isa = choose_isa(frozenset(spec.features), spec.architecture)
         tiles = spec.threads if isa.pairs else 0
-        hidden = space.make_activations(
-            chunk, spec.hidden, spec.planes, self._normalized, tiles=tiles
-        )
-        self._ffn_input = np.from_dlpack(hidden[3]).reshape(chunk, spec.hidden)
+        hidden = space.make_activations(chunk, spec.hidden, spec.planes, normalized, tiles=tiles)
         mixed = space.make_activations(chunk, spec.width, spec.planes, tiles=tiles)
         qkv = space.wrap(space.make("float32", chunk, spec.qkv_rows))
         tables = compute_rope_tables(request.model.rope, spec.head_dim, request.context)
@@ -265,18 +262,18 @@ class CpuExecutor:
 
         head = EMBEDDING if request.model.tied_head else HEAD
         self._embed = library.find("embed")
-        self._embed_arguments = (*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x)
+        embed_arguments = (*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x)
         spans = tuple(
             space.wrap(space.make("float32", spec.heads, SPANS, *size))
             for size in ((spec.head_dim,), (), ())
         )
         # What the FFN reads: with parallel residuals, the layer's input.
         self._moe = request.model.moe
-        self._input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
-        kept = None if self._input is None else space.wrap(self._input)
+        layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
+        kept = None if layer_input is None else space.wrap(layer_input)
         before = kept if spec.parallel else x
-        self._routes = space.make("float32", chunk, max(1, spec.experts))
-        routes = (space.wrap(self._routes),) if spec.experts else ()
+        weights = space.make("float32", chunk, max(1, spec.experts))
+        routes = (space.wrap(weights),) if spec.experts else ()
         self._routers = [
             np.asarray(request.tensors[name_layer_tensor(layer, "router")].weights)
             .view(np.float32)
@@ -284,7 +281,7 @@ class CpuExecutor:
             for layer in range(shape.layers if spec.experts else 0)
         ]
         self._positions = library.find("add_positions") if spec.positions else None
-        self._position_arguments = (*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else ()
+        position_arguments = (*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else ()
         self._attend = [
             library.find(
                 "attend_all"
@@ -294,12 +291,12 @@ class CpuExecutor:
             for layer in range(shape.layers)
         ]
         inputs = (x,) if kept is None else (x, kept)
-        self._attend_arguments = [
+        attend_arguments = [
             (*self._bind_attention(layer, inputs, rope, qkv, hidden, mixed), *spans)
             for layer in range(shape.layers)
         ]
         self._begin = library.find("begin_ffn")
-        self._begin_arguments = [
+        begin_arguments = [
             (
                 before,
                 *space.wrap_norm(name_layer_tensor(layer, "ffn_norm"), spec.norm_bias),
@@ -309,7 +306,7 @@ class CpuExecutor:
             for layer in range(shape.layers)
         ]
         self._end = library.find("end_ffn")
-        self._end_arguments = [
+        end_arguments = [
             (x, y, *space.wrap_tensor(name_layer_tensor(layer, "down_bias")))
             if spec.ffn_bias
             else (x, y)
@@ -325,10 +322,10 @@ class CpuExecutor:
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
         scratch = (*hidden, partial) if spec.has_plain_ffn else (*hidden, *lists, partial)
-        self._gather_uncounted = (*scratch, space.wrap(uncounted), y, *routes)
+        gather_uncounted = (*scratch, space.wrap(uncounted), y, *routes)
         self._dense = library.find("add_dense")
         masks = space.wrap(space.make("int32", chunk, PARTS))
-        self._dense_rest = (*hidden, values, masks, unpacked, y, *routes)
+        dense_rest = (*hidden, values, masks, unpacked, y, *routes)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
         self._predict_gate = None
         self._limits: list[tuple[float, ...]] = [()] * shape.layers
@@ -349,7 +346,7 @@ class CpuExecutor:
         ]
         self._low_rank = self._bind_predictors(request, hidden, found)
         self._head = library.find("logits")
-        self._head_arguments = (
+        head_arguments = (
             x,
             *space.wrap_norm(FINAL_NORM, spec.norm_bias),
             *space.wrap_tensor(head),
@@ -358,6 +355,46 @@ class CpuExecutor:
         self._head_logits = space.wrap(self._logits)
         self._read = library.find("read_runs")
         self._arenas: dict[int, tuple[_U8, Any]] = {}
+        self._now = ChunkState(
+            normalized=normalized,
+            layer_input=layer_input,
+            routes=weights,
+            embed=embed_arguments,
+            positions=position_arguments,
+            attend=attend_arguments,
+            begin=begin_arguments,
+            dense=dense_rest,
+            gather=gather_uncounted,
+            end=end_arguments,
+            head=head_arguments,
+        )
+        own = (x, y, *hidden[:4], *routes, *(() if kept is None else (kept,)))
+        self._chunks = [self._now]
+        for _ in range(request.chunks - 1):
+            self._chunks.append(self._add_chunk(self._now, own))
+
+    def _add_chunk(self, first: ChunkState, own: tuple[Any, ...]) -> ChunkState:
+        """Make room for another chunk; ``own`` are the views of what ``first`` has for itself."""
+        space, chunk, hidden = self._space, self._chunk, self._spec.hidden
+        normalized = space.make("float32", chunk, hidden)
+        arrays = [space.make("float32", chunk, hidden) for _ in range(2)]
+        views = [space.wrap(array) for array in arrays]
+        views += space.make_activations(chunk, hidden, self._spec.planes, normalized)
+        routes, layer_input = first.routes, first.layer_input
+        if self._spec.experts:
+            routes = space.make("float32", *routes.shape)
+            views.append(space.wrap(routes))
+        if layer_input is not None:
+            layer_input = space.make("float32", chunk, hidden)
+            views.append(space.wrap(layer_input))
+        others = {id(old): new for old, new in zip(own, views, strict=True)}
+        return name_other_arrays(
+            first,
+            others,
+            normalized=normalized,
+            routes=routes,
+            layer_input=layer_input,
+        )
 
     def _bind_attention(
         self,
@@ -453,33 +490,38 @@ class CpuExecutor:
         self._arenas[id(arena)] = (arena, view)
         return view
 
+    def select_chunk(self, number: int) -> None:
+        """Let the calls that follow be about another chunk."""
+        self._now = self._chunks[number]
+
     def embed(self, tokens: _I32) -> None:
         """Set x to the embeddings of ``tokens``."""
         count = len(tokens)
-        self._tokens = count
+        self._now.tokens = count
         self._ids[:count] = tokens
-        self._embed(count, *self._embed_arguments)
+        self._embed(count, *self._now.embed)
 
     def attend(self, layer: int, position: int) -> None:
         """Add the attention block."""
         if layer == 0 and self._positions is not None:
-            self._positions(self._tokens, position, *self._position_arguments)
-        arguments = self._attend_arguments[layer]
-        self._attend[layer](self._tokens, position, self._context, *arguments)
+            self._positions(self._now.tokens, position, *self._now.positions)
+        arguments = self._now.attend[layer]
+        self._attend[layer](self._now.tokens, position, self._context, *arguments)
 
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
-        self._begin(self._tokens, *self._begin_arguments[layer])
+        now = self._now
+        self._begin(now.tokens, *now.begin[layer])
         if self._moe is not None:
-            read = self._normalized
-            if self._moe.router_input == "layer" and self._input is not None:
-                read = self._input
-            tokens = slice(0, self._tokens)
-            self._routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
+            read = now.normalized
+            if self._moe.router_input == "layer" and now.layer_input is not None:
+                read = now.layer_input
+            tokens = slice(0, now.tokens)
+            now.routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
 
     def list_experts(self) -> _I32:
         """Return the experts that the router chose."""
-        return list_chosen(self._routes[0]) if self._moe is not None else self._every[:0]
+        return list_chosen(self._now.routes[0]) if self._moe is not None else self._every[:0]
 
     def predict_low_rank(self, layer: int, threshold: float, experts: _I32 | None = None) -> _I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
@@ -543,24 +585,24 @@ class CpuExecutor:
         """Add contiguous neurons for all tokens."""
         count = len(bundles)
         view = self._wrap_arena(bundles)
-        if self._tokens == 1:
-            self._gather_dense(count, view, self._gather_every, *self._gather_uncounted)
+        if self._now.tokens == 1:
+            self._gather_dense(count, view, self._gather_every, *self._now.gather)
         else:
-            self._dense(count, self._tokens, view, *self._dense_rest)
+            self._dense(count, self._now.tokens, view, *self._now.dense)
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
-        self._end(self._tokens, *self._end_arguments[layer])
+        self._end(self._now.tokens, *self._now.end[layer])
 
     def read_ffn_input(self) -> _F32:
         """Return what the FFN reads, before it was rounded to integers."""
-        values: _F32 = np.asarray(self._ffn_input[: self._tokens], np.float32)
+        values: _F32 = np.asarray(self._now.normalized[: self._now.tokens], np.float32)
         return values
 
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""
-        count = min(self._tokens - first, len(self._logits))
-        self._head(first, count, *self._head_arguments, self._head_logits)
+        count = min(self._now.tokens - first, len(self._logits))
+        self._head(first, count, *self._now.head, self._head_logits)
         return self._logits[:count]
 
     def count_active(self) -> int:
@@ -587,6 +629,7 @@ class CpuExecutor:
     def close(self) -> None:
         """Forget every array."""
         self._arenas.clear()
-        self._attend_arguments.clear()
-        self._begin_arguments.clear()
+        for state in self._chunks:
+            state.attend.clear()
+            state.begin.clear()
         self._low_rank.clear()

@@ -47,7 +47,8 @@ class NullExecutor:
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
-        self._tokens = 0
+        self._tokens = [0] * request.chunks
+        self._chunk = 0
         self._active = 0
         sparsity = request.model.sparsity
         active = sparsity.active if sparsity is not None else 1.0
@@ -57,8 +58,11 @@ class NullExecutor:
         self._experts = np.empty(0, np.int32)
         self._random = np.random.default_rng(0)
 
+    def select_chunk(self, number: int) -> None:
+        self._chunk = number
+
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
-        self._tokens = len(tokens)
+        self._tokens[self._chunk] = len(tokens)
 
     def attend(self, layer: int, position: int) -> None:
         pass
@@ -106,7 +110,7 @@ class NullExecutor:
         pass
 
     def logits(self, first: int) -> npt.NDArray[np.float32]:
-        count = min(self._tokens - first, LOGIT_ROWS)
+        count = min(self._tokens[self._chunk] - first, LOGIT_ROWS)
         return np.zeros((count, self._request.model.shape.vocab), np.float32)
 
     def count_active(self) -> int:

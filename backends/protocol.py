@@ -66,6 +66,8 @@ class BuildRequest:
     """FFN neurons per layer."""
     chunk: int
     """Most tokens in a call of ``embed``."""
+    chunks: int = 1
+    """Chunks of a prompt that go through a layer before the next layer begins."""
     context: int
     """Tokens that the KV cache holds."""
     kv_type: KvType = "fp16"
@@ -101,6 +103,11 @@ class BuildRequest:
 
 class Executor(Protocol):
     """A model built for a unit.  One sequence, one calling thread."""
+
+    def select_chunk(self, number: int) -> None:
+        """Let the calls that follow be about chunk ``number`` of a prompt, of those that
+        ``BuildRequest.chunks`` keeps: each has its x, and what its FFN reads and adds up.  Only
+        keys and values are common.  Chunk 0 is selected to begin with."""
 
     def embed(self, tokens: I32) -> None:
         """Set x [T, hidden] to the embeddings of ``tokens`` [T]."""

@@ -149,6 +149,9 @@ class ReferenceExecutor:
         self._u = self._x
         self._routes = self._x
         self._y = self._x
+        self._chunk = 0
+        self._others: dict[int, tuple[_F32, ...]] = {}
+        """What belongs to other chunks."""
         self._active = 0
         self._scores = np.zeros(0, np.float32)
 
@@ -172,6 +175,12 @@ class ReferenceExecutor:
     def _normalize(self, x: _F32, name: str) -> _F32:
         bias = self._matrix(f"{name}_bias") if self._model.norm.bias else None
         return normalize(self._model.norm, x, self._matrix(name), bias)
+
+    def select_chunk(self, number: int) -> None:
+        self._others[self._chunk] = (self._x, self._input, self._u, self._routes, self._y)
+        self._chunk = number
+        none = (np.zeros((0, self._model.shape.hidden), np.float32),) * 5
+        self._x, self._input, self._u, self._routes, self._y = self._others.get(number, none)
 
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
         tensor = self._request.tensors[EMBEDDING]

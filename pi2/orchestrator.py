@@ -37,7 +37,7 @@ from pi2.plan.model import Model
 from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
-from pi2.plan.sizes import STAGED_NEURONS
+from pi2.plan.sizes import STAGED_NEURONS, count_chunks
 from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
@@ -146,6 +146,7 @@ def build(
             feed_forward,
             layers=len(resolved.layers),
             chunk=resolved.plan.prefill.chunk,
+            chunks=count_chunks(resolved.plan),
             context=resolved.plan.kv.context,
         )
         cleanup.pop_all()
@@ -281,6 +282,7 @@ def describe_build(
         bundle=resolved.bundle,
         neurons=resolved.model.layer_neurons,
         chunk=resolved.plan.prefill.chunk,
+        chunks=count_chunks(resolved.plan),
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
         chunk_type=resolved.plan.prefill.activations,

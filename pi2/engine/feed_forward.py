@@ -1,7 +1,7 @@
 """The FFN of a layer with its neurons in memory and on flash.
 
-Dense (prefill, and decode with ``predictor = "none"``): the hot neurons are computed where they
-lie, the others stream through two staging buffers, one being read while the other is computed.
+Dense (prefill, and decode with ``predictor = "none"``): `pi2.engine.neuron_stream` gives all
+neurons, those on flash in long reads while others are computed.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
 while the missing ones are being read, and these, cluster by cluster, as they arrive.  Where the
 plan looks ahead, the prediction is made before the layer's attention, or while the layer before it
@@ -10,8 +10,6 @@ computes, so that these hide the reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import Executor
+from pi2.engine.neuron_stream import NeuronStream
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
 
@@ -76,32 +75,34 @@ class FeedForward:
         self._executor = executor
         self._cache = cache
         self._reader = reader
-        self._staging = staging
+        self._stream = NeuronStream(cache, reader, staging, layers)
         self._layers = layers
         self._predictor = predictor
         self._threshold = threshold
         self._missing_threshold = missing_threshold
         self._look_ahead = look_ahead
-        self._ahead: tuple[int, Future[None]] | None = None
         self._wave: _Wave | None = None
-        self._next_buffer = 0
         self.counters = NeuronCounters()
 
     def decode_is_dense(self) -> bool:
         """Whether a generated token computes every neuron."""
         return self._predictor == "none"
 
-    def run_dense(self, layer: int) -> None:
-        """Compute all neurons of ``layer`` for the tokens of the chunk."""
+    def run_dense(self, layer: int, chunks: int = 1) -> None:
+        """Compute all neurons of ``layer`` for the first ``chunks`` chunks that the executor keeps,
+        each piece of them for one chunk after the other."""
         executor = self._executor
-        executor.begin_ffn(layer)
-        self._read_ahead(layer)
-        hot = self._cache.hot_bundles(layer)
-        if len(hot):
-            executor.add_dense(layer, hot)
-        for bundles in self._stream_cold(layer):
-            executor.add_dense(layer, bundles)
-        executor.end_ffn(layer)
+        self._stream.begin(layer)
+        for chunk in range(chunks):
+            executor.select_chunk(chunk)
+            executor.begin_ffn(layer)
+        for bundles in self._stream.give(layer):
+            for chunk in range(chunks):
+                executor.select_chunk(chunk)
+                executor.add_dense(layer, bundles)
+        for chunk in range(chunks):
+            executor.select_chunk(chunk)
+            executor.end_ffn(layer)
 
     def prepare_sparse(self, layer: int) -> None:
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
@@ -205,53 +206,9 @@ class FeedForward:
             self._reader.abandon(wave.pending)
             self._cache.forget(wave.layer, wave.found.missing)
 
-    def _pieces(self, layer: int) -> list[tuple[int, int]]:
-        """First neuron and number of neurons of each run of cold neurons."""
-        size = self._staging.shape[1]
-        first = len(self._cache.hot_slots[layer])
-        starts = range(first, self._cache.neurons, size)
-        return [(start, min(size, self._cache.neurons - start)) for start in starts]
-
-    def _start(self, layer: int, piece: tuple[int, int]) -> tuple[U8, Future[None]]:
-        first, count = piece
-        buffer = self._staging[self._next_buffer, :count]
-        self._next_buffer = 1 - self._next_buffer
-        return buffer, self._reader.start_run(layer, first, buffer)
-
-    def _read_ahead(self, layer: int) -> None:
-        """Make sure that the layer's first run is on its way."""
-        pieces = self._pieces(layer)
-        if self._ahead is None and pieces:
-            _, future = self._start(layer, pieces[0])
-            self._ahead = (layer, future)
-
-    def _stream_cold(self, layer: int) -> Iterator[U8]:
-        pieces = self._pieces(layer)
-        for number, (_, count) in enumerate(pieces):
-            assert self._ahead is not None and self._ahead[0] == layer
-            future = self._ahead[1]
-            buffer = self._staging[1 - self._next_buffer, :count]
-            self._ahead = None
-            future.result()
-            # The other buffer's content has been used: fill it while this one is computed, with
-            # the first run of the next layer at the end, so that reads go on during attention.
-            if number + 1 < len(pieces):
-                _, ahead = self._start(layer, pieces[number + 1])
-                self._ahead = (layer, ahead)
-            elif layer + 1 < self._layers and (following := self._pieces(layer + 1)):
-                _, ahead = self._start(layer + 1, following[0])
-                self._ahead = (layer + 1, ahead)
-            yield buffer
-
     def abandon(self) -> None:
-        """Forget reads that are on their way, after an error or an interrupt.
-
-        Its buffer is free again only when the read is over: a late write would spoil the next run.
-        """
+        """Forget reads that are on their way, after an error or an interrupt."""
         if self._wave is not None:
             wave, self._wave = self._wave, None
             self._abandon_wave(wave)
-        if self._ahead is not None:
-            future, self._ahead = self._ahead[1], None
-            if not future.cancel():
-                wait([future])
+        self._stream.abandon()

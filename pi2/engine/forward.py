@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,16 @@ class Forward:
         *,
         layers: int,
         chunk: int,
+        chunks: int = 1,
         context: int,
     ) -> None:
+        """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
+        go through a layer one after the other before the next layer begins."""
         self._executor = executor
         self._feed_forward = feed_forward
         self._layers = layers
         self._chunk = chunk
+        self._chunks = chunks
         self._context = context
         self.position = 0
         """Tokens whose keys and values are kept."""
@@ -52,17 +57,23 @@ class Forward:
         Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
         """
         parts = []
-        for start in range(0, len(tokens), self._chunk):
-            chunk = tokens[start : start + self._chunk]
-            last = start + len(chunk) == len(tokens)
-            self._check_room(len(chunk))
-            self._run(chunk, dense=True)
-            progress((start + len(chunk)) / len(tokens))
-            if all_logits or last:
-                first = 0 if all_logits else len(chunk) - 1
-                while first < len(chunk):
-                    parts.append(self._executor.logits(first).copy())
-                    first += len(parts[-1])
+        size = self._chunk * self._chunks
+        for start in range(0, len(tokens), size):
+            together = tokens[start : start + size]
+            self._check_room(len(together))
+            chunks = [
+                together[first : first + self._chunk]
+                for first in range(0, len(together), self._chunk)
+            ]
+            self._run_dense(chunks, partial(_tell, progress, start, len(together), len(tokens)))
+            for number, chunk in enumerate(chunks):
+                last = start + len(together) == len(tokens) and number == len(chunks) - 1
+                if all_logits or last:
+                    self._executor.select_chunk(number)
+                    first = 0 if all_logits else len(chunk) - 1
+                    while first < len(chunk):
+                        parts.append(self._executor.logits(first).copy())
+                        first += len(parts[-1])
         return np.concatenate(parts)
 
     def decode(self, token: int) -> F32:
@@ -71,7 +82,11 @@ class Forward:
         Returns its logits [vocab], valid until the next call.
         """
         self._check_room(1)
-        self._run(np.array([token], np.int32), dense=self._feed_forward.decode_is_dense())
+        tokens = np.array([token], np.int32)
+        if self._feed_forward.decode_is_dense():
+            self._run_dense([tokens])
+        else:
+            self._run_sparse(tokens)
         logits: F32 = self._executor.logits(0)[0]
         return logits
 
@@ -83,21 +98,47 @@ class Forward:
                 help="raise kv.context and memory.segments.kv, or shorten the prompt",
             )
 
-    def _run(self, tokens: I32, *, dense: bool) -> None:
+    def _run_dense(
+        self, chunks: Sequence[I32], progress: Callable[[float], None] = lambda share: None
+    ) -> None:
+        """Take ``chunks`` through every layer before the next layer."""
         executor, feed_forward = self._executor, self._feed_forward
         try:
+            for number, tokens in enumerate(chunks):
+                executor.select_chunk(number)
+                executor.embed(tokens)
+            for layer in range(self._layers):
+                position = self.position
+                for number, tokens in enumerate(chunks):
+                    executor.select_chunk(number)
+                    executor.attend(layer, position)
+                    position += len(tokens)
+                feed_forward.run_dense(layer, len(chunks))
+                if len(chunks) > 1 or layer + 1 == self._layers:
+                    progress((layer + 1) / self._layers)
+        except BaseException:
+            feed_forward.abandon()
+            raise
+        self.position += sum(len(tokens) for tokens in chunks)
+
+    def _run_sparse(self, tokens: I32) -> None:
+        executor, feed_forward = self._executor, self._feed_forward
+        try:
+            executor.select_chunk(0)
             executor.embed(tokens)
             for layer in range(self._layers):
-                if dense:
-                    executor.attend(layer, self.position)
-                    feed_forward.run_dense(layer)
-                else:
-                    feed_forward.prepare_sparse(layer)
-                    executor.attend(layer, self.position)
-                    feed_forward.run_sparse(layer)
-            if not dense:
-                feed_forward.end_token()
+                feed_forward.prepare_sparse(layer)
+                executor.attend(layer, self.position)
+                feed_forward.run_sparse(layer)
+            feed_forward.end_token()
         except BaseException:
             feed_forward.abandon()
             raise
         self.position += len(tokens)
+
+
+def _tell(
+    progress: Callable[[float], None], before: int, count: int, total: int, share: float
+) -> None:
+    """Report the share of ``total`` tokens that is done, with ``share`` of these ``count``."""
+    progress((before + count * share) / total)

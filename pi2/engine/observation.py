@@ -52,7 +52,8 @@ class ObservedExecutor:
         self._request = request
         self._observer = observer
         self._compute = compute or compute_activations
-        self._pieces: list[F32] = []
+        self._pieces: dict[int, list[F32]] = {}
+        self._chunk = 0
         self.enabled = True
         """Whether the observer is called."""
 
@@ -72,23 +73,28 @@ class ObservedExecutor:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
+    def select_chunk(self, number: int) -> None:
+        """Turn to another chunk."""
+        self._inner.select_chunk(number)
+        self._chunk = number
+
     def begin_ffn(self, layer: int) -> None:
         """Begin a layer."""
         self._inner.begin_ffn(layer)
-        self._pieces.clear()
+        self._pieces.pop(self._chunk, None)
 
     def add_dense(self, layer: int, bundles: U8) -> None:
         """Compute neurons, and compute their activations."""
         if self.enabled:
-            self._pieces.append(self._compute(self._request, self._read_input(), bundles))
+            values = self._compute(self._request, self._read_input(), bundles)
+            self._pieces.setdefault(self._chunk, []).append(values)
         self._inner.add_dense(layer, bundles)
 
     def end_ffn(self, layer: int) -> None:
         """End a layer; tell the observer of it if all its neurons were computed."""
-        if self._pieces:
+        if pieces := self._pieces.pop(self._chunk, None):
             # Hot neurons come first, the others in stored order.
-            self._observer(layer, self._read_input(), np.concatenate(self._pieces, axis=-1))
-            self._pieces.clear()
+            self._observer(layer, self._read_input(), np.concatenate(pieces, axis=-1))
         self._inner.end_ffn(layer)
 
     def _read_input(self) -> F32:

@@ -107,6 +107,11 @@ class NeuronCache:
         slots = self.hot_slots[layer]
         return self.arena[slots.start : slots.stop]
 
+    def find_slots(self, layer: int, first: int, count: int) -> I32:
+        """Return where the neurons ``first``, ``first + 1``, ... of ``layer`` are, [count]; ABSENT
+        for those on flash only."""
+        return self._slot_of[layer, first : first + count]
+
     def find_indices(self, layer: int, slots: I32) -> I32:
         """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
         hot = slots - np.int32(self.hot_slots[layer].start)

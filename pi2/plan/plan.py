@@ -223,8 +223,8 @@ class Sampling(Table):
 class Pipeline(Table):
     """How reading and computing go together while a token is generated.
 
-    The engine heeds ``cluster``; the rest is read by `pi2 simulate` only.  It lets a plan describe
-    other engines, so that they can be compared on the same device.
+    The engine heeds ``cluster`` and ``prefill``; the rest is read by `pi2 simulate` only.  It lets
+    a plan describe other engines, so that they can be compared on the same device.
     """
 
     policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
@@ -238,8 +238,9 @@ class Pipeline(Table):
     """Neurons that are read and computed together, at least."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
     """``chunks-first`` takes a chunk of the prompt through all layers, then the next, and reads
-    what is not in memory again for every chunk; ``layers-first`` reads every layer once and whole,
-    in one sequential stream, and takes all chunks through it before the next."""
+    what is not in memory again for every chunk; ``layers-first`` reads every layer once, in one
+    sequential stream, and takes up to 512 tokens through it before the next.  Their chunks' sums
+    take more ``workspace``."""
 
 
 KvType = Literal["fp16", "int8"]

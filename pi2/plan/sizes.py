@@ -33,6 +33,8 @@ STAGING_BUFFERS = 2
 """One is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
+TOKENS_TOGETHER = 512
+"""Most tokens of a prompt that go through a layer before the next, with ``layers-first``."""
 LOGIT_ROWS = 16
 """Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
 PANEL_FLOATS = 264
@@ -235,6 +237,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
     floats), 16 spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in
     a mixture nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.
+    Where layers go first, every chunk beyond the first that is under way has its own residual, FFN
+    sum and input of projections, d wide.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -254,12 +258,26 @@ def _need_workspace(resolved: Resolved) -> Need:
         activations += chunk * 4 * model.moe.experts
         tables += 4 * model.layer_neurons
     tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
+    others = count_chunks(plan) - 1
+    own = shape.hidden * 14 + shape.hidden // GROUP * 8
+    if model.residual == "parallel" or model.moe is not None:
+        own += 4 * shape.hidden
+    if model.moe is not None:
+        own += 4 * model.moe.experts
+    activations += others * chunk * own
     return Need(
         activations + logits + tables + staging,
-        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
+        f"activations of {(1 + others) * chunk} tokens {approximate_bytes(activations)}, logits "
         f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}, staging of "
         f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
     )
+
+
+def count_chunks(plan: Plan) -> int:
+    """Chunks of a prompt that go through a layer before the next layer begins."""
+    if plan.pipeline.prefill == "chunks-first":
+        return 1
+    return ceil(min(TOKENS_TOGETHER, plan.kv.context) / plan.prefill.chunk)
 
 
 def _count_threads(resolved: Resolved) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,37 @@ def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:
         executor = cpu.build(model.request)
         alone = [feed(executor, model, [i], at, mode)[0] for at, i in enumerate(ids)]
         assert measure_error(np.stack(alone), together) < 1e-4
+
+
+def test_chunks_of_a_prompt_may_take_turns_in_every_layer() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    ids, sizes = list(range(22)), (9, 12, 1)
+    executor, expected, position = cpu.build(model.request), [], 0
+    for size in sizes:
+        expected.append(feed(executor, model, ids[position : position + size], position))
+        position += size
+    request = dataclasses.replace(model.request, chunks=3)
+    for build in (cpu.build, reference.build):
+        executor = build(request)
+        bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
+        for number, (start, stop) in enumerate(bounds):
+            executor.select_chunk(number)
+            executor.embed(np.array(ids[start:stop], np.int32))
+        for layer, bundles in enumerate(model.bundles):
+            for number, (start, _) in enumerate(bounds):
+                executor.select_chunk(number)
+                executor.attend(layer, start)
+                executor.begin_ffn(layer)
+            for piece in (bundles[:50], bundles[50:]):
+                for number in range(3):
+                    executor.select_chunk(number)
+                    executor.add_dense(layer, piece)
+            for number in range(3):
+                executor.select_chunk(number)
+                executor.end_ffn(layer)
+        for number in (2, 0, 1):
+            executor.select_chunk(number)
+            assert measure_error(executor.logits(0), expected[number]) < 3e-4
 
 
 def test_equal_runs_give_equal_bits() -> None:

@@ -255,6 +255,51 @@ def test_chunks_of_any_size_give_the_same_logits(tmp_path: Path) -> None:
         assert compute_error(result, results[0]) < KV_ROUNDING
 
 
+def test_layers_may_go_first(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    plan = write_plan(tmp_path, tiny, {"prefill": {"chunk": 4}})
+    shares: dict[str, list[float]] = {}
+    results, read_bytes = {}, {}
+    for order in ("chunks-first", "layers-first"):
+        with pi2.load(plan, set={"pipeline.prefill": order, "cache.fill": False}) as model:
+            before, told = model.stats.flash_read_bytes, shares.setdefault(order, [])
+            forward, ids = model._parts.forward, np.array(TOKENS, np.int32)
+            results[order] = forward.prefill(ids, all_logits=True, progress=told.append)
+            read_bytes[order] = model.stats.flash_read_bytes - before
+            # The next token sees what the prompt has left.
+            after = forward.decode(7)
+            results[f"{order}, next"] = after.copy()
+    assert compute_error(results["layers-first"], run_plain(tiny, TOKENS)) < KV_ROUNDING
+    for name in ("layers-first", "layers-first, next"):
+        same = name.replace("layers", "chunks")
+        assert compute_error(results[name], results[same]) < KV_ROUNDING
+    assert read_bytes["chunks-first"] == 6 * read_bytes["layers-first"]
+    for told in shares.values():
+        assert told == sorted(told)
+        assert told[-1] == pytest.approx(1)
+
+
+def test_a_prompt_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, FP16)
+    plan = write_plan(tmp_path, tiny, {"prefill": {"chunk": 64}})
+    expected = run_plain(tiny, TOKENS)
+    for fill in (False, True):
+        with pi2.load(plan, set={"cache.fill": fill}) as model:
+            parts = model._parts
+            # A stretch in memory saves a read, however short it is.
+            parts.feed_forward._stream._shortest = 1
+            cache, width = parts.cache, parts.cache.arena.shape[1]
+            model.logits(TOKENS, mode="decode")  # brings in some, in no order
+            absent = sum(
+                int((cache.find_slots(layer, 0, cache.neurons) < 0).sum())
+                for layer in range(len(cache.hot_slots))
+            )
+            assert 0 < absent < cache.neurons * len(cache.hot_slots)
+            before = model.stats.flash_read_bytes
+            assert compute_error(model.logits(TOKENS), expected) < KV_ROUNDING
+            assert model.stats.flash_read_bytes - before == absent * width
+
+
 def test_int4_reads_the_same_neurons_from_memory_and_from_flash(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny)

@@ -1,0 +1,124 @@
+"""Neurons for prompts: in stored order, each once, and only those read that are not in memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from pi2.engine.neuron_stream import SHORTEST_COPY_BYTES, NeuronStream, Piece
+from pi2.memory.cache import NeuronCache
+
+NEURONS, LAYERS, STRIDE = 40, 3, 4096
+
+
+class FakeReader:
+    """Reads bundles whose bytes are their layer and their index."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int, int]] = []
+        self.broken = False
+
+    def start_run(self, layer: int, first: int, buffer: np.ndarray) -> Future[None]:
+        self.runs.append((layer, first, len(buffer)))
+        done: Future[None] = Future()
+        if self.broken:
+            done.set_exception(OSError("cut"))
+            return done
+        buffer[:, 0] = layer
+        buffer[:, 1] = np.arange(first, first + len(buffer))
+        done.set_result(None)
+        return done
+
+
+def make_cache(hot: int, cold: int) -> NeuronCache:
+    arena = np.zeros((LAYERS * hot + cold, STRIDE), np.uint8)
+    cache = NeuronCache(arena, [hot] * LAYERS, NEURONS)
+    for layer in range(LAYERS):
+        arena[layer * hot : (layer + 1) * hot, 0] = layer
+        arena[layer * hot : (layer + 1) * hot, 1] = np.arange(hot)
+    return cache
+
+
+def bring_in(cache: NeuronCache, layer: int, *indices: int) -> None:
+    found = cache.look_up(layer, np.array(indices, np.int32))
+    cache.arena[found.missing_slots, 0] = layer
+    cache.arena[found.missing_slots, 1] = found.missing
+
+
+def make_stream(cache: NeuronCache, size: int = 16) -> tuple[NeuronStream, FakeReader]:
+    reader = FakeReader()
+    staging = np.full((2, size, STRIDE), 255, np.uint8)
+    stream = NeuronStream(cache, reader, staging, LAYERS)  # type: ignore[arg-type]
+    stream._shortest = 1
+    return stream, reader
+
+
+def take_all(stream: NeuronStream) -> None:
+    for layer in range(LAYERS):
+        stream.begin(layer)
+        pieces = [piece[:, :2].copy() for piece in stream.give(layer)]
+        got = np.concatenate(pieces)
+        assert got[:, 0].tolist() == [layer] * NEURONS
+        assert got[:, 1].tolist() == list(range(NEURONS))
+
+
+@pytest.mark.parametrize("hot", [0, 8, NEURONS])
+def test_every_neuron_comes_once_in_stored_order(hot: int) -> None:
+    cache = make_cache(hot, 0 if hot == NEURONS else 30)
+    stream, reader = make_stream(cache)
+    take_all(stream)
+    assert sum(count for _, _, count in reader.runs) == LAYERS * (NEURONS - hot)
+    if hot < NEURONS:
+        bring_in(cache, 0, *range(hot, 24))
+        bring_in(cache, 1, 35, 9, 12, 13)
+        bring_in(cache, 2, 39, 20)
+        reader.runs.clear()
+        take_all(stream)
+        resident = sum((cache.find_slots(layer, hot, 40) >= 0).sum() for layer in range(LAYERS))
+        assert sum(count for _, _, count in reader.runs) == LAYERS * (NEURONS - hot) - resident
+        take_all(stream)
+
+
+def test_a_piece_that_lies_in_one_stretch_is_computed_where_it_is() -> None:
+    cache = make_cache(8, 40)
+    bring_in(cache, 1, *range(8, 40))
+    stream, reader = make_stream(cache)
+    stream.begin(1)
+    assert all(np.shares_memory(piece, cache.arena) for piece in stream.give(1))
+    assert [layer for layer, _, _ in reader.runs] == [2], "the next layer's first is on its way"
+    take_all_from = [piece[:, 0].tolist() for piece in stream.give(2)]
+    assert sum(map(len, take_all_from)) == NEURONS
+
+
+def test_reads_go_on_while_a_piece_is_computed() -> None:
+    stream, reader = make_stream(make_cache(8, 4))
+    stream.begin(0)
+    assert reader.runs == [(0, 8, 16)], "while hot neurons are computed"
+    given = stream.give(0)
+    next(given), next(given)
+    assert reader.runs == [(0, 8, 16), (0, 24, 16)]
+    next(given)
+    assert reader.runs[2:] == [(1, 8, 16)], "during the next layer's attention"
+
+
+def test_short_stretches_in_memory_are_read_with_their_neighbours() -> None:
+    slots = np.full(32, -1, np.int32)
+    slots[[3, 4, 10, 11, 12, 30, 31]] = range(7)
+    piece = Piece(layer=0, first=0, slots=slots)
+    assert piece.find_missing(1) == [slice(0, 3), slice(5, 10), slice(13, 30)]
+    assert piece.find_missing(3) == [slice(0, 10), slice(13, 30)]
+    assert piece.find_missing(8) == [slice(0, 30)]
+    assert SHORTEST_COPY_BYTES % 4096 == 0
+
+
+def test_after_a_failed_read_the_next_prompt_begins_anew() -> None:
+    cache = make_cache(8, 4)
+    stream, reader = make_stream(cache)
+    reader.broken = True
+    with pytest.raises(OSError, match="cut"):
+        take_all(stream)
+    stream.abandon()
+    reader.broken = False
+    take_all(stream)
