@@ -379,7 +379,9 @@ class CpuExecutor:
         normalized = space.make("float32", chunk, hidden)
         arrays = [space.make("float32", chunk, hidden) for _ in range(2)]
         views = [space.wrap(array) for array in arrays]
-        views += space.make_activations(chunk, hidden, self._spec.planes, normalized)
+        # Where kernels take tokens in pairs, the last one may be alone.
+        even = round_up(chunk, 2)
+        views += space.make_activations(even, hidden, self._spec.planes, normalized)
         routes, layer_input = first.routes, first.layer_input
         if self._spec.experts:
             routes = space.make("float32", *routes.shape)

@@ -21,7 +21,11 @@ def test_no_segment_takes_more_than_the_plan_counts(
 ) -> None:
     tiny = make_tiny(tmp_path)
     path = write_plan(tmp_path, tiny)
-    changes = {"backends.cpu": backend, "decode.predictor": predictor}
+    changes = {
+        "backends.cpu": backend,
+        "decode.predictor": predictor,
+        "pipeline.prefill": "layers-first",
+    }
     with pi2.load(path, set=changes) as model:
         if backend == "null":
             model.logits([1, 2, 3], mode="decode")
