@@ -60,6 +60,7 @@ class ObservedExecutor:
     if TYPE_CHECKING:
         embed: Any
         attend: Any
+        list_experts: Any
         predict_low_rank: Any
         read_scores: Any
         predict_gate: Any

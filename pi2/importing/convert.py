@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 _PIECE_WEIGHTS = 2**20
 """Weights that are quantised and written together."""
 
-_FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
 """Tensors of the store that are several in the checkpoint, one after another."""
 
 
@@ -150,7 +150,7 @@ class _Conversion:
         layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
         if kind.startswith("predictor_"):
             return [self._quantize_predictor(tensor, layer, kind)]
-        keys = _FUSED.get(kind, (kind,))
+        keys = FUSED.get(kind, (kind,))
         sources = [self._find(key, layer) for key in keys]
         return self._quantize_rows(tensor, sources, pool)
 

@@ -168,6 +168,8 @@ def test_the_command_writes_the_errors(tmp_path: Path, capsys: pytest.CaptureFix
     command += ["--model", str(tmp_path / "tiny.model.toml")]
     assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
     assert "the worst is" in capsys.readouterr().err
-    found = {item["tensor"]: item for item in json.loads((tmp_path / "errors.json").read_text())}
+    report = json.loads((tmp_path / "errors.json").read_text())
+    found = {item["tensor"]: item for item in report["tensors"]}
+    assert report["evaluation"] is None
     assert 0.02 < found["model.layers.0.mlp.gate_proj.weight"]["relative"] < 0.1
     assert found["model.embed_tokens.weight"]["precision"] == "int8"

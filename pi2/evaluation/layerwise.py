@@ -1,0 +1,187 @@
+"""Scores text by weights that need not fit into memory, in float32: layer by layer, all windows.
+
+It is the reference backend with its weights read where they are needed, once for all windows:
+memory is a layer's attention, some neurons and a block of the head, each in float32, whatever the
+model's size.  Work is two operations for every weight and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.reference import ReferenceExecutor, activate, cap
+from pi2.evaluation.scores import Scores
+from pi2.evaluation.weights import NeuronPiece, Weights
+from pi2.plan.model import Model
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD
+from pi2.statistics.texts import Window
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+_BLOCK = 8192
+"""Rows of the head that are widened together."""
+
+
+def score_layerwise(
+    weights: Weights,
+    model: Model,
+    windows: Sequence[Window],
+    progress: Callable[[float], None] = lambda share: None,
+) -> Scores:
+    """Score ``windows``; neurons are computed densely."""
+    context = max(len(window.tokens) for window in windows)
+    executor = _LayerExecutor(weights, model, context)
+    states = [executor.start(np.array(window.tokens[:-1], np.int64)) for window in windows]
+    layers = model.shape.layers
+    for layer in range(layers):
+        executor.forget()
+        for number, state in enumerate(states):
+            states[number] = executor.begin_layer(layer, state)
+        for piece in weights.list_neurons(layer):
+            for number, state in enumerate(states):
+                states[number] = executor.add_piece(piece, state)
+        states = [executor.end_layer(layer, state) for state in states]
+        progress((layer + 1) / (layers + 1))
+    executor.forget()
+    inputs = np.concatenate(
+        [
+            executor.finish(state)[window.first_scored - 1 :]
+            for state, window in zip(states, windows, strict=True)
+        ]
+    )
+    targets = np.concatenate(
+        [np.array(window.tokens[window.first_scored :], np.int64) for window in windows]
+    )
+    scores = _score_head(weights, model, inputs, targets)
+    progress(1.0)
+    return scores
+
+
+def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Scores:
+    """Losses of ``targets`` [n] after normalised ``inputs`` [n, hidden], by blocks of the head."""
+    name, vocab = (EMBEDDING if model.tied_head else HEAD), model.shape.vocab
+    count = len(inputs)
+    best = np.full(count, -np.inf)
+    choices = np.zeros(count, np.int64)
+    sums, wanted = np.zeros(count), np.zeros(count)
+    for start in range(0, vocab, _BLOCK):
+        head = weights.read(name, slice(start, min(start + _BLOCK, vocab)))
+        logits = cap(
+            inputs @ head.T * np.float32(model.multipliers.logits), model.logit_softcap
+        ).astype(np.float64)
+        top = logits.argmax(axis=1)
+        value = logits[np.arange(count), top]
+        choices = np.where(value > best, start + top, choices)
+        higher = np.maximum(best, value)
+        sums = sums * np.exp(best - higher) + np.exp(logits - higher[:, None]).sum(axis=1)
+        best = higher
+        inside = (targets >= start) & (targets < start + len(head))
+        wanted[inside] = logits[inside, targets[inside] - start]
+    return Scores(np.log(sums) + best - wanted, choices)
+
+
+State = tuple[F32, F32, F32, F32, F32]
+"""x, the layer's input, the FFN's input, the routes and the FFN's sum of a window."""
+
+
+class _LayerExecutor(ReferenceExecutor):
+    """The reference executor for one layer of many windows after the other."""
+
+    def __init__(self, weights: Weights, model: Model, context: int) -> None:
+        self._weights = weights
+        self._tensors = _LazyTensors(weights)
+        super().__init__(
+            BuildRequest(
+                model=model,
+                tensors=self._tensors,
+                bundle=model.lay_out_bundle(),
+                neurons=model.layer_neurons,
+                chunk=context,
+                context=context,
+                gate_rows=None,
+                threads=1,
+                features=frozenset(),
+                architecture="",
+                allocate=lambda segment, size: np.zeros(size, np.uint8),
+                progress=lambda label, share: None,
+            )
+        )
+
+    def forget(self) -> None:
+        """Drop the tensors of the layer that is done."""
+        self._tensors.clear()
+
+    def start(self, tokens: I64) -> State:
+        """The embeddings of a window."""
+        scale = np.float32(self._model.multipliers.embedding)
+        x = self._weights.read(EMBEDDING, tokens) * scale
+        return x, x, x, x, x
+
+    def begin_layer(self, layer: int, state: State) -> State:
+        """Attention, and what the FFN begins with."""
+        self._restore(state)
+        self.attend(layer, 0)
+        self.begin_ffn(layer)
+        return self._save()
+
+    def add_piece(self, piece: NeuronPiece, state: State) -> State:
+        """Add some neurons to the FFN's sum."""
+        self._restore(state)
+        values = [self._u @ rows.T for rows in piece.rows]
+        if piece.biases:
+            values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
+        active = activate(self._model, values[0], values[1] if len(values) > 1 else None)
+        if piece.experts is not None:
+            active = active * self._routes[:, piece.experts]
+        self._y = self._y + active @ piece.down
+        return self._save()
+
+    def end_layer(self, layer: int, state: State) -> State:
+        """Add the FFN's sum to x."""
+        self._restore(state)
+        self.end_ffn(layer)
+        return self._save()
+
+    def finish(self, state: State) -> F32:
+        """What the head reads [tokens, hidden]."""
+        return self._normalize(state[0], FINAL_NORM)
+
+    def _restore(self, state: State) -> None:
+        self._x, self._input, self._u, self._routes, self._y = state
+
+    def _save(self) -> State:
+        return self._x, self._input, self._u, self._routes, self._y
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors in float32, read when they are first asked for."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._known: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            values = self._weights.read(name)
+            rows, length = values.shape
+            self._known[name] = Tensor(
+                name=name, rows=rows, length=length, precision=None, weights=values
+            )
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()

@@ -1,0 +1,125 @@
+"""Weights in float32, piece by piece: those of a checkpoint, and those of a neuron store.
+
+Both give the same tensors under the same names (`pi2.plan.tensor_names`), so that one computation
+(`pi2.evaluation.layerwise`) compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.convert import FUSED
+from pi2.importing.rows import Rows, find_rows
+from pi2.plan.model import Model
+from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
+from pi2.store.reader import NeuronStore
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+PIECE_NEURONS = 4096
+"""Neurons whose weights are widened together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronPiece:
+    """Some neurons of a layer; all arrays float32."""
+
+    rows: tuple[F32, ...]
+    """Gate (where there is one) and up: what the input meets, [n, hidden] each."""
+    down: F32
+    """What an activation adds, [n, hidden]."""
+    biases: tuple[F32, ...]
+    """Of ``rows`` [n] each; empty where the model has none."""
+    experts: I32 | None
+    """Expert of every neuron [n], in a mixture."""
+
+
+class Weights(Protocol):
+    """Where weights come from."""
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        """Rows [n, length] of a dense tensor, by default all."""
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        """All neurons of a layer."""
+
+
+class StoreWeights:
+    """What is left of the weights in a neuron store."""
+
+    def __init__(self, store: NeuronStore) -> None:
+        self._store = store
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        tensor = self._store.tensors[name]
+        wanted = slice(None) if rows is None else rows
+        weights = tensor.weights[wanted]
+        if tensor.precision is None:
+            return np.asarray(weights, np.float32)
+        scales = None if tensor.scales is None else tensor.scales[wanted]
+        return dequantize(weights.view(np.uint8), scales, tensor.length, tensor.precision)
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        layout, stored = self._store.bundle, self._store.layers[layer]
+        for start in range(0, stored.neurons, PIECE_NEURONS):
+            bundles = stored.bundles[start : start + PIECE_NEURONS]
+            inputs = range(len(layout.parts) - 1)
+            yield NeuronPiece(
+                rows=tuple(unpack_part(bundles, layout, index) for index in inputs),
+                down=unpack_part(bundles, layout, len(layout.parts) - 1),
+                biases=tuple(slice_bias(bundles, layout, index) for index in inputs)
+                if layout.biases
+                else (),
+                experts=None if layout.expert_offset is None else slice_experts(bundles, layout),
+            )
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint that was checked, as they are."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
+        self._checkpoint = checkpoint
+        self._model = model
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        parts = name.split(".")
+        kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
+        sources = [self._find(key, layer) for key in FUSED.get(kind, (kind,))]
+        if len(sources[0].tensor.shape) == 1:
+            offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0
+            return np.concatenate([source.read() for source in sources])[None] + np.float32(offset)
+        if rows is None:
+            return np.concatenate([source.read() for source in sources])
+        assert len(sources) == 1
+        if isinstance(rows, slice):
+            return sources[0].read(rows.start, rows.stop)
+        return np.concatenate([sources[0].read(row, row + 1) for row in rows.tolist()])
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        layout = self._model.lay_out_bundle()
+        names = [str(part.name) for part in layout.parts]
+        experts = 1 if self._model.moe is None else self._model.moe.experts
+        for expert in range(experts):
+            sources = [self._find(name, layer, expert) for name in names]
+            biases = [self._find(f"{bias.name}_bias", layer).read() for bias in layout.biases]
+            down = sources[-1].tensor.read_turned()
+            for start in range(0, sources[0].count, PIECE_NEURONS):
+                stop = min(start + PIECE_NEURONS, sources[0].count)
+                owners = np.full(stop - start, expert, np.int32)
+                yield NeuronPiece(
+                    rows=tuple(source.read(start, stop) for source in sources[:-1]),
+                    down=sources[-1].tensor.widen(down[start:stop]),
+                    biases=tuple(bias[start:stop] for bias in biases),
+                    experts=None if self._model.moe is None else owners,
+                )
+
+    def _find(self, key: str, layer: int = 0, expert: int = 0) -> Rows:
+        return find_rows(self._checkpoint.tensors, self._model, key, layer, expert)

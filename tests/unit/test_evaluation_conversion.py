@@ -1,0 +1,87 @@
+"""What quantisation costs, by weights that are read layer by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomlkit
+
+from pi2.cli.main import run
+from pi2.evaluation.conversion import measure_conversion
+from pi2.evaluation.layerwise import score_layerwise
+from pi2.evaluation.scores import compute_losses
+from pi2.evaluation.weights import CheckpointWeights, StoreWeights
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.statistics.texts import Window
+from pi2.store.reader import NeuronStore
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden
+from tests.helpers.models import draw_weights, make_model
+
+TEXT = "What is rounded is not what was written, but it reads nearly the same. " * 8
+
+
+@pytest.mark.parametrize("name", list_goldens())
+def test_losses_by_a_checkpoints_weights_are_those_of_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    golden = read_golden(name)
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    model = describe_checkpoint(checkpoint).model
+    weights = CheckpointWeights(open_checkpoint(checkpoint), model)
+    prompt = tuple(int(token) for token in golden.prompt)
+    # Two windows: the layers' state of one is not that of the other.
+    windows = [Window(prompt, 1), Window(prompt[:10], 4)]
+    scores = score_layerwise(weights, model, windows)
+    logits = np.concatenate([golden.logits[:-1], golden.logits[3:9]])
+    targets = np.array([*prompt[1:], *prompt[4:10]])
+    np.testing.assert_allclose(scores.losses, compute_losses(logits, targets), atol=2e-3)
+    np.testing.assert_array_equal(scores.choices, logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize("name", ["gemma", "mixtral", "opt"])
+def test_a_store_that_rounds_nothing_scores_the_same(tmp_path: Path, name: str) -> None:
+    golden = read_golden(name)
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    model = convert_golden(checkpoint, tmp_path, EXACT)
+    windows = [Window(tuple(int(token) for token in golden.prompt), 1)]
+    before = score_layerwise(CheckpointWeights(open_checkpoint(checkpoint), model), model, windows)
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        after = score_layerwise(StoreWeights(store), model, windows)
+    np.testing.assert_allclose(after.losses, before.losses, atol=1e-4)
+
+
+def test_the_command_reports_perplexity_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model({"predictor": None})
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    document = tomlkit.dumps(model.model_dump(mode="json", exclude_none=True))
+    (tmp_path / "tiny.model.toml").write_text(document)
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["convert", str(checkpoint), "--model", str(tmp_path / "tiny.model.toml")]
+    command += ["-o", str(tmp_path / "store"), "--evaluate", str(tmp_path / "text.txt")]
+    assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
+    said = capsys.readouterr().err
+    report = json.loads((tmp_path / "errors.json").read_text())
+    cost = report["evaluation"]
+    assert f"{cost['before']:.3f} by the checkpoint's weights, {cost['after']:.3f}" in said
+    assert cost["windows"] == 8
+    assert cost["tokens"] == 8 * 63
+    # int4 costs a random model something, but it is still the same model.
+    assert 0 < cost["loss_change_error"] < abs(cost["loss_change"]) + 0.2
+    assert cost["agreement"] > 0.3
+    found = measure_conversion(checkpoint, model, tmp_path / "store", [TEXT])
+    assert found.before == cost["before"]
+
+
+def test_a_text_that_cannot_be_read_stops_before_anything_is_written(tmp_path: Path) -> None:
+    model = make_model({"predictor": None})
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    command = ["convert", str(checkpoint), "-o", str(tmp_path / "store")]
+    assert run([*command, "--evaluate", str(tmp_path / "none.txt")]) == 2
+    assert not (tmp_path / "store").exists()
