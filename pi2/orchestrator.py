@@ -134,6 +134,7 @@ def build(
             threshold=resolved.plan.decode.threshold,
             missing_threshold=resolved.plan.decode.missing_threshold,
             look_ahead=resolved.plan.decode.look_ahead,
+            token_neurons=resolved.model.token_neurons,
         )
         unbound = list_allowed_cores() if request.cores else []
         if request.cores:

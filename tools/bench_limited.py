@@ -360,6 +360,7 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": counters.predicted_share,
         "hits": counters.hit_rate,
         "flash_bytes_token": counters.flash_read_bytes / len(times),
+        "routing": counters.routing_recall,
         "peak_rss_bytes": read_peak_rss_bytes(),
         "load_s": model.load_s,
     }
@@ -442,6 +443,9 @@ def report(
     for other in ("llama.cpp, mapped", "pi2, all in memory"):
         if first in medians and other in medians:
             yield f"{first} / {other}: {medians[first] / medians[other]:.3g}."
+    ahead = [run["routing"] for run in results[first] if run.get("routing") is not None]
+    if ahead:
+        yield f"Looking ahead named {statistics.median(ahead):.1%} of the experts that computed."
     missed = [run["flash_bytes_token"] for run in results[first] if "flash_bytes_token" in run]
     if missed:
         bound_s = statistics.median(missed) / disk["random"]

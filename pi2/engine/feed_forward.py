@@ -35,6 +35,10 @@ class NeuronCounters:
     predicted: int = 0
     active: int = 0
     possible: int = 0
+    routed: int = 0
+    """Experts that computed tokens in layers whose routing was looked ahead at."""
+    foreseen: int = 0
+    """Those of them that looking ahead had named."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,8 @@ class _Wave:
     """Stored indices that the cold cache has no room for until this wave is computed."""
     held: bool
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
+    experts: I32 | None = None
+    """Experts that they belong to, where these were guessed ahead."""
 
 
 class FeedForward:
@@ -65,12 +71,16 @@ class FeedForward:
         threshold: float,
         missing_threshold: float | None = None,
         look_ahead: LookAhead,
+        token_neurons: int | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
         ``missing_threshold``: predictor score from which a neuron that is not in memory is read,
         if not ``threshold``.  ``look_ahead``: predict a layer's neurons when it begins, before its
-        attention (``attention``), or before the FFN of the layer before it (``layer``).
+        attention (``attention``), or before the FFN of the layer before it (``layer``).  In a
+        mixture, the router is run there too; experts that it did not name are predicted when the
+        layer's own routing is known.  ``token_neurons``: those of a layer that may compute a token,
+        if not all.
         """
         self._executor = executor
         self._cache = cache
@@ -81,6 +91,7 @@ class FeedForward:
         self._threshold = threshold
         self._missing_threshold = missing_threshold
         self._look_ahead = look_ahead
+        self._token_neurons = cache.neurons if token_neurons is None else token_neurons
         self._wave: _Wave | None = None
         self.counters = NeuronCounters()
 
@@ -108,8 +119,7 @@ class FeedForward:
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
         does nothing unless the plan looks ahead."""
         if self._look_ahead != "none" and self._wave is None:
-            self._executor.begin_ffn(layer)
-            self._wave = self._begin_wave(layer, self._predict(layer))
+            self._wave = self._begin_ahead(layer)
 
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of ``layer`` that the predictor names, for one token."""
@@ -117,36 +127,73 @@ class FeedForward:
         wave, self._wave = self._wave, None
         if wave is None:
             executor.begin_ffn(layer)
-            wave = self._begin_wave(layer, self._predict(layer))
+            waves = [self._begin_wave(layer, self._predict(layer))]
         else:
+            waves = [wave]
             try:
                 if self._look_ahead == "layer" and layer + 1 < self._layers and not len(wave.rest):
-                    executor.begin_ffn(layer + 1)
-                    self._wave = self._begin_wave(layer + 1, self._predict(layer + 1))
+                    self._wave = self._begin_ahead(layer + 1)
                 executor.begin_ffn(layer)
+                late = self._list_unforeseen(wave)
+                if len(late):
+                    waves.append(self._begin_wave(layer, self._predict(layer, late)))
             except BaseException:
                 self._abandon_wave(wave)
                 raise
-        self._compute_wave(wave)
-        while len(wave.rest):
-            wave = self._begin_wave(layer, wave.rest)
-            self._compute_wave(wave)
+        self._compute_waves(layer, waves)
         executor.end_ffn(layer)
+
+    def _begin_ahead(self, layer: int) -> _Wave:
+        """Predict and begin to read before the layer's own input is known."""
+        self._executor.begin_ffn(layer)
+        experts = self._executor.list_experts().copy()
+        wave = self._begin_wave(layer, self._predict(layer))
+        wave.experts = experts
+        return wave
+
+    def _list_unforeseen(self, wave: _Wave) -> I32:
+        """Experts of the token that looking ahead has not named."""
+        chosen = self._executor.list_experts()
+        if wave.experts is None or not len(chosen):
+            return chosen[:0]
+        late = chosen[~np.isin(chosen, wave.experts)]
+        self.counters.routed += len(chosen)
+        self.counters.foreseen += len(chosen) - len(late)
+        return late
+
+    def _compute_waves(self, layer: int, waves: list[_Wave]) -> None:
+        """Compute ``waves``, and what they have left for later."""
+        try:
+            while waves:
+                wave = waves.pop(0)
+                self._compute_wave(wave)
+                if not len(wave.rest):
+                    continue
+                if not waves and self._wave is not None and self._cache.free_capacity == 0:
+                    # The next layer's neurons, guessed ahead, have taken all slots.
+                    following, self._wave = self._wave, None
+                    self._abandon_wave(following)
+                waves.append(self._begin_wave(layer, wave.rest))
+        except BaseException:
+            for wave in waves:
+                self._abandon_wave(wave)
+            raise
 
     def end_token(self) -> None:
         """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
 
-    def _predict(self, layer: int) -> I32:
+    def _predict(self, layer: int, late: I32 | None = None) -> I32:
+        """Neurons of the token's experts, or of those that were found ``late``."""
         if self._predictor == "gate":
             indices = self._executor.predict_gate(layer)
         else:
-            indices = self._executor.predict_low_rank(layer, self._threshold)
+            indices = self._executor.predict_low_rank(layer, self._threshold, late)
             if self._missing_threshold is not None:
                 worth = self._executor.read_scores().take(indices) >= self._missing_threshold
                 indices = self._cache.leave_out(layer, indices, worth)
         self.counters.predicted += len(indices)
-        self.counters.possible += self._cache.neurons
+        self.counters.possible += self._token_neurons if late is None else 0
         return indices
 
     def _begin_wave(self, layer: int, indices: I32) -> _Wave:

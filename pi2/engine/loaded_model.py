@@ -125,6 +125,8 @@ class LoadedModel:
             cache_skips=sum(layer.skips for layer in counters),
             cache_evictions=sum(layer.evictions for layer in counters),
             flash_read_bytes=self._parts.reader.read_bytes,
+            routed_experts=neurons.routed,
+            foreseen_experts=neurons.foreseen,
         )
 
     @property

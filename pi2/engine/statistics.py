@@ -15,7 +15,7 @@ class RunStatistics:
     active_neurons: int
     """Of these, neurons with a non-zero activation."""
     possible_neurons: int
-    """Neurons of the layers that were computed sparsely."""
+    """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
     cache_hits: int
     """Named neurons that were in memory."""
     cache_misses: int
@@ -26,6 +26,10 @@ class RunStatistics:
     """Neurons that made room."""
     flash_read_bytes: int
     """Bytes of neurons read from flash, prefill and loading included."""
+    routed_experts: int = 0
+    """Experts that computed tokens in layers whose routing was looked ahead at."""
+    foreseen_experts: int = 0
+    """Those of them that looking ahead had named."""
 
     def __sub__(self, other: RunStatistics) -> RunStatistics:
         return RunStatistics(
@@ -37,6 +41,8 @@ class RunStatistics:
             cache_skips=self.cache_skips - other.cache_skips,
             cache_evictions=self.cache_evictions - other.cache_evictions,
             flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
+            routed_experts=self.routed_experts - other.routed_experts,
+            foreseen_experts=self.foreseen_experts - other.foreseen_experts,
         )
 
     @property
@@ -48,6 +54,11 @@ class RunStatistics:
     def active_share(self) -> float | None:
         """Share of neurons with a non-zero activation; None if every layer ran densely."""
         return divide(self.active_neurons, self.possible_neurons)
+
+    @property
+    def routing_recall(self) -> float | None:
+        """Share of the experts that looking ahead had named; None where it did not."""
+        return divide(self.foreseen_experts, self.routed_experts)
 
     @property
     def hit_rate(self) -> float | None:

@@ -13,6 +13,7 @@ import pytest
 import tomlkit
 
 import pi2
+from pi2.backends.reference import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.importing.synthesis.blueprint import draw_blueprint
 from pi2.importing.synthesis.generation import write_synthetic_store
@@ -120,6 +121,41 @@ def test_predicted_neurons_of_chosen_experts_are_those_of_the_reference(
     if settings:
         in_memory, _ = run(plan)
         assert measure_error(found, in_memory) < 1e-4
+
+
+@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
+def test_looking_ahead_runs_the_router_too_and_mends_what_it_named_wrongly(
+    drelu: Path, look_ahead: str
+) -> None:
+    settings = {**REFERENCE, **FLASH, "decode.look_ahead": look_ahead}
+    found, model = run(drelu, **settings)
+    expected, _ = run(drelu, **REFERENCE)
+    # Neurons are predicted from another input; which experts compute, and how much, is exact.
+    assert measure_error(found, expected) < 2e-2
+    assert model.stats.routed_experts == 5 * 2 * 2
+    assert model.stats.routing_recall == pytest.approx(1.0, abs=0.2)
+
+
+def test_experts_that_looking_ahead_has_missed_are_computed(
+    drelu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = run(drelu, **REFERENCE)
+    begin = ReferenceExecutor.begin_ffn
+    calls: list[int] = []
+
+    def begin_wrongly(self: ReferenceExecutor, layer: int) -> None:
+        begin(self, layer)
+        if len(self._x) == 1:
+            calls.append(layer)
+            if calls.count(layer) % 2:
+                # The first time for a token, as the guess is: two other experts.
+                self._routes = np.where(self._routes > 0, 0, 0.5).astype(np.float32)
+
+    monkeypatch.setattr(ReferenceExecutor, "begin_ffn", begin_wrongly)
+    settings = {**REFERENCE, **FLASH, "decode.look_ahead": "attention"}
+    found, model = run(drelu, **settings)
+    assert model.stats.routing_recall == 0.0
+    assert measure_error(found, expected) < 1e-4
 
 
 def test_a_higher_score_may_be_asked_of_neurons_that_are_not_in_memory(drelu: Path) -> None:
