@@ -183,7 +183,7 @@ def _check_split(files: list[GgufFile]) -> None:
         for key, value in (("split.count", len(files)), ("split.no", number)):
             # A file that was never split may say that it is none of no files.
             stated = file.metadata.get(key, value)
-            if stated != value and not (len(files) == 1 and stated == 0):
+            if type(stated) is not int or stated not in {value, 0 if len(files) == 1 else value}:
                 raise UserError.of(
                     "P532",
                     f"cannot read {file.path}: {key} is {stated}, expected {value}",
@@ -191,7 +191,7 @@ def _check_split(files: list[GgufFile]) -> None:
                 )
     stated = files[0].metadata.get("split.tensors.count")
     found = sum(len(file.entries) for file in files)
-    if stated is not None and stated != found:
+    if type(stated) is int and stated != found:
         raise UserError.of(
             "P533",
             f"{files[0].path} says that the files hold {stated} tensors, but they hold {found}",
@@ -288,7 +288,8 @@ def _scale_positions(path: Path, files: list[GgufFile], config: dict[str, Any]) 
                 block=entry.block,
             )
             factors = tensor.read()
-            scaling = recover_llama3(factors, config["rope_theta"], config["head_dim"])
+            theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
+            scaling = recover_llama3(factors, theta, size)
             if scaling:
                 config["rope_scaling"] = scaling
         if refused is not None or scaling is None:

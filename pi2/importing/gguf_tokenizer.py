@@ -55,10 +55,10 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise _refuse(file, "tokenizer.ggml.tokens is not a list of texts")
     kinds = metadata.get("tokenizer.ggml.token_type")
-    kinds = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
-    if len(kinds) != len(tokens):
-        raise _refuse(file, f"{len(tokens)} tokens have {len(kinds)} types")
     try:
+        kinds = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
+        if len(kinds) != len(tokens):
+            raise _refuse(file, f"{len(tokens)} tokens have {len(kinds)} types")
         if kind == "gpt2":
             tokenizer = _make_byte_level(file, metadata, tokens)
         elif kind == "llama":
@@ -80,7 +80,8 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str):
         return {}
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    listed = metadata.get("tokenizer.ggml.tokens")
+    tokens = listed if isinstance(listed, list) else []
     special = {}
     for name in ("bos", "eos", "unk", "pad"):
         key = {"unk": "unknown", "pad": "padding"}.get(name, name)
