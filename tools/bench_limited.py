@@ -31,6 +31,7 @@ from pi2.benchmarks.gguf_file import find_gguf, write_gguf
 from pi2.benchmarks.llama_cpp import check_installed, find_peer_folder
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
+from pi2.machine import detect_machine
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
@@ -145,13 +146,14 @@ def measure_row(arguments: argparse.Namespace) -> None:
         }
         for name, step in row.steps.items()
     }
-    jobs["pi2, all in memory"] = {
-        "kind": "pi2",
-        "plan": str(whole),
-        "set": settings,
-        "limit": 0,
-        **tokens,
-    }
+    if load_plan(whole).plan.memory.budget < detect_machine().memory.limit_bytes:
+        jobs["pi2, all in memory"] = {
+            "kind": "pi2",
+            "plan": str(whole),
+            "set": settings,
+            "limit": 0,
+            **tokens,
+        }
     if not arguments.no_peer:
         jobs["llama.cpp, mapped"] = prepare_peer(resolved, arguments, limit_bytes, tokens)
     disk = measure_disk(resolved)

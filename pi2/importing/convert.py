@@ -149,7 +149,7 @@ class _Conversion:
             return self._quantize_rows(tensor, [self._find(tensor.name)], pool)
         layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
         if kind.startswith("predictor_"):
-            return [self._quantize_predictor(tensor, layer, kind)]
+            return self._quantize_predictors(tensor, layer, kind)
         keys = FUSED.get(kind, (kind,))
         sources = [self._find(key, layer) for key in keys]
         return self._quantize_rows(tensor, sources, pool)
@@ -238,15 +238,24 @@ class _Conversion:
 
         yield from _map_in_order(pool, pack, pieces)
 
-    def _quantize_predictor(self, tensor: DenseTensor, layer: int, kind: str) -> Packed:
+    def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
+        """Rows of the predictors of a layer, or of one expert after the other."""
         assert self._predictors is not None
-        predictor, order = self._predictors[layer], self._order[layer]
-        if kind == "predictor_in":
-            return self._quantize(predictor.read_inner(), tensor.precision, predictor.inner)
-        if kind == "predictor_out":
-            return self._quantize(predictor.read_outer()[order], tensor.precision, predictor.outer)
-        bias = predictor.read_bias()[order][None]
-        return self._quantize(bias, tensor.precision, predictor.bias or predictor.outer)
+        found, ffn = self._predictors[layer], self._model.shape.ffn
+        owners, neurons = np.divmod(self._order[layer], np.int32(ffn))
+        biases = []
+        for expert, source in enumerate(found.experts):
+            mine = neurons[owners == expert]
+            if kind == "predictor_in":
+                yield self._quantize(source.read_inner(found.rank), tensor.precision, source.inner)
+            elif kind == "predictor_out":
+                rows = source.read_outer(found.rank)[mine]
+                yield self._quantize(rows, tensor.precision, source.outer)
+            else:
+                bias = source.read_bias()[mine][None]
+                biases.append(self._quantize(bias, "fp32", source.bias or source.outer)[0])
+        if biases:
+            yield np.concatenate(biases, axis=1), None
 
     def _pack_rows(
         self,

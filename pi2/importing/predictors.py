@@ -27,8 +27,8 @@ _HELP = "give their file with --predictors, or remove [predictor] from the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPredictor:
-    """The predictor of one layer: fc2 relu(fc1 u) + bias."""
+class SourcePredictor:
+    """The predictor of one FFN: fc2 relu(fc1 u) + bias."""
 
     inner: SourceTensor
     """fc1 [rank, hidden]."""
@@ -42,21 +42,33 @@ class LayerPredictor:
         """Rank in the store: the next multiple of 32."""
         return round_up(self.inner.shape[0], GROUP)
 
-    def read_inner(self) -> F32:
+    def read_inner(self, rank: int) -> F32:
         """fc1 float32 [rank, hidden]; rows that were added are zero."""
         rows = self.inner.read()
-        return np.pad(rows, ((0, self.rank - len(rows)), (0, 0)))
+        return np.pad(rows, ((0, rank - len(rows)), (0, 0)))
 
-    def read_outer(self) -> F32:
+    def read_outer(self, rank: int) -> F32:
         """fc2 float32 [ffn, rank]; columns that were added are zero."""
         rows = self.outer.read()
-        return np.pad(rows, ((0, 0), (0, self.rank - rows.shape[1])))
+        return np.pad(rows, ((0, 0), (0, rank - rows.shape[1])))
 
     def read_bias(self) -> F32:
         """float32 [ffn]."""
         if self.bias is None:
             return np.zeros(self.outer.shape[0], np.float32)
         return self.bias.read()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPredictor:
+    """The predictors of a layer: one, or one for each of its experts."""
+
+    experts: tuple[SourcePredictor, ...]
+
+    @property
+    def rank(self) -> int:
+        """Rank of all of them in the store: that of the largest."""
+        return max(expert.rank for expert in self.experts)
 
 
 def find_predictors(
@@ -87,9 +99,11 @@ def find_predictors(
     findings: list[Diagnostic] = []
     found = []
     for layer in range(layers):
-        predictor = _find_layer(tensors, model, layer, place, findings)
-        if predictor is not None:
-            found.append(predictor)
+        experts = [
+            _find_expert(tensors, model, layer, expert, place, findings)
+            for expert in range(model.expert_count)
+        ]
+        found.append(LayerPredictor(experts=tuple(item for item in experts if item is not None)))
     raise_findings(findings)
     largest = max(predictor.rank for predictor in found)
     if largest != model.predictor.rank:
@@ -102,29 +116,31 @@ def find_predictors(
     return found
 
 
-def _find_layer(
+def _find_expert(
     tensors: Mapping[str, SourceTensor],
     model: Model,
     layer: int,
+    expert: int,
     place: Path,
     findings: list[Diagnostic],
-) -> LayerPredictor | None:
-    names, shape = model.tensors, model.shape
-    patterns = {key: getattr(names, key) for key in ("predictor_in", "predictor_out")}
-    missing = [key for key in patterns if fill_name(patterns[key], layer) not in tensors]
-    for key in missing:
+) -> SourcePredictor | None:
+    shape = model.shape
+    inner_name, outer_name, bias_name = (
+        fill_name(pattern, layer, expert)
+        for pattern in (
+            model.tensors.predictor_in,
+            model.tensors.predictor_out,
+            model.tensors.predictor_bias,
+        )
+    )
+    missing = [name for name in (inner_name, outer_name) if name not in tensors]
+    for name in missing:
         findings.append(
-            Diagnostic(
-                code="P533",
-                message=f"{place} has no tensor {fill_name(patterns[key], layer)!r}",
-                help=_HELP,
-            )
+            Diagnostic(code="P533", message=f"{place} has no tensor {name!r}", help=_HELP)
         )
     if missing:
         return None
-    inner = tensors[fill_name(names.predictor_in, layer)]
-    outer = tensors[fill_name(names.predictor_out, layer)]
-    bias = tensors.get(fill_name(names.predictor_bias, layer))
+    inner, outer, bias = tensors[inner_name], tensors[outer_name], tensors.get(bias_name)
     rank = inner.shape[0] if inner.shape else 0
     shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
         ("predictor_in", inner, (max(rank, 1), shape.hidden)),
@@ -137,4 +153,4 @@ def _find_layer(
         if tensor is not None and tensor.shape != size
     ]
     findings += wrong
-    return None if wrong else LayerPredictor(inner=inner, outer=outer, bias=bias)
+    return None if wrong else SourcePredictor(inner=inner, outer=outer, bias=bias)

@@ -166,12 +166,6 @@ def describe_shape_problem(
 
 def _check_sizes(model: Model) -> Iterator[Diagnostic]:
     shape = model.shape
-    if model.moe is not None and model.predictor is not None:
-        yield Diagnostic(
-            code="P541",
-            message="predictors of experts cannot be converted yet",
-            help="remove [predictor] from the model document",
-        )
     for key, size in (
         ("shape.hidden", shape.hidden),
         ("shape.heads * shape.head_dim", shape.heads * shape.head_dim),

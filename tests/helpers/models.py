@@ -109,10 +109,13 @@ def draw_weights(model: Model, seed: int = 0) -> dict[str, F32]:
             return np.float32(1) + np.float32(0.1) * values
         return values / np.float32(np.sqrt(size[1]))
 
+    if model.moe is not None:
+        matrices |= {names.router: (model.moe.experts, shape.hidden)}
     weights = {names.embedding: draw((shape.vocab, shape.hidden))}
     for layer in range(shape.layers):
         for name, size in {**matrices, **{name: (n,) for name, n in vectors.items()}}.items():
-            weights[name.format(layer=layer)] = draw(size)
+            for expert in range(model.expert_count if "{expert}" in name else 1):
+                weights[name.format(layer=layer, expert=expert)] = draw(size)
     weights[names.final_norm] = draw((shape.hidden,))
     if not model.tied_head:
         weights[names.head] = draw((shape.vocab, shape.hidden))

@@ -20,7 +20,7 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.safetensors_file import list_safetensors
 from pi2.plan.model import Model
 from tests.helpers.checkpoints import write_checkpoint, write_counts, write_safetensors
-from tests.helpers.models import draw_weights, make_model, make_tokenizer
+from tests.helpers.models import MIXTURE, draw_weights, make_model, make_tokenizer
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 OUTER = "model.layers.1.mlp.predictor.fc2.weight"
@@ -145,10 +145,13 @@ def test_sizes_that_cannot_be_packed(job: Job) -> None:
     job.expect("P541", "shape.heads * shape.head_dim is 48", "32")
 
 
-def test_predictors_of_experts(job: Job) -> None:
-    job.model = make_model({"moe": {"experts": 4, "active_experts": 2}})
-    with pytest.raises(UserError, match=r"P541.*predictors of experts"):
-        job.convert()
+def test_an_expert_without_a_predictor(job: Job) -> None:
+    job.model = make_model(MIXTURE)
+    job.weights = draw_weights(job.model)
+    name = "model.layers.1.block_sparse_moe.experts.2.predictor.fc2.weight"
+    del job.weights[name]
+    job.save()
+    job.expect("P533", name, "--predictors")
 
 
 # Files

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pi2.backends.experts import slice_tensor
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
 from pi2.plan.model import Model
@@ -27,11 +28,12 @@ from tests.helpers.checkpoints import (
     write_counts,
     write_safetensors,
 )
-from tests.helpers.models import draw_weights, gather_rows, make_model
+from tests.helpers.models import MIXTURE, draw_weights, gather_rows, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, npt.NDArray[np.float32]]
 I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
 
 
 def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> None:
@@ -197,6 +199,36 @@ def test_predictors_without_bias_have_a_zero_bias(tmp_path: Path) -> None:
     convert_checkpoint(checkpoint, model, tmp_path / "store")
     with NeuronStore.open(tmp_path / "store") as store:
         assert not store.tensors["layers.1.predictor_bias"].weights.any()
+
+
+def test_predictors_of_experts_lie_one_after_the_other_in_stored_order(tmp_path: Path) -> None:
+    model = make_model({**MIXTURE, "quantization": {"predictor": "fp16"}})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    shape = (model.shape.layers, model.layer_neurons)
+    counts = np.random.default_rng(5).permutation(np.prod(shape)).reshape(shape).astype(np.int64)
+    file = write_counts(tmp_path / "counts.parquet", counts)
+    convert_checkpoint(checkpoint, model, tmp_path / "store", activations=file)
+    assert verify_store(tmp_path / "store") == []
+    names, ffn = model.tensors, model.shape.ffn
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        original = store.layers[2].original
+        for expert in range(4):
+            inner, outer, bias = (
+                slice_tensor(store.tensors[f"layers.2.predictor_{part}"], expert, 4)
+                for part in ("in", "out", "bias")
+            )
+            mine = original[original // ffn == expert] - expert * ffn
+
+            def find(pattern: str, expert: int = expert) -> F32:
+                return weights[pattern.format(layer=2, expert=expert)]
+
+            for tensor, rows in (
+                (inner, find(names.predictor_in)),
+                (outer, find(names.predictor_out)[mine]),
+            ):
+                np.testing.assert_array_equal(tensor.weights.view("<f2"), rows.astype("<f2"))
+            np.testing.assert_array_equal(bias.weights[0], find(names.predictor_bias)[mine])
 
 
 def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> None:
