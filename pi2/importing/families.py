@@ -14,6 +14,9 @@ from pi2.importing.config import Config, read_activation, read_rope, read_window
 Tables = dict[str, Any]
 
 _LAYER = "model.layers.{layer}"
+_LAYERS = ("num_hidden_layers", "n_layer")
+_MAX_LAYERS = 1024
+"""What a model document can state; families may count through the layers."""
 
 
 def _describe_llama(config: Config) -> Tables:
@@ -363,4 +366,7 @@ def describe_family(config: Config) -> Tables:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise config.refuse(f"the family {kind!r} is unknown (known: {known})")
+    for key in _LAYERS:
+        if config.has(key) and not 1 <= config.read(key, int) <= _MAX_LAYERS:
+            raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{_MAX_LAYERS}")
     return family(config)

@@ -16,6 +16,9 @@ from pi2.plan.model import Model
 _SHOWN = 20
 """Most findings that are listed: a wrong model document contradicts every tensor."""
 
+_COUNTED = 1000
+"""Most findings that are looked for: nonsensical sizes could contradict millions of tensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
@@ -118,6 +121,8 @@ def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT
         finding = find_tensor_problem(checkpoint, need, says)
         if finding is not None:
             findings.append(finding)
+        if len(findings) > _COUNTED:
+            break
     raise_findings(findings)
 
 

@@ -238,6 +238,12 @@ def test_metadata_of_another_type(job: Job) -> None:
     job.expect("P532", "sliding_window", "'wide'")
 
 
+def test_an_absurd_number_of_layers(job: Job) -> None:
+    job.config["num_hidden_layers"] = 2**31
+    job.save()
+    job.expect("P544", "2147483648", "1024")
+
+
 def test_layers_that_differ(job: Job) -> None:
     job.changes = {"llama.expert_count": [0, 8]}
     job.save()
