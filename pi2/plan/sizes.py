@@ -41,6 +41,9 @@ PANEL_FLOATS = 264
 """Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
 THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
+UNPACKED_ROWS_BYTES = 10
+"""Of every thread and element of a row: eight rows with their scales, unpacked for several tokens
+on cores with i8mm."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
 UNKNOWN_THREADS = 64
@@ -238,7 +241,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     floats), 16 spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in
     a mixture nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.
     Where layers go first, every chunk beyond the first that is under way has its own residual, FFN
-    sum and input of projections, d wide.
+    sum and input of projections, d wide.  On cores that have or may have i8mm, 10 (d + h w) bytes
+    per thread, and the inputs of an even number of tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -257,7 +261,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     if model.moe is not None:
         activations += chunk * 4 * model.moe.experts
         tables += 4 * model.layer_neurons
-    tables += _count_threads(resolved) * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
+    threads = _count_threads(resolved)
+    tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
     others = count_chunks(plan) - 1
     own = shape.hidden * 14 + shape.hidden // GROUP * 8
     if model.residual == "parallel" or model.moe is not None:
@@ -265,6 +270,9 @@ def _need_workspace(resolved: Resolved) -> Need:
     if model.moe is not None:
         own += 4 * model.moe.experts
     activations += others * chunk * own
+    if _may_pair_tokens(resolved.device):
+        activations += chunk % 2 * (inputs + others * own)
+        tables += threads * UNPACKED_ROWS_BYTES * (shape.hidden + query)
     return Need(
         activations + logits + tables + staging,
         f"activations of {(1 + others) * chunk} tokens {approximate_bytes(activations)}, logits "
@@ -278,6 +286,15 @@ def count_chunks(plan: Plan) -> int:
     if plan.pipeline.prefill == "chunks-first":
         return 1
     return ceil(min(TOKENS_TOGETHER, plan.kv.context) / plan.prefill.chunk)
+
+
+def _may_pair_tokens(device: Device) -> bool:
+    """Whether kernels multiply tokens in pairs: with i8mm, which unstated features may include."""
+    cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
+    return any(
+        "i8mm" in unit.features if unit.features is not None else unit.architecture != "x86-64"
+        for unit in cpus
+    )
 
 
 def _count_threads(resolved: Resolved) -> int:

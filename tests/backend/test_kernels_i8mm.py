@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
 from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.packing import pack_bundles, pack_codes, unpack_codes, unpack_part
+from tests.backend.test_kernels_executor import feed
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
     Emulated,
@@ -27,9 +29,12 @@ from tests.helpers.aarch64 import (
     needs_emulator,
 )
 from tests.helpers.kernels import (
+    RandomModel,
     allocate,
     allocate_activations,
     allocate_tiles,
+    list_runnable_isas,
+    make_isa,
     measure_error,
     quantize_activations,
 )
@@ -254,3 +259,52 @@ def test_the_innermost_loop_is_loads_and_smmla(planes: int) -> None:
     assert sum(counts[name] for name in counts if name.startswith("st")) <= 4 * (planes - 1)
     # The rest: loads by two, the sum's start, and the product with the scales.
     assert len(body) <= (96 if planes == 1 else 152)
+
+
+@pytest.mark.skipif("avx2" not in list_runnable_isas(), reason="needs AVX2")
+def test_an_executor_gives_its_kernels_what_pairs_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any machine runs the schedule with `smmla` written out, in a whole model."""
+    from tvm.tirx import Shuffle
+    from tvm.tirx.script import builder as T
+
+    from pi2.backends import cpu, reference
+    from pi2.backends.kernels import i8mm
+    from pi2.backends.kernels import isa as table
+    from pi2.backends.kernels import vectors as v
+    from pi2.backends.kernels.compile import compile_functions, link
+    from pi2.backends.kernels.spec import KernelSpec
+
+    def call(kind: str, name: str, *arguments: Any) -> Any:
+        return v.let(T.call_llvm_pure_intrin(kind, f"llvm.x86.avx2.{name}", *arguments))
+
+    def write_out(total: Any, weights: Any, codes: Any) -> Any:
+        wide = v.let(v.cast(weights, "int16", 16))
+        tokens = [
+            v.let(v.cast(Shuffle([codes, codes], [*half, *half]), "int16", 16))
+            for half in (range(8), range(8, 16))
+        ]
+        products = [call("int32x8", "pmadd.wd", wide, token) for token in tokens]
+        pairs = call("int32x8", "phadd.d", *products)
+        sums = call("int32x8", "phadd.d", pairs, pairs)
+        return total + Shuffle([sums], [0, 1, 4, 5])
+
+    def compile_here(spec: KernelSpec, _progress: Any) -> Path:
+        output = tmp_path / "kernels.so"
+        assert link(list(compile_functions(spec, tmp_path)), output) == []
+        return output
+
+    own = dataclasses.replace(make_isa("avx2"), name="pairs", pairs=True)
+    monkeypatch.setattr(table, "_X86", ((set(), own),))
+    monkeypatch.setattr(i8mm, "emit_smmla", write_out)
+    monkeypatch.setattr(cpu, "load_or_compile", compile_here)
+    model = RandomModel(hidden=160, ffn=45, chunk=5, context=32, kv_heads=2, threads=3)
+    ours, truth = cpu.build(model.request), reference.build(model.request)
+    position = 0
+    for count in (5, 1, 2, 3):
+        ids = list(range(position, position + count))
+        found = feed(ours, model, ids, position, "gate")
+        assert measure_error(found, feed(truth, model, ids, position, "gate")) < 3e-4
+        position += count
+    ours.close()

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
+from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
+from pi2.plan.layout import GROUP
 from pi2.plan.model import Model
 from pi2.plan.resolve import load_plan
 from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import compute_needs, count_ffn_bytes, find_block_bytes, round_for_people
+from pi2.plan.sizes import (
+    UNKNOWN_THREADS,
+    compute_needs,
+    count_ffn_bytes,
+    find_block_bytes,
+    round_for_people,
+)
 
 DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
 
@@ -104,3 +112,22 @@ def test_sizes_for_people(size: int, rounded: int) -> None:
 def test_every_need_is_explained(demo: Resolved) -> None:
     for name, need in compute_needs(demo).items():
         assert need.explanation, name
+
+
+def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: Resolved) -> None:
+    def need(features: tuple[str, ...] | None, architecture: str, chunk: int) -> int:
+        cpu = demo.device.units["cpu"].model_copy(
+            update={"features": features, "architecture": architecture}
+        )
+        device = demo.device.model_copy(update={"units": {"cpu": cpu}})
+        resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
+        return compute_needs(resolved).workspace.bytes
+
+    threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
+    rows = threads * (256 + 256) // GROUP * PAIRED_GROUP_BYTES
+    dotprod, i8mm = ("neon", "dotprod"), ("neon", "dotprod", "i8mm")
+    for chunk, padding in ((128, 0), (127, 512 * 6 + 512 // GROUP * 8)):
+        fewest = need(dotprod, "aarch64", chunk)
+        assert need(i8mm, "aarch64", chunk) == fewest + rows + padding
+        assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
+        assert need(None, "x86-64", chunk) == fewest
