@@ -107,7 +107,7 @@ def build(
             check_bundles(resolved, store)
             tokenizer = read_tokenizer(store.tokenizer_path)
         budget = Budget(dict(resolved.plan.memory.segments))
-        by_hotness = store is not None and store.manifest.order == "hotness"
+        by_hotness = store is not None and store.manifest.order != "index"
         cache = allocate_cache(resolved, budget, by_hotness=by_hotness)
         request = describe_build(resolved, unit, machine, store, budget, progress)
         obstacles = backend.find_obstacles(request.features, request.architecture)

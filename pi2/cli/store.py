@@ -1,4 +1,4 @@
-"""Look into a neuron store, or check its files."""
+"""Look into a neuron store, check its files, or change their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -18,7 +18,7 @@ MIB = 1024 * 1024
 
 @click.group("store")
 def command() -> None:
-    """Look into a neuron store, or check its files."""
+    """Look into a neuron store, check its files, or change their order."""
 
 
 @command.command("info")
@@ -73,6 +73,55 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if findings else 0
 
 
+@command.command("reorder")
+@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+@click.option(
+    "--by",
+    "kind",
+    required=True,
+    type=click.Choice(["hotness", "coactivation"]),
+    help="Most active first; or so in bands, within which what fires together lies together.",
+)
+@click.option(
+    "--statistics",
+    required=True,
+    metavar="STATS",
+    type=click.Path(path_type=Path),
+    help="Folder of `pi2 activations`; for hotness, a Parquet file of counts will do.",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="STORE",
+    type=click.Path(path_type=Path),
+    help="Folder of the new store.  [default: in place of the old one]",
+)
+@click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
+def reorder(
+    path: Path,
+    kind: Literal["hotness", "coactivation"],
+    statistics: Path,
+    output: Path | None,
+    replace: bool,
+) -> None:
+    """Write the neurons of STORE in another order, that of STATS.
+
+    The model computes the same.  It needs room for a second store while it runs; the old one is
+    there until the new one is complete.  After Ctrl-C the same command goes on where it was.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.statistics.ordering import order_by_coactivation, order_by_hotness
+    from pi2.store.manifest import read_manifest
+    from pi2.store.reordering import reorder_store
+
+    model = read_manifest(path).describe_model()
+    choose = order_by_hotness if kind == "hotness" else order_by_coactivation
+    orders = choose(statistics, model.shape.layers, model.layer_neurons)
+    with ProgressBar() as progress:
+        reorder_store(path, orders, kind, output=output, replace=replace, progress=progress)
+    click.echo(f"{output or path}: {len(orders)} layers in order of {kind}", err=True)
+
+
 def print_tables(path: Path, manifest: Manifest) -> None:
     """Print the manifest for people."""
     from rich.console import Console
@@ -109,7 +158,11 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "precision", ", ".join(f"{name} {precisions[name]}" for name in precisions)
     parts = ", ".join(f"{part.name} at {part.weights_offset}" for part in bundle.parts)
     yield "bundle", f"{bundle.stride} bytes apart, {bundle.used_bytes} used: {parts}"
-    order = {"hotness": "most active first", "index": "as in the checkpoint"}
+    order = {
+        "hotness": "most active first",
+        "coactivation": "most active first, in bands; what fires together lies together",
+        "index": "as in the checkpoint",
+    }
     yield "order", order[manifest.order]
     ranks = manifest.predictor.rank if manifest.predictor is not None else ()
     yield "predictor", f"rank {describe_ranks(ranks)}" if ranks else "none"

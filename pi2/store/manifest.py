@@ -28,6 +28,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """With ``CHAT_TEMPLATE``, how conversations become prompts; a store may have neither."""
 
+Order = Literal["hotness", "coactivation", "index"]
+"""Most active first; the same in bands, within which neurons that fire together lie together; or as
+in the checkpoint."""
 Offset = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
@@ -201,8 +204,8 @@ class Manifest(Table):
     """What the weights belong to."""
     synthetic: bool
     """Whether the weights are random, for measuring only."""
-    order: Literal["hotness", "index"]
-    """Order of neurons in a file: most active first, or as in the checkpoint."""
+    order: Order
+    """Order of neurons in a file."""
     bundle: StoredBundle
     """Neuron bundles."""
     predictor: StoredPredictor | None
@@ -215,6 +218,11 @@ class Manifest(Table):
     def find_file(self, path: str) -> StoredFile | None:
         """Return the entry of a file by its path inside the store."""
         return next((entry for entry in self.files if entry.path == path), None)
+
+    def describe_model(self) -> Model:
+        """The model document, as far as it decides the store's contents."""
+        document = {"schema_version": 1, "id": self.model.id, **self.model.parts}
+        return Model.model_validate_json(json.dumps(document))
 
     @property
     def layers(self) -> int:
@@ -243,8 +251,7 @@ class Manifest(Table):
 
     def _check_model(self) -> None:
         """Layers, bundles and tensors must be those of the model that the manifest describes."""
-        document = {"schema_version": 1, "id": self.model.id, **self.model.parts}
-        model = Model.model_validate_json(json.dumps(document))
+        model = self.describe_model()
         if self.layers != model.shape.layers:
             raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
         bundle = self.bundle

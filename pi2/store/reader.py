@@ -88,6 +88,10 @@ class StoredLayer:
         except OSError as error:
             raise UserError.of("P508", f"cannot read {self.path}: {error.strerror}") from None
 
+    def forget(self) -> None:
+        """Let go of the mapping; it ends when the last array does."""
+        self.__dict__.pop("_map", None)
+
     @cached_property
     def _map(self) -> mmap.mmap:
         # Mapped when first asked for: a run with direct reads never needs it.
@@ -154,7 +158,7 @@ class NeuronStore:
         """Let go of the mappings; they end when the last array does."""
         self.__dict__.pop("tensors", None)
         for layer in self.layers:
-            layer.__dict__.pop("_map", None)
+            layer.forget()
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ class UnfinishedStore:
         # A link to a folder stands for the folder.
         self.target = Path(os.path.realpath(target))
         self.folder = self.target.with_name(f".{self.target.name}.partial")
-        self._old = self.target.with_name(f".{self.target.name}.old")
+        self._old = _name_old(self.target)
         self._replace = replace
         self._check_target()
         try:
@@ -44,7 +44,7 @@ class UnfinishedStore:
         except OSError as error:
             raise explain_os_error(error, self.folder) from None
         try:
-            self._recover_old()
+            recover_replaced(self.target)
             # Another process may have finished this store while the lock was waited for.
             self._check_target()
             self.finished = self._read_journal(job) if job else {}
@@ -81,15 +81,6 @@ class UnfinishedStore:
         if not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
-
-    def _recover_old(self) -> None:
-        """Finish or undo a replacement that a crash cut in two."""
-        if not self._old.exists():
-            return
-        if self.target.exists():
-            shutil.rmtree(self._old)
-        else:
-            os.rename(self._old, self.target)
 
     def _check_target(self) -> None:
         if not os.path.lexists(self.target) or _is_empty_folder(self.target):
@@ -160,6 +151,21 @@ class UnfinishedStore:
             file.write(json.dumps(fields) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def recover_replaced(target: Path) -> None:
+    """Finish or undo a replacement of the store ``target`` that a crash cut in two."""
+    old = _name_old(target)
+    if not old.exists():
+        return
+    if target.exists():
+        shutil.rmtree(old)
+    else:
+        os.rename(old, target)
+
+
+def _name_old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
 
 
 def explain_os_error(error: OSError, folder: Path) -> UserError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from pi2.store.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     Manifest,
+    Order,
     StoredBundle,
     StoredFile,
     StoredModel,
@@ -65,7 +66,7 @@ class StoreWriter:
         model: Model,
         *,
         ranks: Sequence[int] | None,
-        order: Literal["hotness", "index"],
+        order: Order,
         synthetic: bool = False,
         stride: int | None = None,
         replace: bool = False,

@@ -1,0 +1,157 @@
+"""Orders of neurons that follow from activation statistics.
+
+By hotness the most active come first.  By co-activation, neurons that fire together lie together,
+so that what a token misses becomes fewer and longer reads; but only within bands of similar
+hotness, because the first neurons of a layer stay in memory and the cache begins with the next.
+Within a band, pairs are linked in the order of how often both fire, each neuron with two others at
+most, which leaves chains (as Ripple places neurons on flash); chains follow one another by hotness.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.importing.activations import order_neurons, read_counts
+from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)
+"""Where bands end, as shares of a layer's neurons."""
+
+
+def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
+    """The checkpoint's neuron for every stored place, int32 [layers, neurons].
+
+    ``statistics`` is a folder of `pi2 activations`, or a Parquet file of counts.  Raises
+    `UserError` P540 if it has no counts of such a model.
+    """
+    return order_neurons(read_counts(_find_counts(statistics), layers, neurons))
+
+
+def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
+    """The same with chains of neurons that fire together; those whose pairs were not counted stand
+    behind them in their band.  Raises `UserError` P540 also if there are no pairs."""
+    counts = read_counts(_find_counts(statistics), layers, neurons)
+    pairs = _read_pairs(statistics / COACTIVATIONS, layers, neurons)
+    borders = [0, *(round(share * neurons) for share in BANDS)]
+    return np.stack(
+        [
+            np.concatenate(
+                [
+                    _chain_band(order[first:last], counts[layer], *pairs[layer])
+                    for first, last in pairwise(borders)
+                ]
+            )
+            for layer, order in enumerate(order_neurons(counts))
+        ]
+    )
+
+
+def chain_neurons(weights: F32) -> list[list[int]]:
+    """Chains of 0 ... n - 1, each at least one long, by greedy links of the heaviest ``weights``
+    [n, n] (symmetric; 0 and below links nothing)."""
+    count = len(weights)
+    first, second = np.triu_indices(count, 1)
+    values = weights[first, second]
+    kept = np.flatnonzero(values > 0)
+    kept = kept[np.argsort(-values[kept], kind="stable")]
+    left, right = first[kept], second[kept]
+    links: list[list[int]] = [[] for _ in range(count)]
+    root = list(range(count))
+
+    def find(item: int) -> int:
+        while root[item] != item:
+            root[item] = root[root[item]]
+            item = root[item]
+        return item
+
+    full = np.zeros(count, bool)
+    place = 0
+    while place < len(left):
+        # Most pairs that are left have an end that is taken already: drop them together.
+        block = slice(place, place + 4096)
+        open_pairs = ~(full[left[block]] | full[right[block]])
+        chosen = zip(
+            left[block][open_pairs].tolist(), right[block][open_pairs].tolist(), strict=True
+        )
+        for one, other in chosen:
+            if len(links[one]) < 2 and len(links[other]) < 2 and find(one) != find(other):
+                root[find(one)] = find(other)
+                for end, partner in ((one, other), (other, one)):
+                    links[end].append(partner)
+                    full[end] = len(links[end]) == 2
+        place += 4096
+    chains, seen = [], [False] * count
+    for start in range(count):
+        if seen[start] or len(links[start]) == 2:
+            continue
+        chain, item = [], start
+        while item >= 0:
+            seen[item] = True
+            chain.append(item)
+            item = next((other for other in links[item] if not seen[other]), -1)
+        chains.append(chain)
+    return chains
+
+
+def _chain_band(band: I32, counts: I64, sampled: I32, together: I64) -> I32:
+    """The neurons of ``band`` (by hotness) in chains; ``together`` [s, s] is of ``sampled`` [s]."""
+    place_of = np.full(len(counts), -1, np.int64)
+    place_of[sampled] = np.arange(len(sampled))
+    known = band[place_of[band] >= 0]
+    if len(known) < 3:
+        return band
+    both = together[np.ix_(place_of[known], place_of[known])].astype(np.float32)
+    alone = counts[known].astype(np.float32)
+    # Of the tokens that need one of the two, the share that needs both.
+    weights = both / np.maximum(alone[:, None] + alone - both, 1)
+    # Chains come by their hottest neuron, since ``known`` is by hotness.
+    chains = sorted(chain_neurons(weights), key=min)
+    chained = known[np.concatenate([np.array(chain) for chain in chains])]
+    return np.concatenate([chained, band[place_of[band] < 0]])
+
+
+def _find_counts(statistics: Path) -> Path:
+    return statistics / ACTIVATIONS if statistics.is_dir() else statistics
+
+
+def _read_pairs(path: Path, layers: int, neurons: int) -> list[tuple[I32, I64]]:
+    """By layer, the neurons whose pairs were counted [s] and how often both fired [s, s]."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["layer", "first", "second", "count"])
+        columns = [table.column(name).cast(pa.int64()).to_numpy() for name in table.column_names]
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _bad_pairs(path, reason) from None
+    layer, first, second, count = columns
+    inside = (layer >= 0) & (layer < layers) & (np.minimum(first, second) >= 0)
+    if not (inside & (np.maximum(first, second) < neurons) & (count >= 0)).all():
+        raise _bad_pairs(path, f"a pair outside of {layers} layers x {neurons} neurons")
+    found = []
+    for number in range(layers):
+        mine = layer == number
+        sampled = np.unique(np.concatenate([first[mine], second[mine]]))
+        together = np.zeros((len(sampled), len(sampled)), np.int64)
+        one, other = np.searchsorted(sampled, first[mine]), np.searchsorted(sampled, second[mine])
+        together[one, other] = together[other, one] = count[mine]
+        found.append((sampled.astype(np.int32), together))
+    return found
+
+
+def _bad_pairs(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P540",
+        f"{path} does not have the counts of pairs of this model: {problem}",
+        help="record them with `pi2 activations PLAN --text FILE -o STATS`, and give STATS",
+    )

@@ -1,0 +1,154 @@
+"""Writes a store again with its neurons in another order, a layer at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.diagnostics import UserError
+from pi2.plan.model import Model
+from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order
+from pi2.store.reader import NeuronStore, StoredLayer
+from pi2.store.tensors import DenseTensor
+from pi2.store.unfinished import recover_replaced
+from pi2.store.writer import StoreWriter, TensorPieces
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+_PIECE_BYTES = 16 << 20
+"""Bundles that are gathered together."""
+
+
+def reorder_store(
+    path: Path,
+    orders: I32,
+    kind: Order,
+    *,
+    output: Path | None = None,
+    replace: bool = False,
+    progress: Callable[[str, float], None] = lambda label, share: None,
+) -> Manifest:
+    """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
+
+    ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.  The
+    rows of predictors follow.  Other files come along: those that the manifest lists as they are
+    (statistics count neurons as the checkpoint does), others, such as plans, as copies.  Raises
+    `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store may not or
+    cannot be written; then nothing has changed.  A job that was killed or interrupted goes on where
+    it was when it is called again.
+    """
+    target = path if output is None else output
+    if not path.exists():
+        recover_replaced(Path(os.path.realpath(path)))
+    with NeuronStore.open(path) as old:
+        manifest = old.manifest
+        model = manifest.describe_model()
+        assert orders.shape == (model.shape.layers, model.layer_neurons)
+        places = [
+            _find_places(layer.original, order)
+            for layer, order in zip(old.layers, orders, strict=True)
+        ]
+        with StoreWriter(
+            target,
+            model,
+            ranks=None if manifest.predictor is None else manifest.predictor.rank,
+            order=kind,
+            synthetic=manifest.synthetic,
+            stride=manifest.bundle.stride,
+            replace=replace or output is None,
+            job=_describe_job(manifest, orders, kind),
+        ) as writer:
+            for number, (layer, order) in enumerate(zip(old.layers, orders, strict=True)):
+                writer.write_layer(number, order, _gather(layer, places[number]))
+                layer.forget()
+                progress("reordering", (number + 1) / len(old.layers))
+            if manifest.predictor is None:
+                entry = manifest.find_file(DENSE_FILE)
+                assert entry is not None
+                writer.adopt_file(path / DENSE_FILE, entry)
+            else:
+                writer.write_dense(lambda tensor: _read_tensor(old, model, places, tensor))
+            for entry in manifest.files:
+                if entry.rows is None:
+                    writer.adopt_file(path / entry.path, entry)
+            for name, content in _read_notes(path, manifest).items():
+                writer.add_note(name, content)
+            return writer.finish()
+
+
+def _find_places(original: I32, order: I32) -> I64:
+    """Old place of the neuron at every new one."""
+    place_of = np.empty(len(original), np.int64)
+    place_of[original] = np.arange(len(original))
+    return place_of[order]
+
+
+def _gather(layer: StoredLayer, places: I64) -> Iterator[U8]:
+    """Bundles in their new order; UserError P507 if one is not as it was written."""
+    bundles, checks = layer.bundles, layer.checks
+    step = max(1, _PIECE_BYTES // layer.stride)
+    for start in range(0, len(places), step):
+        wanted = places[start : start + step]
+        piece = bundles[wanted]
+        for place, bundle in zip(wanted.tolist(), piece, strict=True):
+            if zlib.crc32(bundle) != checks[place]:
+                raise UserError.of(
+                    "P507",
+                    f"neuron {place} in {layer.path} is damaged: its checksum differs",
+                    help="make the store again, or copy it again as a whole",
+                )
+        yield piece
+
+
+def _read_tensor(
+    old: NeuronStore, model: Model, places: list[I64], tensor: DenseTensor
+) -> TensorPieces:
+    """A dense tensor; what predictors say of neurons is in their new order."""
+    known = old.tensors[tensor.name]
+    kind = tensor.name.rpartition(".")[2]
+    if kind not in ("predictor_out", "predictor_bias"):
+        return [(known.weights, known.scales)]
+    layer = int(tensor.name.split(".")[1])
+    rows = _find_rows(model, old.layers[layer].original, places[layer])
+    if kind == "predictor_bias":
+        return [(np.ascontiguousarray(known.weights[:, rows]), None)]
+    scales = None if known.scales is None else np.ascontiguousarray(known.scales[rows])
+    return [(np.ascontiguousarray(known.weights[rows]), scales)]
+
+
+def _find_rows(model: Model, original: I32, places: I64) -> I64:
+    """Old predictor row for every new one: expert by expert, in stored order within each."""
+    owners = original // model.shape.ffn
+    old_rows = np.empty(len(places), np.int64)
+    old_rows[np.argsort(owners, kind="stable")] = np.arange(len(places))
+    return old_rows[places[np.argsort(owners[places], kind="stable")]]
+
+
+def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Files beside those of the manifest, such as plans."""
+    listed = {MANIFEST, *(entry.path for entry in manifest.files)}
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.name not in listed and not file.name.startswith(".")
+    }
+
+
+def _describe_job(manifest: Manifest, orders: I32, kind: Order) -> str:
+    fields = {
+        "version": version("pi2"),
+        "files": [[entry.path, entry.sha256] for entry in manifest.files],
+        "order": hashlib.sha256(orders.astype("<i4").tobytes()).hexdigest(),
+        "kind": kind,
+    }
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()

@@ -1,0 +1,239 @@
+"""`pi2 store reorder`: the same model with its neurons in another order."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import pi2
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.importing.synthesis.blueprint import draw_blueprint
+from pi2.importing.synthesis.generation import write_synthetic_store
+from pi2.importing.synthesis.recipe import Recipe
+from pi2.statistics.ordering import BANDS, chain_neurons, order_by_coactivation, order_by_hotness
+from pi2.store.additions import add_files
+from pi2.store.manifest import read_manifest
+from pi2.store.reader import NeuronStore
+from pi2.store.reordering import reorder_store
+from pi2.store.verification import verify_store
+from tests.helpers.checkpoints import write_counts
+from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
+from tests.helpers.plans import write_plan
+
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 12)]
+I32 = npt.NDArray[np.int32]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyModel:
+    return make_tiny(tmp_path)
+
+
+def draw_orders(tiny: TinyModel, seed: int = 7) -> I32:
+    random = np.random.default_rng(seed)
+    return random.permuted(np.sort(tiny.original), axis=1)
+
+
+def run_both(plan: Path, store: str) -> list[npt.NDArray[np.float32]]:
+    """Logits of a prompt, and of decoding with the plan's predictor."""
+    with pi2.load(plan, set={"store": store}) as model:
+        return [model.logits(TOKENS), model.logits(TOKENS, mode="decode")]
+
+
+def test_the_model_computes_the_same(tmp_path: Path, tiny: TinyModel) -> None:
+    orders = draw_orders(tiny)
+    plan = write_plan(tmp_path, tiny)
+    reorder_store(tiny.store, orders, "hotness", output=tmp_path / "new")
+    with NeuronStore.open(tmp_path / "new", model=tiny.model) as store:
+        assert np.array_equal(np.stack([layer.original for layer in store.layers]), orders)
+    assert verify_store(tmp_path / "new") == []
+    for old, new in zip(run_both(plan, "store"), run_both(plan, "new"), strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-5 * float(np.abs(old).max()))
+
+
+def read_predictors(store: NeuronStore, layer: int, experts: int) -> dict[int, bytes]:
+    """What a layer's predictors have for each neuron of the checkpoint."""
+    original = store.layers[layer].original
+    owners = original * experts // len(original)
+    # Expert by expert, in stored order within each.
+    neurons = np.concatenate([original[owners == expert] for expert in range(experts)])
+    outer = store.tensors[f"layers.{layer}.predictor_out"]
+    bias = store.tensors[f"layers.{layer}.predictor_bias"].weights[0]
+    assert outer.scales is not None
+    return {
+        neuron: outer.weights[row].tobytes() + outer.scales[row].tobytes() + bias[row].tobytes()
+        for row, neuron in enumerate(neurons.tolist())
+    }
+
+
+def test_predictors_of_experts_follow_their_neurons(tmp_path: Path) -> None:
+    model = make_model({"shape": {"layers": 2, "hidden": 128}, **MIXTURE})
+    recipe = Recipe(active=0.3, skew=0.4)
+    write_synthetic_store(tmp_path / "old", draw_blueprint(model, recipe))
+    random = np.random.default_rng(2)
+    orders = random.permuted(np.tile(np.arange(4 * 96, dtype=np.int32), (2, 1)), axis=1)
+    reorder_store(tmp_path / "old", orders, "coactivation", output=tmp_path / "new")
+    with NeuronStore.open(tmp_path / "old") as old, NeuronStore.open(tmp_path / "new") as new:
+        for layer in range(2):
+            known = read_predictors(old, layer, 4)
+            assert len(set(known.values())) == 4 * 96
+            assert read_predictors(new, layer, 4) == known
+
+
+def test_a_predictor_names_the_same_neurons(tmp_path: Path, tiny: TinyModel) -> None:
+    plan = write_plan(tmp_path, tiny)
+    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "new")
+    named = []
+    for name in ("store", "new"):
+        with pi2.load(plan, set={"store": name}) as model:
+            model.logits(TOKENS, mode="decode")
+            named.append((model.stats.predicted_neurons, model.stats.active_neurons))
+    assert named[0] == named[1]
+    assert named[0][0] > 0
+
+
+def test_back_again_is_what_it_was(tmp_path: Path, tiny: TinyModel) -> None:
+    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "new")
+    reorder_store(tmp_path / "new", tiny.original, "hotness")
+    for file in sorted(tiny.store.rglob("*")):
+        if file.is_file():
+            assert (tmp_path / "new" / file.relative_to(tiny.store)).read_bytes() == (
+                file.read_bytes()
+            ), file
+
+
+def test_in_place_other_files_stay(tmp_path: Path, tiny: TinyModel) -> None:
+    add_files(tiny.store, {"activations.parquet": b"statistics"})
+    (tiny.store / "default.plan.toml").write_text("# mine")
+    reorder_store(tiny.store, draw_orders(tiny), "coactivation")
+    assert (tiny.store / "activations.parquet").read_bytes() == b"statistics"
+    assert (tiny.store / "default.plan.toml").read_text() == "# mine"
+    assert read_manifest(tiny.store).order == "coactivation"
+    assert verify_store(tiny.store) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_an_interrupted_job_goes_on(tmp_path: Path, tiny: TinyModel) -> None:
+    orders = draw_orders(tiny)
+    before = read_manifest(tiny.store)
+
+    def stop(label: str, share: float) -> None:
+        if share > 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reorder_store(tiny.store, orders, "hotness", progress=stop)
+    assert read_manifest(tiny.store) == before
+    partial = tmp_path / ".store.partial" / "layers/ffn-000.arrow"
+    written = partial.stat().st_ino
+    reorder_store(tiny.store, orders, "hotness")
+    assert (tiny.store / "layers/ffn-000.arrow").stat().st_ino == written
+    assert verify_store(tiny.store) == []
+
+
+def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, tiny: TinyModel) -> None:
+    tiny.store.rename(tmp_path / ".store.old")
+    reorder_store(tiny.store, draw_orders(tiny), "hotness")
+    assert verify_store(tiny.store) == []
+    assert not (tmp_path / ".store.old").exists()
+
+
+def test_a_damaged_neuron_is_a_finding_and_changes_nothing(tmp_path: Path, tiny: TinyModel) -> None:
+    with NeuronStore.open(tiny.store) as store:
+        layer = store.layers[1]
+        place = layer.bundles_offset + 5 * layer.stride
+    file = tiny.store / "layers/ffn-001.arrow"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="P507"):
+        reorder_store(tiny.store, draw_orders(tiny), "hotness")
+    assert file.read_bytes() == bytes(data)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_store_that_exists_is_not_replaced_unasked(tmp_path: Path, tiny: TinyModel) -> None:
+    shutil.copytree(tiny.store, tmp_path / "other")
+    with pytest.raises(UserError, match="P521"):
+        reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "other")
+    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "other", replace=True)
+
+
+# Orders
+
+
+def write_statistics(
+    folder: Path, counts: npt.NDArray[np.int64], pairs: list[tuple[int, int, int, int]]
+) -> Path:
+    """A folder with ``counts`` [layers, neurons] and pairs (layer, first, second, count)."""
+    folder.mkdir()
+    write_counts(folder / "activations.parquet", counts)
+    columns = zip(*pairs, strict=True) if pairs else ((), (), (), ())
+    names = ("layer", "first", "second", "count")
+    values = {name: np.array(column, np.int64) for name, column in zip(names, columns, strict=True)}
+    pq.write_table(pa.table(values), folder / "coactivations.parquet")
+    return folder
+
+
+def test_chains_link_the_heaviest_pairs_first() -> None:
+    weights = np.zeros((6, 6), np.float32)
+    for first, second, weight in [(0, 3, 9), (3, 5, 8), (0, 5, 7), (5, 1, 6), (3, 1, 5), (2, 4, 1)]:
+        weights[first, second] = weights[second, first] = weight
+    chains = chain_neurons(weights)
+    # 0 and 5 would close a ring; 3 has two neighbours when 1 asks for it.
+    assert sorted(chains) == [[0, 3, 5, 1], [2, 4]]
+
+
+def test_neurons_that_fire_together_lie_together_within_their_band(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    counts = np.sort(random.integers(1, 1000, (2, 64)), axis=1)[:, ::-1].copy()
+    # Of the last half, each neuron fires with its mirror.
+    pairs = [(layer, 32 + i, 63 - i, 10_000) for layer in range(2) for i in range(16)]
+    order = order_by_coactivation(write_statistics(tmp_path / "stats", counts, pairs), 2, 64)
+    borders = [0, *(round(share * 64) for share in BANDS)]
+    for layer in range(2):
+        for first, last in pairwise(borders):
+            assert sorted(order[layer, first:last]) == list(range(first, last))
+        place = np.argsort(order[layer])
+        for i in range(16):
+            assert abs(int(place[32 + i]) - int(place[63 - i])) == 1
+
+
+def test_neurons_without_pairs_keep_the_order_of_hotness(tmp_path: Path) -> None:
+    counts = np.arange(64)[None]
+    stats = write_statistics(tmp_path / "stats", counts, [])
+    by_hotness = order_by_hotness(stats, 1, 64)
+    assert np.array_equal(by_hotness[0], np.arange(64)[::-1])
+    assert np.array_equal(order_by_coactivation(stats, 1, 64), by_hotness)
+    # A file of counts is enough for hotness.
+    assert np.array_equal(order_by_hotness(stats / "activations.parquet", 1, 64), by_hotness)
+
+
+@pytest.mark.parametrize("pair", [(0, 1, 64, 5), (3, 1, 2, 5), (0, -1, 2, 5), (0, 1, 2, -5)])
+def test_pairs_of_another_model_are_findings(
+    tmp_path: Path, pair: tuple[int, int, int, int]
+) -> None:
+    stats = write_statistics(tmp_path / "stats", np.ones((1, 64), np.int64), [pair])
+    with pytest.raises(UserError, match="P540"):
+        order_by_coactivation(stats, 1, 64)
+
+
+def test_the_command_reorders(tmp_path: Path, tiny: TinyModel) -> None:
+    counts = np.random.default_rng(1).integers(0, 99, tiny.original.shape)
+    stats = write_statistics(tmp_path / "stats", counts, [(0, 1, 2, 5)])
+    command = ["store", "reorder", str(tiny.store), "--statistics", str(stats)]
+    assert run([*command, "--by", "coactivation", "-o", str(tmp_path / "new")]) == 0
+    assert read_manifest(tmp_path / "new").order == "coactivation"
+    assert run([*command, "--by", "hotness"]) == 0
+    with NeuronStore.open(tiny.store) as store:
+        assert (np.diff(counts[0][store.layers[0].original]) <= 0).all()
+    (stats / "coactivations.parquet").unlink()
+    assert run([*command, "--by", "coactivation"]) == 2
