@@ -28,8 +28,8 @@ import numpy as np
 
 from pi2.diagnostics import UserError, render
 from pi2.plan.device import Device
-from pi2.plan.drafting import RUNTIME_BYTES, draft_plan
 from pi2.plan.drafting import Wish as DraftWish
+from pi2.plan.drafting import draft_plan
 from pi2.plan.layout import round_up
 from pi2.plan.model import Model
 from pi2.plan.plan import Plan
@@ -96,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wrap", default="", help="put before every measurement")
     parser.add_argument("--work", type=Path, help="keep plans and device here")
     parser.add_argument("-o", "--output", type=Path, help="write every row as JSON")
+    parser.add_argument("--text", type=Path, help="take tokens from this text [the vocabulary]")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is None and (arguments.store is None or not arguments.memory):
@@ -208,7 +209,8 @@ def draw_values(
         cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
         found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
         bare = dict(resolve_values(found, wish.device, wish.model).needs.items())
-        fixed = sum(round_up(bare[key].bytes, MIB) for key in _FIXED) + RUNTIME_BYTES
+        fixed = sum(round_up(bare[key].bytes, MIB) for key in _FIXED)
+        fixed += problem.runtime_bytes
         room = wish.memory_bytes - fixed
         whole = problem.neurons * problem.stride * wish.model.shape.layers
         hot = min(1.0, part * max(room - MIB, 0) / whole)
@@ -217,7 +219,7 @@ def draw_values(
         found["layers"]["hot"] = int(hot * 1000) / 1000
         needs = dict(resolve_values(found, wish.device, wish.model).needs.items())
         segments = {key: round_up(needs[key].bytes, MIB) for key in (*_FIXED, "hot")}
-        segments["runtime"] = RUNTIME_BYTES
+        segments["runtime"] = problem.runtime_bytes
         absent = round_up(whole - needs["hot"].bytes, MIB)
         cold = min(wish.memory_bytes - sum(segments.values()), absent) // MIB * MIB
         segments["cold"] = 0 if mode == "none" else cold
@@ -248,6 +250,8 @@ def check_plan(wish: Wish, name: str, path: Path, arguments: argparse.Namespace)
     }
     command = [sys.executable, __file__, "--measure", str(path)]
     command += ["--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
+    if arguments.text is not None:
+        command += ["--text", str(arguments.text)]
     done = subprocess.run(
         [*shlex.split(arguments.wrap), *command], capture_output=True, text=True, check=False
     )
@@ -277,7 +281,9 @@ def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     from pi2.benchmarks.workloads import Workload
     from pi2.engine.statistics import read_peak_rss_bytes
 
-    contestant = PlanRecipe(path=arguments.measure, overrides={})(lambda label, share: None)
+    text = None if arguments.text is None else arguments.text.read_text("utf-8")
+    recipe = PlanRecipe(path=arguments.measure, overrides={}, text=text)
+    contestant = recipe(lambda label, share: None)
     found: dict[str, Any] = {"prefill": None}
     try:
         if arguments.prompt:

@@ -162,6 +162,12 @@ class ReadFigure(Origin):
     """Threads that issue them."""
     cluster: str | None = Field(default=None, examples=["big"])
     """CPU cluster that issues them, where it matters."""
+    burst: Count | None = Field(default=None, examples=[16])
+    """Reads that are asked for at once, the queue being empty before and after; absent means as
+    many as it takes to keep the storage busy."""
+    overlap: Share | None = None
+    """Part of the time of these reads that computing with all cores hides; absent means that of
+    the storage."""
 
 
 class Storage(Table):

@@ -41,7 +41,8 @@ takes a slot for about a token, whether or not it will be used again.  Counted w
 (tests/unit/test_planning_activity.py)."""
 MISCOUNT = 1.1
 """Misses of ``lfu`` over those of a cache that knows how often every neuron is used: counts of the
-last tokens take some neurons for others.  Counted in the same way."""
+last tokens take some neurons for others.  Counted in the same way; a cache that begins with the
+store's counts does not have to find out."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
 
@@ -60,6 +61,9 @@ class LayerActivity:
     """Share of what is computed whose gate is open, so that its up row is read, too."""
     fired: float = 1.0
     """Share whose activation is not zero, so that its down column is read, too."""
+    seeded: bool = False
+    """Whether the cache knows from the beginning how often each neuron is used: the store counted
+    it."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
@@ -88,7 +92,7 @@ class LayerActivity:
         for _ in range(8):  # a fixed point: the misses decide what is lost
             lost = min(CHURN * self._count_beyond(kept) / self.neurons, cold)
             kept = hot + cold - lost
-        missing = self._count_beyond(kept) * MISCOUNT
+        missing = self._count_beyond(kept) * (1.0 if self.seeded else MISCOUNT)
         if missing < _CROWDED * cold * self.neurons:
             return missing
         return min(missing, self._count_by_recency(hot, cold))
@@ -160,7 +164,9 @@ def describe_activity(
     ``store``: a neuron store's folder; its ``statistics.json`` counts where it has one.
     """
     found, source = _describe_single(model, mode, store, constants)
-    return tuple(unite_activity(item, batch) for item in found), source
+    # Layers that are alike stay the same object: they cost the same.
+    united = {id(item): unite_activity(item, batch) for item in found}
+    return tuple(united[id(item)] for item in found), source
 
 
 def _describe_single(
@@ -181,6 +187,7 @@ def _describe_single(
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
                 fired=item.fired(mode),
+                seeded=True,
             )
             for row, share, item in zip(counts, named, known, strict=True)
         ), "the store's counted activations"
@@ -195,13 +202,13 @@ def _describe_single(
             )
             for item in known
         ), "the store's statistics"
-    pairs = [_read_model(model, mode, constants)] * model.shape.layers
     stated = model.sparsity.source if model.sparsity is not None else "assumed"
     source = f"the model's document ({stated})"
-    return tuple(
-        LayerActivity(named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons)
-        for active, skew in pairs
-    ), source
+    active, skew = _read_model(model, mode, constants)
+    layer = LayerActivity(
+        named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons
+    )
+    return (layer,) * model.shape.layers, source
 
 
 @lru_cache(maxsize=512)

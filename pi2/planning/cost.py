@@ -27,10 +27,25 @@ from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved, ResolvedPlan
 from pi2.planning.activity import LayerActivity, Policy, PredictorMode, describe_activity
-from pi2.planning.rates import Linear, Rates, check_flash, find_stream_rate, read_rates
-from pi2.planning.storage_choice import find_neuron_s
+from pi2.planning.rates import (
+    Linear,
+    Rates,
+    check_flash,
+    find_stream_overlap,
+    find_stream_rate,
+    read_rates,
+)
+from pi2.planning.storage_choice import Reads, find_reads
 
 LookAhead = Literal["none", "attention", "layer"]
+RUNTIME_BYTES = 78 << 20
+"""Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
+set of the demo model's run, less what its segments hold."""
+NEURON_TABLE_BYTES = 36
+"""What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
+From the resident set of a 7B's run, less that of the demo model's."""
+Activity = tuple[tuple[LayerActivity, ...], str]
+"""Of every layer, and where it is known from."""
 POSITION = 256
 """Tokens of context that a mean token is taken to have."""
 
@@ -66,12 +81,10 @@ class Settings:
     threads: int
     look_ahead: LookAhead
     policy: Policy
-    neuron_s: float
-    """Reading one of many neurons; 0 where nothing is read."""
-    clusters: int
-    """Most parts that a layer's reads are computed in."""
-    cluster: int
-    """Fewest neurons of a part."""
+    reads: Reads | None
+    """How missing neurons are read; None where nothing is read, or everything streams by."""
+    stream_neuron_s: float = 0.0
+    """A neuron of a layer that streams by, where every neuron is computed."""
     position: int = POSITION
     batch: int = 1
     """Sequences that generate at the same time."""
@@ -213,7 +226,10 @@ def cost_layer(
     else:
         used = activity.used
         missing = min(activity.count_missing(hot, cold, settings.policy), used)
-        look_up = rates.look_up.call_s + missing / rates.look_up.bytes_s
+        # Of a layer that is all hot, nothing is looked up.
+        look_up = 0.0
+        if hot < 1.0:
+            look_up = rates.look_up.call_s + missing / rates.look_up.bytes_s
     dense_neurons = activity.neurons * activity.chosen * dense
     computed = max(used - activity.count_within(dense), 0.0) if dense > 0 else used
     dense_s = 0.0
@@ -230,21 +246,18 @@ def cost_layer(
     resident = max(computed - missing, 0.0)
     per_neuron = _count_neuron_bytes(rates, sizes, settings, activity) / rates.gather.bytes_s
     per_neuron *= slow / speed
-    calls = (resident >= 1.0) + (_count_clusters(missing, settings) if missing > 0 else 0.0)
-    if activity.products is not None and rates.few_ops_s is not None and used > 0.0:
-        # A neuron is read once for all sequences that use it, and computed for each of them.
-        uses = activity.products / used
-        weights = sizes.neuron_weights
-        if settings.predictor == "gate" and sizes.is_gated:
-            weights = weights * 2 // 3  # gates are known
-        per_neuron = max(per_neuron, 2.0 * uses * weights / rates.few_ops_s * slow / speed)
+    reads = settings.reads
+    parts = reads.count_parts(missing) if reads is not None else 1.0
+    calls = (resident >= 1.0) + (parts if missing > 0 else 0.0)
     compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
-    read = missing * settings.neuron_s
-    if missing > 0 and rates.flash is not None:
-        read += rates.flash.latency_s
     attention_s = attention / speed
     busy = max(compute, dense_s)
-    hidden_s = _find_hidden(settings, attention_s, busy, missing * per_neuron, missing)
+    hidden_s = _find_hidden(settings, attention_s, busy, missing * per_neuron / parts)
+    read, overlap = missing * settings.stream_neuron_s, find_stream_overlap(rates)
+    if reads is not None:
+        read, overlap = reads.time(missing), reads.overlap
+    elif missing > 0 and rates.flash is not None:
+        read += rates.flash.latency_s
     return LayerCost(
         attention_s=attention_s,
         norm_s=rates.norm_s,
@@ -253,7 +266,7 @@ def cost_layer(
         compute_s=compute,
         dense_s=dense_s,
         read_s=read,
-        wait_s=read - rates.overlap * min(read, max(hidden_s, 0.0)),
+        wait_s=read - overlap * min(read, max(hidden_s, 0.0)),
         used=used,
         missing=missing,
         hot_bytes=round(hot * activity.neurons) * sizes.stride,
@@ -282,20 +295,12 @@ def _count_neuron_bytes(
     return sizes.neuron * (1.0 + activity.opened + activity.fired) / 3
 
 
-def _count_clusters(missing: float, settings: Settings) -> float:
-    """Parts that a layer's missing neurons are read and computed in."""
-    return max(1.0, min(missing / settings.cluster, float(settings.clusters)))
-
-
-def _find_hidden(
-    settings: Settings, attention_s: float, compute_s: float, late_s: float, missing: float
-) -> float:
+def _find_hidden(settings: Settings, attention_s: float, compute_s: float, last_s: float) -> float:
     """Seconds of reading during which the processor has something to do.
 
-    The last part of what is read is computed when reading is over.  Looking ahead, attention goes
-    on meanwhile, or everything of a layer does.
+    The last part of what is read is computed, in ``last_s``, when reading is over.  Looking ahead,
+    attention goes on meanwhile, or everything of a layer does.
     """
-    last_s = late_s / _count_clusters(missing, settings) if missing > 0 else 0.0
     match settings.look_ahead:
         case "none":
             return compute_s - last_s
@@ -313,34 +318,45 @@ def cost_plan(resolved: ResolvedPlan, rates: Rates | None = None) -> Cost:
     return cost_resolved(resolved, rates or read_rates(resolved.device), store=resolved.store_path)
 
 
-def cost_resolved(resolved: Resolved, rates: Rates, *, store: Path | None = None) -> Cost:
-    """The same for a plan that has no file yet; ``store``: the folder of its neuron store."""
+def cost_resolved(
+    resolved: Resolved,
+    rates: Rates,
+    *,
+    store: Path | None = None,
+    activity: Activity | None = None,
+) -> Cost:
+    """The same for a plan that has no file yet; ``store``: the folder of its neuron store;
+    ``activity``: what `describe_activity` says of it, where that is known already."""
     plan, model = resolved.plan, resolved.model
     mode = plan.decode.predictor
     stride = resolved.bundle.stride
     sizes = measure_sizes(model, mode, plan.kv.type, stride)
     batch = plan.decode.batch
-    activity, source = describe_activity(model, mode, store, batch=batch)
+    if activity is None:
+        activity = describe_activity(model, mode, store, batch=batch)
+    uses, source = activity
     settings = read_settings(resolved, rates)
     colds = share_cold(resolved)
     layers = []
+    known: dict[tuple[int, float, float, float], LayerCost] = {}
     for number, layer in enumerate(resolved.layers):
         dense = sum(
             share
             for name, share in layer.split.items()
             if resolved.device.units[name].kind != "cpu"
         )
-        layers.append(
-            cost_layer(
+        key = (id(uses[number]), layer.hot, colds[number], dense)
+        if key not in known:
+            known[key] = cost_layer(
                 rates,
                 sizes,
                 settings,
-                activity[number],
+                uses[number],
                 hot=layer.hot,
                 cold=colds[number],
                 dense=min(dense, layer.hot),
             )
-        )
+        layers.append(known[key])
     return Cost(
         layers=tuple(layers),
         head_s=time_head(rates, sizes, batch) / rates.scale(settings.threads),
@@ -363,19 +379,21 @@ def read_settings(resolved: Resolved, rates: Rates) -> Settings:
     """A plan's settings, with the time that reading a neuron takes."""
     plan = resolved.plan
     whole = all(layer.hot >= 1.0 for layer in resolved.layers)
-    neuron_s = 0.0
+    reads, stream_neuron_s = None, 0.0
     if not whole and not _fits_cache(resolved):
         flash = check_flash(rates, resolved.device)
         if plan.decode.predictor == "none":
-            neuron_s = resolved.bundle.stride / find_stream_rate(flash)
+            stream_neuron_s = resolved.bundle.stride / find_stream_rate(flash)
         else:
-            neuron_s = find_neuron_s(
+            reads = find_reads(
                 flash,
                 resolved.bundle.stride,
                 resolved.model.layer_neurons * resolved.bundle.stride,
                 engine=plan.io.engine,
                 threads=plan.io.threads,
                 depth=plan.io.depth,
+                cluster=plan.pipeline.cluster,
+                overlap=rates.overlap,
             )
     return Settings(
         predictor=plan.decode.predictor,
@@ -383,9 +401,8 @@ def read_settings(resolved: Resolved, rates: Rates) -> Settings:
         threads=plan.threads.compute or rates.cores,
         look_ahead=plan.decode.look_ahead,
         policy=plan.cache.policy,
-        neuron_s=neuron_s,
-        clusters=2 * plan.io.threads,
-        cluster=plan.pipeline.cluster,
+        reads=reads,
+        stream_neuron_s=stream_neuron_s,
         position=min(POSITION, plan.kv.context),
         batch=plan.decode.batch,
     )
@@ -427,7 +444,7 @@ def cost_prefill(resolved: Resolved, rates: Rates, sizes: Sizes) -> float | None
         if layer.hot < 1.0:
             absent = (model.layer_neurons - layer.hot_neurons) * sizes.stride
             read = absent / find_stream_rate(check_flash(rates, resolved.device))
-        total += compute + read - rates.overlap * min(compute, read)
+        total += compute + read - find_stream_overlap(rates) * min(compute, read)
     return tokens / total
 
 
@@ -439,7 +456,7 @@ def _uses_dense(resolved: Resolved) -> bool:
 def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
     """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
 
-    Of keys and values, and of an embedding table that is not the head, only what was used is.
+    Of keys and values only what was used is.
     """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
@@ -447,10 +464,11 @@ def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     cold = min(segments.cold, absent * stride)
-    plan, model = resolved.plan, resolved.model
-    share = min(1.0, tokens / plan.kv.context)
+    share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
-    if not model.tied_head:
-        rows = max(model.shape.vocab - tokens, 0)
-        untouched += matrix_bytes(rows, model.shape.hidden, model.quantization.embedding)
-    return ceil(segments.runtime + fixed + cold - untouched)
+    return ceil(count_runtime(resolved.model) + fixed + cold - untouched)
+
+
+def count_runtime(model: Model) -> int:
+    """Bytes of Python, the libraries, and the tables that the neuron cache keeps."""
+    return RUNTIME_BYTES + NEURON_TABLE_BYTES * model.shape.layers * model.layer_neurons

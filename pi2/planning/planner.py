@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.plan.drafting import RUNTIME_BYTES
 from pi2.plan.layout import round_up
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolved import Resolved
@@ -15,6 +14,7 @@ from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import MIB, Problem, pose_problem
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.rates import Rates, check_flash, check_power, read_rates
+from pi2.planning.refinement import Decision, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
@@ -33,6 +33,8 @@ class PlannedPlan:
     resolved: Resolved
     solution: Solution
     cost: Cost
+    decisions: tuple[Decision, ...] = ()
+    """Settings that were tried around the program's plan."""
 
 
 def plan(wish: Wish) -> PlannedPlan:
@@ -44,7 +46,7 @@ def plan(wish: Wish) -> PlannedPlan:
     rates = read_rates(wish.device)
     if wish.objective == "energy":
         check_power(rates, wish.device)
-    found: list[PlannedPlan] = []
+    found: list[tuple[Problem, PlannedPlan]] = []
     programs = []
     for choice in list_units(rates):
         problem = pose_problem(wish, choice)
@@ -54,10 +56,10 @@ def plan(wish: Wish) -> PlannedPlan:
             choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
         )
         if solution is not None:
-            found.append(finish_plan(problem, solution))
+            found.append((problem, finish_plan(problem, solution)))
     if not found:
         raise _explain_impossible(*programs[0])
-    return min(found, key=lambda item: score_plan(wish, item))
+    return refine_plan(*min(found, key=lambda item: score_plan(wish, item[1])))
 
 
 def list_units(rates: Rates) -> list[Rates]:
@@ -102,8 +104,22 @@ def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
     values = write_values(problem, solution)
     wish = problem.wish
     resolved = resolve_values(values, wish.device, wish.model)
-    cost = cost_resolved(resolved, problem.rates, store=wish.store)
+    activity = problem.activities[resolved.plan.decode.predictor]
+    cost = cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)
     return PlannedPlan(wish=wish, values=values, resolved=resolved, solution=solution, cost=cost)
+
+
+def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
+    """Try what the program has no lines for."""
+    wish = planned.wish
+    energy = choose_goal(wish) == "energy"
+
+    def score(cost: Cost) -> float:
+        return (cost.token_j if energy else None) or cost.token_s
+
+    values, cost, decisions = refine_values(problem, planned.values, score)
+    resolved = resolve_values(values, wish.device, wish.model)
+    return replace(planned, values=values, resolved=resolved, cost=cost, decisions=decisions)
 
 
 def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
@@ -148,7 +164,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     values["layers"] = _write_layers(problem, hots, denses)
     resolved = resolve_values(values, wish.device, wish.model)
     needs = dict(resolved.needs.items())
-    segments = {"runtime": RUNTIME_BYTES}
+    segments = {"runtime": problem.runtime_bytes}
     for name in ("attention", "kv", "predictor", "workspace"):
         segments[name] = round_up(needs[name].bytes, MIB)
     segments["hot"] = round_up(needs["hot"].bytes, MIB)
@@ -244,7 +260,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         f"finding active neurons ({least.mode.predictor}): "
         f"{format_bytes(least.mode.predictor_bytes)}",
         f"workspace: {format_bytes(least.chunk.workspace_bytes)}",
-        f"Python and libraries: {format_bytes(RUNTIME_BYTES)}",
+        f"Python and libraries: {format_bytes(problem.runtime_bytes)}",
     ]
     memory = wish.memory_bytes
     if memory is not None and memory < least.memory_bytes:

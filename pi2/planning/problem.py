@@ -8,13 +8,12 @@ the part of the resident neurons that is a cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from pi2.plan.drafting import RUNTIME_BYTES
 from pi2.plan.layout import round_up
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
@@ -23,10 +22,12 @@ from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
 from pi2.planning.cost import (
     POSITION,
+    Activity,
     LookAhead,
     Settings,
     Sizes,
     cost_layer,
+    count_runtime,
     measure_sizes,
     time_head,
 )
@@ -36,6 +37,8 @@ from pi2.planning.storage_choice import IoChoice, list_io_choices
 from pi2.planning.wish import Wish
 
 MIB = 1 << 20
+SPARE_BYTES = 32 * MIB
+"""Of a budget, left for what no formula knows."""
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""
 CACHE_SHARES = (0.1, 0.25, 0.5)
@@ -120,12 +123,18 @@ class Problem:
     """Attention of a layer, that looking ahead hides reads behind."""
     attention_bytes: int
     head_s: float
-    activity_source: str
+    activities: Mapping[PredictorMode, Activity]
+    """By the way to find active neurons."""
 
     @property
     def fixed_bytes(self) -> int:
         """What every plan needs."""
-        return self.attention_bytes + RUNTIME_BYTES
+        return self.attention_bytes + self.runtime_bytes
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Python and libraries, with room for what no formula knows."""
+        return round_up(count_runtime(self.wish.model) + SPARE_BYTES, MIB)
 
 
 def pose_problem(wish: Wish, rates: Rates) -> Problem:
@@ -177,7 +186,7 @@ def pose_problem(wish: Wish, rates: Rates) -> Problem:
         attention_s=bare.attention_s,
         attention_bytes=round_up(least.needs.attention.bytes, MIB),
         head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads),
-        activity_source=activities[modes[0]][1],
+        activities=activities,
     )
 
 
@@ -230,9 +239,7 @@ def _make_settings(wish: Wish, mode: PredictorMode, rates: Rates, kv: KvType) ->
         threads=rates.cores,
         look_ahead="none",
         policy="lfu",
-        neuron_s=0.0,
-        clusters=2,
-        cluster=64,
+        reads=None,
         position=min(POSITION, wish.context),
         batch=wish.batch,
     )

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from pi2.diagnostics import UserError
 from pi2.planning.cost import LookAhead
 from pi2.planning.problem import ChunkChoice, KvChoice, Mode, Problem
+from pi2.planning.rates import find_stream_overlap
 from pi2.planning.storage_choice import IoChoice
 
 TIME_LIMIT_S = 60.0
@@ -266,19 +267,20 @@ class Program:
     def _add_waiting(self, rows: _Rows, mode: Mode, place: int) -> None:
         """w >= reading - what runs meanwhile, for every engine and every way of looking ahead."""
         problem = self._problem
-        latency = 0.0 if problem.rates.flash is None else problem.rates.flash.latency_s
-        overlap = problem.rates.overlap
         if mode.cache_share == 0.0:
             return
         for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
             most = max((offset for _, offset in mode.lines[number]), default=0.0)
             for io, io_place in zip(problem.ios, self._ios, strict=True):
                 neuron_s = mode.neuron_s or io.neuron_s
-                large = most * neuron_s + latency
+                overlap = problem.rates.overlap if io.overlap is None else io.overlap
+                if mode.neuron_s:
+                    overlap = find_stream_overlap(problem.rates)
+                large = most * neuron_s + io.call_s
                 # What the cores are needed for while reading goes on cannot be hidden.
                 rows.add(
                     {w: 1.0, m: -(1.0 - overlap) * neuron_s, place: -large, io_place: -large},
-                    low=(1.0 - overlap) * latency - 2 * large,
+                    low=(1.0 - overlap) * io.call_s - 2 * large,
                 )
                 for ahead, ahead_place in zip(problem.look_aheads, self._aheads, strict=True):
                     hidden = problem.attention_s if ahead != "none" else 0.0
@@ -295,7 +297,7 @@ class Program:
                             io_place: -large,
                             ahead_place: -large,
                         },
-                        low=latency - overlap * hidden - 3 * large,
+                        low=io.call_s - overlap * hidden - 3 * large,
                     )
 
     def _read(self, x: Floats) -> Solution:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.device import Device, KernelFigure, KernelName, Unit
 from pi2.simulate.constants import Constants
-from pi2.simulate.flash import Flash, list_points
+from pi2.simulate.flash import Flash, list_bursts, list_points
 
 MISSING_FIGURE = "P351"
-_STREAM_BLOCK = 1 << 20
+_STREAM_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,15 @@ class Rates:
 def read_rates(device: Device, constants: Constants | None = None) -> Rates:
     """Collect a device's rates; ``UserError`` P351 names every figure that is missing."""
     return _Reader(device, constants or Constants()).read()
+
+
+def find_stream_overlap(rates: Rates) -> float:
+    """Part of the time of such reads that computing hides: they cost the cores less."""
+    points = () if rates.flash is None else rates.flash.points
+    found = [
+        item.overlap for item in points if item.pattern == "sequential" and item.overlap is not None
+    ]
+    return max(found, default=rates.overlap)
 
 
 def find_stream_rate(flash: Flash) -> float:
@@ -269,6 +278,7 @@ class _Reader:
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
             points=list_points(storage),
+            bursts=list_bursts(storage),
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,

@@ -1,23 +1,65 @@
-"""How neurons may be read, and how long one takes: the choices of ``[io]``."""
+"""How neurons may be read, and how long that takes: the choices of ``[io]``.
+
+A batch of reads takes a fixed time, until it has been asked for and its last read is over, and a
+time for every read.  Both follow from rates of few and of many reads at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 from typing import Literal
 
 from pi2.simulate.flash import Flash, FlashPoint
+
+Engine = Literal["pread", "io_uring"]
+_MANY = 128
+"""Reads at a time where `pi2 probe` measures rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoChoice:
     """An engine with its settings."""
 
-    engine: Literal["pread", "io_uring"]
+    engine: Engine
     threads: int
     depth: int
     neuron_s: float
     """Time of one of many reads of a neuron."""
+    call_s: float = 0.0
+    """Time of a batch beside that of its reads."""
+    overlap: float | None = None
+    """Part of the time that computing hides; None where it was not measured for this engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """A plan's way to read what a layer misses."""
+
+    engine: Engine
+    threads: int
+    cluster: int
+    """Fewest neurons of a part."""
+    call_s: float
+    neuron_s: tuple[tuple[int, float], ...]
+    """Time of one of many reads by the number of threads that are at work, ascending."""
+    overlap: float
+
+    def count_parts(self, missing: float) -> float:
+        """Parts that a layer's missing neurons are read and computed in."""
+        return max(1.0, min(missing / self.cluster, 2.0 * self.threads))
+
+    def find_neuron_s(self, missing: float) -> float:
+        """Time of one of ``missing`` reads.  A thread reads a part: with few parts, others rest."""
+        if self.engine != "pread":
+            return self.neuron_s[-1][1]
+        busy = min(self.count_parts(missing), float(self.threads))
+        return _interpolate(self.neuron_s, busy)
+
+    def time(self, missing: float) -> float:
+        """Seconds until ``missing`` neurons are there, nothing else going on."""
+        return self.call_s + missing * self.find_neuron_s(missing) if missing > 0 else 0.0
 
 
 def list_io_choices(flash: Flash, stride: int, range_bytes: int) -> list[IoChoice]:
@@ -39,7 +81,7 @@ def list_io_choices(flash: Flash, stride: int, range_bytes: int) -> list[IoChoic
     return sorted(found.values(), key=lambda item: (item.neuron_s, item.threads, item.depth))
 
 
-def find_neuron_s(
+def find_reads(
     flash: Flash,
     stride: int,
     range_bytes: int,
@@ -47,8 +89,13 @@ def find_neuron_s(
     engine: str,
     threads: int,
     depth: int,
-) -> float:
-    """Time of one of many neurons with a plan's settings: those of the nearest measured ones."""
+    cluster: int,
+    overlap: float,
+) -> Reads:
+    """A plan's reads: those of the nearest settings that were measured.
+
+    ``overlap``: of engines for which none was measured.
+    """
     choices = list_io_choices(flash, stride, range_bytes)
     same = [item for item in choices if item.engine == engine] or choices
 
@@ -57,7 +104,18 @@ def find_neuron_s(
             return abs(item.depth - depth), abs(item.threads - threads)
         return abs(item.threads - threads), abs(item.depth - depth)
 
-    return min(same, key=distance).neuron_s
+    chosen = min(same, key=distance)
+    neuron_s: tuple[tuple[int, float], ...] = ((chosen.threads, chosen.neuron_s),)
+    if chosen.engine == "pread":
+        neuron_s = tuple(sorted((item.threads, item.neuron_s) for item in same))
+    return Reads(
+        engine=chosen.engine,
+        threads=threads,
+        cluster=cluster,
+        call_s=chosen.call_s,
+        neuron_s=neuron_s,
+        overlap=overlap if chosen.overlap is None else chosen.overlap,
+    )
 
 
 def _make_choice(
@@ -78,12 +136,55 @@ def _make_choice(
     if ratios:
         share = min(1.0, sum(ratios) / len(ratios))
     penalty = 1.0 - flash.reader_penalty if (threads or 1) > 1 else 1.0
+    many_s = stride / (best * share * penalty)
+    call_s = _find_call_s(flash, own, threads)
+    overlaps = [item.overlap for item in own if item.overlap is not None]
     return IoChoice(
         engine="io_uring" if queued else "pread",
         threads=threads or 1,
         depth=depth or 128,
-        neuron_s=stride / (best * share * penalty),
+        neuron_s=many_s if call_s is None else max(many_s - call_s / _MANY, many_s / 2),
+        call_s=flash.latency_s if call_s is None else call_s,
+        overlap=sum(overlaps) / len(overlaps) if overlaps else None,
     )
+
+
+def _find_call_s(flash: Flash, own: Iterable[FlashPoint], threads: int | None) -> float | None:
+    """Fixed part of a batch, from what few and many reads at a time take; None where nobody
+    measured few.  A short batch does not fill a queue, so that all depths have the same."""
+    queued = any(item.depth is not None for item in own)
+    many = {
+        item.block_bytes: item
+        for item in flash.points
+        if item.pattern == "random"
+        and item.range_bytes is None
+        and item.threads == threads
+        and (item.depth is not None) == queued
+        and (not queued or item.depth == max((x.depth or 0 for x in flash.bursts), default=0))
+    }
+    for few in flash.bursts:
+        same = many.get(few.block_bytes)
+        if same is None or few.threads != threads or (few.depth is not None) != queued:
+            continue
+        assert few.burst is not None
+        many_s = _MANY * same.block_bytes / same.rate_bytes_s
+        few_s = few.burst * few.block_bytes / few.rate_bytes_s
+        read_s = max(many_s - few_s, 0.0) / (_MANY - few.burst)
+        return max(few_s - few.burst * read_s, 0.0)
+    return None
+
+
+def _interpolate(points: tuple[tuple[int, float], ...], at: float) -> float:
+    """On logarithmic scales of both; constant beyond the ends."""
+    x0, y0 = points[0]
+    if at <= x0:
+        return y0
+    for x1, y1 in points[1:]:
+        if at <= x1:
+            share = (log(at) - log(x0)) / (log(x1) - log(x0))
+            return float(y0 * (y1 / y0) ** share)
+        x0, y0 = x1, y1
+    return y0
 
 
 def _find_rate(flash: Flash, points: Iterable[FlashPoint], block: int, range_bytes: int) -> float:

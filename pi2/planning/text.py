@@ -75,7 +75,7 @@ def _choose_backends(planned: PlannedPlan) -> dict[str, str]:
 
 def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     """What was chosen, and what it is expected to do, line by line."""
-    cost, solution, resolved = planned.cost, planned.solution, planned.resolved
+    cost, resolved = planned.cost, planned.resolved
     plan, segments = resolved.plan, resolved.plan.memory.segments
     yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
     if cost.batch > 1:
@@ -92,15 +92,23 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             f"Of {approximate_bytes(whole)} of neurons, {approximate_bytes(segments.hot)} stay and "
             f"{approximate_bytes(segments.cold)} are a cache; the others are read when used."
         )
-        yield (
-            f"Reads: {plan.io.engine}, "
-            + (
-                f"{plan.io.depth} in flight"
-                if plan.io.engine == "io_uring"
-                else f"{plan.io.threads} threads"
+        missing = sum(layer.missing for layer in cost.layers)
+        read_s = sum(layer.read_s for layer in cost.layers)
+        if missing > 0:
+            yield (
+                f"Reads: {plan.io.engine}, "
+                + (
+                    f"{plan.io.depth} in flight"
+                    if plan.io.engine == "io_uring"
+                    else f"{plan.io.threads} threads"
+                )
+                + f": {read_s / missing * 1e6:.1f} us a neuron."
             )
-            + f": {solution.io.neuron_s * 1e6:.1f} us a neuron, the fastest that was measured."
-        )
+    for decision in planned.decisions:
+        others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
+        if others:
+            shown = ", ".join(f"{speed:.3g} with {label}" for label, speed in others)
+            yield f"{decision.key}: {decision.chosen}; tokens/s would be {shown}."
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
     yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."

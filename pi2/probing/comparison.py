@@ -116,6 +116,8 @@ def _describe_settings(figure: BaseModel) -> str:
                 parts.append(f"depth {figure.depth}")
             if figure.threads is not None:
                 parts.append(f"threads {figure.threads}")
+            if figure.burst is not None:
+                parts.append(f"{figure.burst} at a time")
             return " " + " ".join(parts) + " (B/s)"
         case ThreadsFigure():
             return f" threads {figure.threads} (B/s)"

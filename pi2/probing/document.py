@@ -152,19 +152,22 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
     if block is not None:
         values["block_size"] = f"{block} B"
     direct = "direct" if storage.direct.works else "buffered"
-    overlap = summarise(found.overlap)
-    values["overlap"] = {
-        "value": overlap.value,
-        **_origin("reads of 8 KiB beside gathered neurons", overlap.samples),
-        "spread": overlap.spread,
-    }
-    values["reads"] = [
-        _describe_read(spec, found.read_bytes_s[spec.key], direct) for spec in found.reads
-    ]
+    usual = next((spec for spec in found.reads if spec.key in found.overlap), None)
+    if usual is not None:
+        deep = [spec for spec in found.reads if spec.key in found.overlap and spec.depth]
+        chosen = max(deep, key=lambda spec: spec.depth or 0, default=usual)
+        overlap = summarise(found.overlap[chosen.key])
+        values["overlap"] = {
+            "value": overlap.value,
+            **_origin("reads of 8 KiB beside gathered neurons", overlap.samples),
+            "spread": overlap.spread,
+        }
+    values["reads"] = [_describe_read(spec, found, direct) for spec in found.reads]
     return values
 
 
-def _describe_read(spec: ReadSpec, rates: Sequence[float], direct: str) -> dict[str, Any]:
+def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str, Any]:
+    rates = found.read_bytes_s[spec.key]
     values: dict[str, Any] = {"pattern": spec.pattern, "block": format_bytes(spec.block_bytes)}
     values["rate"] = _write_rate(summarise(rates).value)
     if spec.range_bytes is not None:
@@ -172,6 +175,10 @@ def _describe_read(spec: ReadSpec, rates: Sequence[float], direct: str) -> dict[
     if spec.depth is not None:
         values["depth"] = spec.depth
     values["threads"] = spec.threads
+    if spec.burst is not None:
+        values["burst"] = spec.burst
+    if spec.key in found.overlap:
+        values["overlap"] = summarise(found.overlap[spec.key]).value
     engine = "io_uring" if spec.depth is not None else "pread"
     summary = summarise(rates)
     return {**values, **_origin(f"{direct} reads, {engine}", summary.samples)} | {

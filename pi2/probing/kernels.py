@@ -136,14 +136,16 @@ class KernelBench:
         assert self._storage is not None, "open_storage comes first"
         return self._storage.measure_latency(rounds)
 
-    def measure_overlap(self, rounds: int) -> list[float]:
+    def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         """Part of reading that computing hides, and the other way round."""
         assert self._storage is not None, "open_storage comes first"
         slots = synthetic.choose_slots(256, VARIANTS)
         self._stir(0)
         numbers = itertools.cycle(range(VARIANTS))
         return self._storage.measure_overlap(
-            lambda: self._executor.add_neurons(0, self._arena, slots[next(numbers)]), rounds
+            specs,
+            lambda: self._executor.add_neurons(0, self._arena, slots[next(numbers)]),
+            rounds,
         )
 
     def close(self) -> None:

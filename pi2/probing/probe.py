@@ -12,7 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.probing.kernels import KernelRecipe, StepFacts
 from pi2.probing.series import Key, Progress
-from pi2.probing.storage import ReadSpec, list_reads, open_sample
+from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
 
 ROUNDS = 3
 """Of everything; each is the median, or the sum, of many calls."""
@@ -34,7 +34,7 @@ class Measurements:
     reads: tuple[ReadSpec, ...]
     read_bytes_s: dict[Key, list[float]]
     latency_s: list[float]
-    overlap: list[float]
+    overlap: dict[Key, list[float]]
     """Part of the shorter one of reading and computing that is saved where both go on at once."""
     steady_s: list[float]
     """Times of the same piece of work."""
@@ -72,7 +72,9 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
                 _extend(rates, bench.call("measure_reads", reads, 1))
                 progress("storage", (number + 1) / rounds)
             latency: list[float] = bench.call("measure_latency", rounds)
-            overlap: list[float] = bench.call("measure_overlap", rounds)
+            overlap: dict[Key, list[float]] = bench.call(
+                "measure_overlap", list_overlaps(reads), rounds
+            )
         steady: list[float] = bench.call("measure_steady", STEADY_PIECES)
         # The kernels once more: half a minute later, the machine may have another speed.
         _extend(step_s, bench.call("measure", 1))

@@ -31,7 +31,12 @@ LEAST_BYTES = 128 * MIB
 WRITE_S = 12.0
 """Writing stops after so long."""
 ROUND_S = 0.3
+BURST = 16
+"""Reads of a short batch."""
+_LONG_BYTES = 4 * MIB
+"""Most bytes of one sequential read: about what the prefill reads at once."""
 _BATCH_BYTES = 8 * MIB
+OVERLAP_RUNS = 24
 _MOST_BATCH = 128
 """Reads that are issued together: about what a layer misses, and the queue drains after each."""
 
@@ -47,6 +52,8 @@ class ReadSpec:
     threads: int = 1
     range_bytes: int | None = None
     """Stretch of the file that they fall into; all of it if None."""
+    burst: int | None = None
+    """Reads that are asked for at once; None: as many as a layer may miss."""
 
     @property
     def key(self) -> Key:
@@ -57,19 +64,28 @@ class ReadSpec:
             str(self.depth),
             str(self.threads),
             str(self.range_bytes),
+            str(self.burst),
         )
 
 
 def list_reads(file_bytes: int) -> list[ReadSpec]:
     """What is measured: the rate over each setting, the others being usual."""
     kib = 1024
-    specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in (4, 128, 1024)]
+    sizes = (4, 128, 1024, 4096)
+    specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in sizes]
     blocks = [4, 8, 16, 64, 512]
     specs += [ReadSpec(pattern="random", block_bytes=size * kib, depth=128) for size in blocks]
     depths = [1, 8, 32]
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, depth=depth) for depth in depths]
     counts = [1, 4, 16]
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, threads=count) for count in counts]
+    specs += [
+        ReadSpec(pattern="random", block_bytes=8 * kib, depth=128, burst=BURST),
+        *(
+            ReadSpec(pattern="random", block_bytes=8 * kib, threads=count, burst=BURST)
+            for count in counts
+        ),
+    ]
     if file_bytes > LEAST_BYTES:
         for size in (4, 8):
             specs.append(
@@ -78,6 +94,19 @@ def list_reads(file_bytes: int) -> list[ReadSpec]:
                 )
             )
     return specs
+
+
+def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
+    """Those that computing is measured beside: every way to read a layer's missing neurons, and
+    the prefill's stream."""
+    return [
+        spec
+        for spec in specs
+        if spec.burst is None
+        and spec.range_bytes is None
+        and (spec.block_bytes, spec.pattern) in ((8192, "random"), (_LONG_BYTES, "sequential"))
+        and (spec.depth is None or spec.depth >= 8)
+    ]
 
 
 @contextmanager
@@ -136,7 +165,7 @@ class StorageBench:
         self._read_runs = read_runs
         self._random = np.random.default_rng(3)
         self._readers: dict[Key, FlashReader] = {}
-        self._long = allocate("", MIB)
+        self._long = allocate("", _LONG_BYTES)
         self._at = 0
 
     def measure(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
@@ -163,44 +192,67 @@ class StorageBench:
             os.close(fd)
         return found
 
-    def measure_overlap(self, compute: Callable[[], None], rounds: int) -> list[float]:
-        """Part of the shorter one of reading and computing that both at once save.
-
-        Reads of 8 KiB with the usual setting; ``compute`` is some work for all cores.
-        """
-        spec = ReadSpec(pattern="random", block_bytes=8192, depth=128)
+    def measure_overlap(
+        self, specs: list[ReadSpec], compute: Callable[[], None], rounds: int
+    ) -> dict[Key, list[float]]:
+        """Part of the shorter one of reading and computing that both at once save, for each way
+        of reading; ``compute`` is some work for all cores."""
         if not self._has_queue():
-            spec = ReadSpec(pattern="random", block_bytes=8192, threads=4)
+            specs = [spec for spec in specs if spec.depth is None]
+        found: dict[Key, list[float]] = {spec.key: [] for spec in specs}
+        for _ in range(rounds):
+            for spec in specs:
+                found[spec.key].append(self._measure_saving(spec, compute))
+        return found
+
+    def _measure_saving(self, spec: ReadSpec, compute: Callable[[], None]) -> float:
         reader = self._make_reader(spec, _MOST_BATCH)
-        slots = np.arange(_MOST_BATCH, dtype=np.int32)
+        begin = self._begin_stream if spec.pattern == "sequential" else self._begin_batch
 
         def run(read: bool, calls: int) -> float:
-            indices = self._random.choice(self._size // 8192, _MOST_BATCH, replace=False)
-            wanted = np.sort(indices).astype(np.int32)
             start = time.perf_counter()
-            pending = reader.start(0, wanted, slots) if read else None
+            wait = begin(reader, spec) if read else None
             for _ in range(calls):
                 compute()
-            for number in range(len(pending.clusters) if pending is not None else 0):
-                assert pending is not None
-                reader.finish(pending, number)
+            if wait is not None:
+                wait()
             return time.perf_counter() - start
 
         def find_median(read: bool, calls: int) -> float:
-            return statistics.median(run(read, calls) for _ in range(40))
+            return statistics.median(run(read, calls) for _ in range(OVERLAP_RUNS))
 
         try:
             call_s = find_median(False, 4) / 4
             calls = max(1, round(find_median(True, 0) / call_s))
-            found = []
-            for _ in range(rounds):
-                both = find_median(True, calls)
-                reading, computing = find_median(True, 0), find_median(False, calls)
-                saved = (reading + computing - both) / min(reading, computing)
-                found.append(min(max(saved, 0.0), 1.0))
-            return found
+            both = find_median(True, calls)
+            reading, computing = find_median(True, 0), find_median(False, calls)
+            saved = (reading + computing - both) / min(reading, computing)
+            return min(max(saved, 0.0), 1.0)
         finally:
             reader.close()
+
+    def _begin_batch(self, reader: FlashReader, spec: ReadSpec) -> Callable[[], None]:
+        """Ask for a layer's missing neurons; what is returned waits for them."""
+        slots = np.arange(_MOST_BATCH, dtype=np.int32)
+        count = self._size // spec.block_bytes
+        indices = self._random.choice(count, _MOST_BATCH, replace=False)
+        pending = reader.start(0, np.sort(indices).astype(np.int32), slots)
+
+        def wait() -> None:
+            for number in range(len(pending.clusters)):
+                reader.finish(pending, number)
+
+        return wait
+
+    def _begin_stream(self, reader: FlashReader, spec: ReadSpec) -> Callable[[], None]:
+        """Ask for a run of neurons, as the prefill does."""
+        if self._at + spec.block_bytes > self._size:
+            self._at = 0
+        first = self._at // spec.block_bytes
+        self._at += spec.block_bytes
+        buffer = self._long[: spec.block_bytes].reshape(1, -1)
+        future = reader.start_run(0, first, buffer)
+        return lambda: future.result()
 
     def close(self) -> None:
         """Close the files."""
@@ -243,7 +295,7 @@ class StorageBench:
 
     def _read_at_random(self, spec: ReadSpec) -> float:
         reader = self._readers.get(spec.key)
-        batch = min(_MOST_BATCH, max(32, _BATCH_BYTES // spec.block_bytes))
+        batch = spec.burst or min(_MOST_BATCH, max(32, _BATCH_BYTES // spec.block_bytes))
         if reader is None:
             reader = self._make_reader(spec, batch)
             self._readers[spec.key] = reader

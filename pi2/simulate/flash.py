@@ -34,10 +34,23 @@ class FlashPoint:
     core: str | None = None
     depth: int | None = None
     threads: int | None = None
+    burst: int | None = None
+    """Reads that are asked for at once; None for as many as keep the storage busy."""
+    overlap: float | None = None
+    """Part of their time that computing hides; None where nobody measured it."""
 
 
 def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
-    """The figures of a device document."""
+    """The rates of a device document; those of short bursts are no rates of the storage."""
+    return tuple(item for item in _list_all(storage) if item.burst is None)
+
+
+def list_bursts(storage: Storage) -> tuple[FlashPoint, ...]:
+    """What a few reads at a time reach: the fixed part of a batch shows in them."""
+    return tuple(item for item in _list_all(storage) if item.burst is not None)
+
+
+def _list_all(storage: Storage) -> tuple[FlashPoint, ...]:
     return tuple(
         FlashPoint(
             pattern=item.pattern,
@@ -47,6 +60,8 @@ def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
             core=item.cluster,
             depth=item.depth,
             threads=item.threads,
+            burst=item.burst,
+            overlap=item.overlap,
         )
         for item in storage.reads
     )
@@ -64,6 +79,8 @@ class Flash:
     block_bytes: int
     """Direct reads are multiples of it."""
     queues: int = 1
+    bursts: tuple[FlashPoint, ...] = ()
+    """Rates of a few reads at a time."""
 
     def find_rate_bytes_s(
         self,

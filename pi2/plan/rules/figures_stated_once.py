@@ -7,7 +7,7 @@ Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 
 else that tells them apart.
 
 Fix: remove one of them, or state what is different: ``range``, ``depth``, ``threads``,
-``cluster``.
+``cluster``, ``burst``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Look for reads, operand types and features that come again."""
     device = facts.device
     reads = [
-        (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster)
+        (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster, item.burst)
         for item in device.storage.reads
     ]
     yield from _find_again(("storage", "reads"), reads, "the same reads")

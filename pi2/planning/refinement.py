@@ -1,0 +1,125 @@
+"""Choices out of a few that no line describes, tried around the program's plan with the cost model.
+
+How many threads compute, with which engine and in how large parts neurons are read: what they cost
+depends on how many neurons are missing, which the program has just found out.  They are changed one
+after the other until no change helps.  What the others would have made is kept: it is the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pi2.planning.cost import Cost, cost_resolved
+from pi2.planning.problem import Problem
+from pi2.planning.resolving import resolve_values
+
+CLUSTERS = (64, 32, 128, 16, 256)
+"""Fewest neurons that are read and computed together; of equal ones the first is taken."""
+_ROUNDS = 2
+_LEAST_GAIN = 1e-4
+
+Values = dict[str, Any]
+Score = Callable[[Cost], float]
+"""Of plans with the same memory; less is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A setting that was chosen out of a few, and what each of them would make."""
+
+    key: str
+    chosen: str
+    tokens_s: tuple[tuple[str, float], ...]
+    """Speed predicted with each, the best one first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    label: str
+    changes: Mapping[str, Mapping[str, Any]]
+    """Tables of a plan, and the keys that are replaced."""
+
+
+def refine_values(
+    problem: Problem, values: Values, score: Score
+) -> tuple[Values, Cost, tuple[Decision, ...]]:
+    """The best of the plans that differ from ``values`` in these settings only."""
+    best, cost = values, _cost(problem, values)
+    decisions: dict[str, Decision] = {}
+    for _ in range(_ROUNDS):
+        before = score(cost)
+        for key, options in _list_dimensions(problem, cost):
+            tried = []
+            for option in options:
+                changed = _apply(best, option)
+                tried.append((option, changed, _cost(problem, changed)))
+            ranked = sorted(tried, key=lambda item: score(item[2]))
+            winner = ranked[0]
+            if score(winner[2]) < score(cost) * (1.0 - _LEAST_GAIN) or key not in decisions:
+                best, cost = winner[1], winner[2]
+            chosen = next((o.label for o, changed, _ in ranked if changed == best), "")
+            decisions[key] = Decision(
+                key=key,
+                chosen=chosen or winner[0].label,
+                tokens_s=tuple((o.label, found.tokens_s) for o, _, found in ranked),
+            )
+        if score(cost) >= before * (1.0 - _LEAST_GAIN):
+            break
+    return best, cost, tuple(decisions.values())
+
+
+def _list_dimensions(problem: Problem, cost: Cost) -> Iterator[tuple[str, Sequence[_Option]]]:
+    """Settings that matter to this plan."""
+    cores = problem.rates.cores
+    counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
+    if len(counts) > 1:
+        yield (
+            "threads.compute",
+            [
+                _Option(label=str(count), changes={"threads": {"compute": count}})
+                for count in counts
+            ],
+        )
+    if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
+        return
+    ios = problem.ios
+    yield (
+        "io.engine",
+        [
+            _Option(
+                label=f"{io.engine}, {io.threads} threads"
+                if io.engine == "pread"
+                else f"{io.engine}, {io.depth} deep",
+                changes={
+                    "io": {
+                        "engine": io.engine,
+                        # With a queue, half of the parts that a layer's reads are divided into.
+                        "threads": max(io.threads, 4) if io.engine == "io_uring" else io.threads,
+                        "depth": io.depth,
+                    }
+                },
+            )
+            for io in ios
+        ],
+    )
+    yield (
+        "pipeline.cluster",
+        [_Option(label=str(size), changes={"pipeline": {"cluster": size}}) for size in CLUSTERS],
+    )
+
+
+def _apply(values: Values, option: _Option) -> Values:
+    changed = copy.deepcopy(values)
+    for table, keys in option.changes.items():
+        changed.setdefault(table, {}).update(keys)
+    return changed
+
+
+def _cost(problem: Problem, values: Values) -> Cost:
+    wish = problem.wish
+    resolved = resolve_values(values, wish.device, wish.model)
+    activity = problem.activities[resolved.plan.decode.predictor]
+    return cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)
