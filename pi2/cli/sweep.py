@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pi2.plan.device import Device
     from pi2.plan.model import Model
     from pi2.plan.source import Kind
+    from pi2.planning.sweep import Place
 
 MOST_CELLS = 100_000
 
@@ -34,7 +35,14 @@ MOST_CELLS = 100_000
     show_default=True,
     help="Tokens to simulate in every cell.",
 )
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Workers.  [default: one per core]")
+@click.option(
+    "--on",
+    type=click.Choice(["processes", "ray"]),
+    default="processes",
+    show_default=True,
+    help="Workers on this machine, or on a Ray cluster (needs the extra `ray`).",
+)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, help="Parquet file to write."
 )
@@ -43,6 +51,11 @@ MOST_CELLS = 100_000
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a picture of speed over memory (needs the extra `plot`).",
 )
+@click.option(
+    "--matrix",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a picture of which device runs what (needs the extra `plot`).",
+)
 def command(
     devices: tuple[str, ...],
     models: tuple[str, ...],
@@ -50,16 +63,20 @@ def command(
     context: int,
     tokens: int,
     jobs: int | None,
+    on: Place,
     output: Path,
     plot: Path | None,
+    matrix: Path | None,
 ) -> None:
     """Find and simulate the fastest plan of every device and model for every memory.
 
     A sweep that was interrupted goes on where it was.  Devices that lack figures, and wishes that
-    cannot be fulfilled, are results as well.
+    cannot be fulfilled, are results as well.  --on ray takes the cluster that RAY_ADDRESS names,
+    or starts one on this machine; a worker that is lost loses nothing.
     """
     from pi2.cli.progress import ProgressBar
-    from pi2.planning.sweep import draw_summary, list_cells, run_sweep, write_summary
+    from pi2.planning.sweep import list_cells, run_sweep
+    from pi2.planning.sweep_report import draw_matrix, draw_summary, write_matrix, write_summary
     from pi2.sharing.files import write_atomically
 
     cells = list_cells(
@@ -74,10 +91,11 @@ def command(
             "P105", f"a grid of {len(cells)} cells", help="the devices have less memory, or more"
         )
     with ProgressBar() as progress:
-        found = run_sweep(cells, output, jobs=jobs or os.cpu_count() or 1, progress=progress)
-    click.echo("\n".join(write_summary(found)))
-    if plot is not None:
-        write_atomically(plot, draw_summary(found, plot.suffix.lstrip(".") or "png"))
+        found = run_sweep(cells, output, jobs=jobs, progress=progress, on=on)
+    click.echo("\n".join((*write_summary(found), "", *write_matrix(found))))
+    for path, draw in ((plot, draw_summary), (matrix, draw_matrix)):
+        if path is not None:
+            write_atomically(path, draw(found, path.suffix.lstrip(".") or "png"))
     click.echo(f"{output}: {len(found)} cells", err=True)
 
 

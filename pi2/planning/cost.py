@@ -126,6 +126,7 @@ class Cost:
     activity: str
     """Where the activity of neurons is known from."""
     sources: dict[str, str]
+    predictor: PredictorMode = "none"
     batch: int = 1
     power_w: float | None = None
     """Of the processor; None where the device does not state it."""
@@ -364,6 +365,7 @@ def cost_resolved(
         memory_bytes=count_memory(resolved),
         activity=source,
         sources=rates.sources,
+        predictor=mode,
         batch=batch,
         power_w=rates.power_w,
         both_w=rates.both_w if _uses_dense(resolved) else rates.power_w,

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pi2.diagnostics import UserError
 from pi2.planning.cost import LookAhead
 from pi2.planning.problem import ChunkChoice, KvChoice, Mode, Problem
-from pi2.planning.rates import find_stream_overlap
+from pi2.planning.rates import find_stream_overlap, find_stream_rate
 from pi2.planning.storage_choice import IoChoice
 
 TIME_LIMIT_S = 60.0
@@ -36,8 +36,8 @@ _TIE_S_PER_BYTE = 1e-15
 """Of two plans that are equally fast, the smaller one: a microsecond for a gigabyte."""
 _TIE_BYTES_PER_S = 1e6
 """Of two plans that are equally small, the faster one: a megabyte for a second."""
-_CHUNK_S = 2e-6
-"""What a token of a smaller chunk costs prompts, so that larger ones are taken where they fit."""
+_PROMPT_PART = 0.02
+"""What a prompt's token counts for against a generated one."""
 
 Floats = npt.NDArray[np.float64]
 Goal = Literal["time", "memory", "energy"]
@@ -126,7 +126,7 @@ class Program:
             for column, value in terms.items():
                 objective[column] += weight * value
         for place, chunk in zip(self._chunks, self._problem.chunks, strict=True):
-            objective[place] += scale[goal][0] * _CHUNK_S * (1024 - chunk.tokens)
+            objective[place] += scale[goal][0] * _PROMPT_PART * self._time_prompt_token(chunk)
         if goal == "energy":
             for column, joules in self._describe_dense_energy().items():
                 objective[column] += joules
@@ -144,6 +144,16 @@ class Program:
             options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
         )
         return None if result.x is None else self._read(result.x)
+
+    def _time_prompt_token(self, chunk: ChunkChoice) -> float:
+        """Seconds of a prompt's token that depend on the chunk: all neurons, which stream by once
+        for each chunk."""
+        problem = self._problem
+        layers = sum(group.count for group in problem.groups)
+        size = layers * problem.neurons * problem.stride
+        flash = problem.rates.flash
+        rate = problem.rates.gather.bytes_s if flash is None else find_stream_rate(flash)
+        return size / rate / chunk.tokens
 
     def _take(self, count: int) -> range:
         start = self._places

@@ -85,6 +85,14 @@ def _list_dimensions(problem: Problem, cost: Cost) -> Iterator[tuple[str, Sequen
         )
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
+    if problem.look_aheads != ("none",) and cost.predictor == "low-rank":
+        yield (
+            "decode.look_ahead",
+            [
+                _Option(label=item, changes={"decode": {"look_ahead": item}})
+                for item in problem.look_aheads
+            ],
+        )
     ios = problem.ios
     yield (
         "io.engine",

@@ -1,4 +1,4 @@
-"""Plan and simulate a grid of devices, models and memories, in several processes.
+"""Plan and simulate a grid of devices, models and memories, in several processes or on Ray.
 
 Every finished cell is a line of a file beside the results, written at once: a sweep that was
 killed goes on where it was.  At the end all cells become one Parquet file.
@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
 from pi2.plan.model import Model
-from pi2.plan.quantities import approximate_bytes
 from pi2.plan.resolved import Resolved, ResolvedPlan
+from pi2.planning.workers import WorkersLost, run_in_processes, run_on_ray
 from pi2.sharing.files import write_atomically
 
 ATTEMPTS = 3
 """Times that cells are started again after a process was lost."""
 
 Progress = Callable[[str, float], None]
+Place = Literal["processes", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +95,16 @@ def list_cells(
 
 
 def run_sweep(
-    cells: Sequence[Cell], output: Path, *, jobs: int, progress: Progress
+    cells: Sequence[Cell],
+    output: Path,
+    *,
+    jobs: int | None,
+    progress: Progress,
+    on: Place = "processes",
 ) -> list[Outcome]:
     """Run what is not done yet, write ``output`` (Parquet), and return all outcomes in order.
 
-    Raises `UserError` P353 where processes are lost again and again; what was done is kept.
+    Raises `UserError` P353 where workers are lost again and again; what was done is kept.
     """
     journal = output.with_name(f"{output.name}.cells")
     known = read_journal(journal)
@@ -112,19 +116,19 @@ def run_sweep(
             file.write("\n")  # the last line of a sweep that was killed may be cut off
         while waiting:
             try:
-                for outcome in _run_cells(waiting, jobs):
+                for outcome in _run_cells(waiting, jobs, on):
                     known[outcome.key] = outcome
                     file.write(json.dumps(asdict(outcome)) + "\n")
                     file.flush()
                     progress(
                         "planning and simulating", sum(c.key in known for c in cells) / len(cells)
                     )
-            except BrokenProcessPool:
+            except WorkersLost:
                 attempts += 1
                 if attempts >= ATTEMPTS:
                     raise UserError.of(
                         "P353",
-                        "processes of the sweep were lost again and again",
+                        "workers of the sweep were lost again and again",
                         help="the same command goes on from here; --jobs 1 takes less memory",
                     ) from None
             waiting = [cell for cell in cells if cell.key not in known]
@@ -134,14 +138,10 @@ def run_sweep(
     return found
 
 
-def _run_cells(cells: Sequence[Cell], jobs: int) -> Iterator[Outcome]:
-    if jobs == 1:
-        yield from map(run_cell, cells)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for job in as_completed([pool.submit(run_cell, cell) for cell in cells]):
-            yield job.result()
+def _run_cells(cells: Sequence[Cell], jobs: int | None, on: Place) -> Iterator[Outcome]:
+    if on == "ray":
+        return run_on_ray(run_cell, cells, jobs)
+    return run_in_processes(run_cell, cells, jobs or os.cpu_count() or 1)
 
 
 def run_cell(cell: Cell) -> Outcome:
@@ -233,62 +233,3 @@ def write_parquet(path: Path, outcomes: Sequence[Outcome]) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     write_atomically(path, sink.getvalue().to_pybytes())
-
-
-def write_summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A Markdown table: simulated tokens per second by device and model over memory."""
-    memories = sorted({item.memory_bytes for item in outcomes})
-    yield "Simulated tokens/s, not measured; `-`: no plan fits."
-    yield ""
-    yield "| device | model | " + " | ".join(approximate_bytes(size) for size in memories) + " |"
-    yield "|" + " --- |" * (len(memories) + 2)
-    rows: dict[tuple[str, str], dict[int, Outcome]] = {}
-    for item in outcomes:
-        rows.setdefault((item.device, item.model), {})[item.memory_bytes] = item
-    for (device, model), cells in rows.items():
-        shown = [_show(cells.get(size)) for size in memories]
-        yield f"| {device} | {model} | " + " | ".join(shown) + " |"
-    reasons = {item.code: item.reason for item in outcomes if item.code not in (None, "P350")}
-    for code, reason in reasons.items():
-        yield f"{code}: {reason}"
-
-
-def _show(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return ""
-    if outcome.simulated_tokens_s is None:
-        return "-" if outcome.code == "P350" else outcome.code or "-"
-    return f"{outcome.simulated_tokens_s:.3g}"
-
-
-def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
-    """Speed over memory, a picture per device; UserError P632 without matplotlib."""
-    from io import BytesIO
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError.of(
-            "P632",
-            "pictures need matplotlib, which is not installed",
-            help="install it with `pip install 'pi2[plot]'`",
-        ) from None
-    devices = list(dict.fromkeys(item.device for item in outcomes))
-    figure = Figure(figsize=(7.0, 3.0 * len(devices)), layout="constrained")
-    for number, device in enumerate(devices):
-        axes = figure.add_subplot(len(devices), 1, number + 1)
-        own = [item for item in outcomes if item.device == device]
-        for model in dict.fromkeys(item.model for item in own):
-            points = [
-                (item.memory_bytes / 2**30, item.simulated_tokens_s)
-                for item in own
-                if item.model == model and item.simulated_tokens_s is not None
-            ]
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=model)
-        axes.set_title(f"{device}, simulated")
-        axes.set_xlabel("memory (GiB)")
-        axes.set_ylabel("tokens/s")
-        axes.legend(fontsize="small")
-    stream = BytesIO()
-    figure.savefig(stream, format=form)
-    return stream.getvalue()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +17,7 @@ from pi2.cli.sweep import parse_range
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
 from pi2.plan.model import Model
-from pi2.planning import sweep
+from pi2.planning import sweep, sweep_report, workers
 from pi2.planning.documents import read_document
 
 pytest.importorskip("scipy")
@@ -53,7 +57,7 @@ def test_cells_become_rows_and_impossible_ones_say_why(tmp_path: Path) -> None:
     assert rows[1]["simulated_tokens_s"] < rows[2]["simulated_tokens_s"]
     assert rows[1]["p50_ms"] <= rows[1]["p99_ms"]
     assert list(tmp_path.iterdir()) == [output], "nothing else is left behind"
-    table = list(sweep.write_summary(found))
+    table = list(sweep_report.write_summary(found))
     assert any(line.startswith("| oneplus-12 | bamboo-7b | - |") for line in table)
 
 
@@ -97,11 +101,94 @@ def test_a_changed_document_is_another_cell() -> None:
     assert other.key != cell.key
 
 
-@pytest.mark.slow
-def test_processes_share_the_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_share_the_work() -> None:
+    assert sorted(workers.run_in_processes(abs, [-1, -2, -3], 2)) == [1, 2, 3]
+
+
+def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "results.parquet")
-    arguments = ["--memory", "3GiB:4GiB:1GiB", "--tokens", "8", "--jobs", "2", "-o", output]
+    arguments = ["--memory", "3GiB:4GiB:1GiB", "--tokens", "8", "--jobs", "1", "-o", output]
     names = ["--devices", "oneplus-12", "--models", "bamboo-7b"]
     assert run(["sweep", *names, *arguments]) == 0
-    assert "Simulated tokens/s, not measured" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Simulated tokens/s, not measured" in printed and "Fastest tokens/s" in printed
     assert pq.read_table(output).num_rows == 2
+
+
+def make_outcome(device: str, model: str, memory: int, speed: float | None) -> sweep.Outcome:
+    return sweep.Outcome(
+        key=f"{device}{model}{memory}",
+        device=device,
+        model=model,
+        memory_bytes=memory,
+        code=None if speed else "P350",
+        reason=None if speed else "too little",
+        simulated_tokens_s=speed,
+    )
+
+
+OUTCOMES = (
+    make_outcome("phone", "small", 2 * GIB, 5.0),
+    make_outcome("phone", "small", 3 * GIB, 9.0),
+    make_outcome("phone", "small", 4 * GIB, 9.01),
+    make_outcome("phone", "large", 4 * GIB, None),
+    make_outcome("board", "small", 2 * GIB, 1.0),
+)
+
+
+def test_which_device_runs_what_is_the_fastest_cell_with_the_least_memory() -> None:
+    lines = list(sweep_report.write_matrix(OUTCOMES))
+    assert "| phone | 9 (3 GiB) | - |" in lines
+    assert "| board | 1 (2 GiB) | - |" in lines
+
+
+@pytest.mark.parametrize("draw", [sweep_report.draw_matrix, sweep_report.draw_summary])
+def test_pictures_are_drawn(draw: Any) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra plot")
+    assert draw(OUTCOMES, "png").startswith(b"\x89PNG")
+    with pytest.raises(UserError) as caught:
+        draw(OUTCOMES, "spreadsheet")
+    assert caught.value.diagnostics[0].code == "P633"
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """A cluster with two workers on this machine."""
+    module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pi2[ray]'")
+    workers._start(module, 2)
+    yield module
+    module.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_runs_a_sweep_as_processes_do(ray: Any, tmp_path: Path) -> None:
+    cells = make_cells(GIB // 2, 3 * GIB)
+    found = [
+        sweep.run_sweep(cells, tmp_path / f"{on}.parquet", jobs=jobs, progress=ignore, on=on)
+        for on, jobs in zip(reversed(get_args(sweep.Place)), (2, 1), strict=True)
+    ]
+    assert found[0] == found[1]
+    assert ray.cluster_resources()["CPU"] == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_loses_nothing(ray: Any, tmp_path: Path) -> None:
+    assert ray.is_initialized()
+
+    def work(number: int) -> int:
+        marker = tmp_path / "lost"
+        if number == 2 and not marker.exists():
+            marker.touch()
+            os._exit(1)
+        return number * number
+
+    assert sorted(workers.run_on_ray(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert (tmp_path / "lost").exists()
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError) as caught:
+        list(workers.run_on_ray(abs, [1], 1))
+    assert caught.value.diagnostics[0].code == "P355"
+    assert "pi2[ray]" in (caught.value.diagnostics[0].help or "")

@@ -24,7 +24,7 @@ from pi2.probing.document import make_device, write_device
 from pi2.probing.kernels import StepFacts
 from pi2.probing.probe import Measurements
 from pi2.probing.series import collect_rounds, round_digits, summarise
-from pi2.probing.storage import ReadSpec, StorageBench, list_reads, open_sample
+from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 
 MIB = 1 << 20
 STEPS = (
@@ -36,6 +36,8 @@ READS = (
     ReadSpec(pattern="sequential", block_bytes=MIB),
     ReadSpec(pattern="random", block_bytes=8192, depth=128),
     ReadSpec(pattern="random", block_bytes=8192, depth=128, range_bytes=128 * MIB),
+    ReadSpec(pattern="random", block_bytes=8192, threads=4),
+    ReadSpec(pattern="random", block_bytes=8192, threads=4, burst=16),
 )
 
 
@@ -71,7 +73,7 @@ def make_measurements(**changes: Any) -> Measurements:
         reads=READS,
         read_bytes_s={spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS},
         latency_s=[33e-6, 34e-6, 35e-6],
-        overlap=[0.4, 0.5, 0.6],
+        overlap={READS[1].key: [0.4, 0.5, 0.6], READS[3].key: [0.8] * 3},
         steady_s=[1.0] * 95 + [1.5] * 5,
     )
     return dataclasses.replace(found, **changes)
@@ -109,6 +111,23 @@ def test_the_document_is_sound_and_every_figure_says_how_it_was_measured(tmp_pat
     assert device.units["cpu"].clusters[0].frequency == 2.5e9
     assert device.memory.usable == 8 << 30
     assert device.storage.block_size == 512
+
+
+def test_every_way_of_reading_has_its_own_overlap() -> None:
+    storage = make_device("my", make_measurements()).storage
+    assert storage.overlap is not None and storage.overlap.value == 0.5, "that of the queue"
+    assert [item.overlap for item in storage.reads] == [None, 0.5, None, 0.8, None]
+    assert [item.burst for item in storage.reads] == [None] * 4 + [16]
+
+
+def test_computing_is_measured_beside_the_ways_that_plans_read() -> None:
+    chosen = list_overlaps(list_reads(1024 * MIB))
+    assert {(spec.pattern, spec.depth, spec.threads) for spec in chosen} >= {
+        ("sequential", None, 1),
+        ("random", 128, 1),
+        ("random", None, 16),
+    }
+    assert all(spec.burst is None and spec.range_bytes is None for spec in chosen)
 
 
 def test_a_plan_can_name_the_document(tmp_path: Path) -> None:
@@ -182,8 +201,10 @@ def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.M
     ]
     found = bench.measure(specs, 2)
     latency = bench.measure_latency(2)
-    overlap = bench.measure_overlap(lambda: None, 2)
-    assert len(overlap) == 2 and all(0.0 <= share <= 1.0 for share in overlap)
+    overlap = bench.measure_overlap(specs[:2], lambda: None, 2)
+    assert set(overlap) == {spec.key for spec in specs[:2]}
+    for shares in overlap.values():
+        assert len(shares) == 2 and all(0.0 <= share <= 1.0 for share in shares)
     bench.close()
     assert set(found) == {spec.key for spec in specs}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in found.values())

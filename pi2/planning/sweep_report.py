@@ -1,0 +1,145 @@
+"""What a sweep found, as tables and pictures; everything is simulated, not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.plan.quantities import approximate_bytes
+from pi2.planning.sweep import Outcome
+
+
+def write_summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A Markdown table: simulated tokens per second by device and model over memory."""
+    memories = sorted({item.memory_bytes for item in outcomes})
+    yield "Simulated tokens/s, not measured; `-`: no plan fits."
+    yield ""
+    yield "| device | model | " + " | ".join(approximate_bytes(size) for size in memories) + " |"
+    yield "|" + " --- |" * (len(memories) + 2)
+    rows: dict[tuple[str, str], dict[int, Outcome]] = {}
+    for item in outcomes:
+        rows.setdefault((item.device, item.model), {})[item.memory_bytes] = item
+    for (device, model), cells in rows.items():
+        shown = [_show(cells.get(size)) for size in memories]
+        yield f"| {device} | {model} | " + " | ".join(shown) + " |"
+    reasons = {item.code: item.reason for item in outcomes if item.code not in (None, "P350")}
+    for code, reason in reasons.items():
+        yield f"{code}: {reason}"
+
+
+def _show(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    if outcome.simulated_tokens_s is None:
+        return "-" if outcome.code == "P350" else outcome.code or "-"
+    return f"{outcome.simulated_tokens_s:.3g}"
+
+
+def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A Markdown table, which device runs what: the fastest cell of each device and model."""
+    devices = list(dict.fromkeys(item.device for item in outcomes))
+    models = list(dict.fromkeys(item.model for item in outcomes))
+    yield "Fastest tokens/s, simulated, and the memory it takes; `-`: no plan fits."
+    yield ""
+    yield "| device | " + " | ".join(models) + " |"
+    yield "|" + " --- |" * (len(models) + 1)
+    best = find_fastest(outcomes)
+    for device in devices:
+        cells = []
+        for model in models:
+            found = best.get((device, model))
+            cells.append(
+                "-"
+                if found is None
+                else f"{found.simulated_tokens_s:.3g} ({approximate_bytes(found.memory_bytes)})"
+            )
+        yield f"| {device} | " + " | ".join(cells) + " |"
+
+
+def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
+    """The fastest cell of each device and model; of equal ones that with the least memory."""
+    found: dict[tuple[str, str], Outcome] = {}
+    for item in sorted(outcomes, key=lambda item: item.memory_bytes):
+        old = found.get((item.device, item.model))
+        speed = item.simulated_tokens_s
+        if speed is not None and (old is None or speed > (old.simulated_tokens_s or 0.0) * 1.01):
+            found[item.device, item.model] = item
+    return found
+
+
+def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
+    """Which device runs what: a field for each device and model, darker where it is faster.
+
+    UserError P632 without matplotlib.
+    """
+    figure = make_figure(4.0, 1.5)
+    devices = list(dict.fromkeys(item.device for item in outcomes))
+    models = list(dict.fromkeys(item.model for item in outcomes))
+    figure.set_size_inches(3.0 + 1.6 * len(models), 1.6 + 0.5 * len(devices))
+    best = find_fastest(outcomes)
+    speeds = [[_read_speed(best.get((device, model))) for model in models] for device in devices]
+    axes = figure.add_subplot()
+    axes.imshow(speeds, cmap="Blues", aspect="auto", vmin=0.0)
+    axes.set_xticks(range(len(models)), models, rotation=20, ha="right")
+    axes.set_yticks(range(len(devices)), devices)
+    most = max((speed for row in speeds for speed in row), default=0.0)
+    for y, device in enumerate(devices):
+        for x, model in enumerate(models):
+            item, speed = best.get((device, model)), speeds[y][x]
+            text = "-" if item is None else f"{speed:.3g}\n{approximate_bytes(item.memory_bytes)}"
+            colour = "white" if speed > 0.6 * most else "black"
+            axes.text(x, y, text, ha="center", va="center", fontsize="small", color=colour)
+    axes.set_title("Tokens/s, simulated, and the memory they take")
+    return save_figure(figure, form)
+
+
+def _read_speed(outcome: Outcome | None) -> float:
+    return 0.0 if outcome is None else outcome.simulated_tokens_s or 0.0
+
+
+def make_figure(width: float, height: float) -> Any:
+    """An empty picture, in inches; UserError P632 without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError.of(
+            "P632",
+            "pictures need matplotlib, which is not installed",
+            help="install it with `pip install 'pi2[plot]'`",
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, form: str) -> bytes:
+    """Its bytes; UserError P633 for a type of picture that it does not draw."""
+    stream = BytesIO()
+    try:
+        figure.savefig(stream, format=form)
+    except ValueError as error:
+        raise UserError.of(
+            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
+        ) from None
+    return stream.getvalue()
+
+
+def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
+    """Speed over memory, a picture per device; UserError P632 without matplotlib."""
+    devices = list(dict.fromkeys(item.device for item in outcomes))
+    figure = make_figure(7.0, 3.0 * len(devices))
+    for number, device in enumerate(devices):
+        axes = figure.add_subplot(len(devices), 1, number + 1)
+        own = [item for item in outcomes if item.device == device]
+        for model in dict.fromkeys(item.model for item in own):
+            points = [
+                (item.memory_bytes / 2**30, item.simulated_tokens_s)
+                for item in own
+                if item.model == model and item.simulated_tokens_s is not None
+            ]
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=model)
+        axes.set_title(f"{device}, simulated")
+        axes.set_xlabel("memory (GiB)")
+        axes.set_ylabel("tokens/s")
+        axes.legend(fontsize="small")
+    return save_figure(figure, form)

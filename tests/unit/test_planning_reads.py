@@ -1,0 +1,75 @@
+"""How long a layer's missing neurons take to be read: `pi2.planning.storage_choice`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pi2.planning.storage_choice import Reads, find_reads, list_io_choices
+from pi2.simulate.flash import Flash, FlashPoint
+
+KIB = 1024
+CALL_S, READ_S = 1e-3, 20e-6
+"""Fixed part of a batch, and time of a read, of the device below."""
+
+
+def rate(count: int, call_s: float = CALL_S, read_s: float = READ_S) -> float:
+    """Bytes per second of ``count`` reads of 8 KiB."""
+    return count * 8 * KIB / (call_s + count * read_s)
+
+
+def make_flash() -> Flash:
+    def point(value: float, **settings: Any) -> FlashPoint:
+        return FlashPoint(pattern="random", block_bytes=8 * KIB, rate_bytes_s=value, **settings)
+
+    return Flash(
+        points=(
+            point(rate(128), depth=128, threads=1, overlap=0.2),
+            point(rate(128, 0.0, 160e-6), threads=1, overlap=0.9),
+            point(rate(128, 0.0, 40e-6), threads=4, overlap=0.7),
+        ),
+        bursts=(point(rate(16), depth=128, threads=1, burst=16),),
+        latency_s=70e-6,
+        reader_penalty=0.0,
+        block_bytes=512,
+    )
+
+
+def make_reads(engine: str, cluster: int = 64) -> Reads:
+    return find_reads(
+        make_flash(),
+        8 * KIB,
+        1 << 27,
+        engine=engine,
+        threads=4,
+        depth=128,
+        cluster=cluster,
+        overlap=0.0,
+    )
+
+
+def test_few_and_many_reads_tell_the_fixed_part() -> None:
+    queued = next(
+        item for item in list_io_choices(make_flash(), 8 * KIB, 1 << 27) if item.depth == 128
+    )
+    assert queued.call_s == pytest.approx(CALL_S, rel=0.01)
+    assert queued.neuron_s == pytest.approx(READ_S, rel=0.01)
+
+
+def test_a_batch_takes_its_fixed_part_and_its_reads() -> None:
+    found = make_reads("io_uring")
+    assert found.time(300) == pytest.approx(CALL_S + 300 * READ_S, rel=0.01)
+    assert found.time(0) == 0.0
+
+
+def test_threads_rest_where_there_are_fewer_parts_than_threads() -> None:
+    times = [make_reads("pread", cluster).time(64) for cluster in (16, 32, 64)]
+    assert times[0] == pytest.approx(64 * 40e-6, rel=0.05), "four parts for four threads"
+    assert times[2] == pytest.approx(64 * 160e-6, rel=0.05), "one part"
+    assert times[0] < times[1] < times[2]
+
+
+def test_every_engine_has_its_own_overlap() -> None:
+    assert make_reads("io_uring").overlap == 0.2
+    assert make_reads("pread").overlap == 0.7
