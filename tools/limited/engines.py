@@ -1,0 +1,100 @@
+"""One engine, once, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from limited.plans import CONTEXT
+from pi2.plan.resolve import load_plan
+
+PROMPT_TOKENS = 16
+
+
+def run_child(job: Mapping[str, Any]) -> int:
+    """Run an engine and print its figures as JSON."""
+    result = run_peer(job) if job["kind"] == "llama.cpp" else run_pi2(job)
+    print(json.dumps(result))
+    return 0
+
+
+def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt, then tokens one by one."""
+    import pi2.orchestrator
+    from pi2.benchmarks.workloads import TokenSource
+    from pi2.engine.statistics import read_peak_rss_bytes
+
+    model = pi2.orchestrator.load(job["plan"], set=job["set"])
+    parts, shape = model._parts, model.plan.model.shape
+    source = TokenSource.walk_vocabulary(shape.vocab, model.plan.model.tokenizer.eos)
+    if job["prefill"]:
+        parts.forward.reset()
+        loaded = model.stats.flash_read_bytes
+        start = time.perf_counter()
+        parts.forward.prefill(source.take(job["prefill"]))
+        seconds = time.perf_counter() - start
+        return {
+            "tokens_s": job["prefill"] / seconds,
+            "flash_bytes_token": (model.stats.flash_read_bytes - loaded) / job["prefill"],
+            "peak_rss_bytes": read_peak_rss_bytes(),
+        }
+    waited, finish = [0.0], parts.reader.finish
+
+    def finish_timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        slots = finish(*arguments)
+        waited[0] += time.perf_counter() - start
+        return slots
+
+    parts.reader.finish = finish_timed  # type: ignore[method-assign, assignment]
+    parts.forward.reset()
+    parts.forward.prefill(source.take(PROMPT_TOKENS))
+    before, waited[0] = model.stats, 0.0
+    times = []
+    for token in source.take(job["tokens"]).tolist():
+        start = time.perf_counter()
+        parts.forward.decode(token)
+        times.append(time.perf_counter() - start)
+    counters = model.stats - before
+    result = {
+        "tokens_s": len(times) / sum(times),
+        "p99_over_mean": float(np.quantile(times, 0.99) / np.mean(times)),
+        "wait_share": waited[0] / sum(times),
+        "active": counters.active_share,
+        "predicted": counters.predicted_share,
+        "hits": counters.hit_rate,
+        "skips": counters.cache_skips / max(1, counters.predicted_neurons + counters.cache_skips),
+        "flash_bytes_token": counters.flash_read_bytes / len(times),
+        "routing": counters.routing_recall,
+        "peak_rss_bytes": read_peak_rss_bytes(),
+        "load_s": model.load_s,
+    }
+    model.close()
+    return result
+
+
+def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with llama.cpp; its own count of tokens, which may be smaller."""
+    from pi2.benchmarks.llama_cpp import LlamaRecipe
+    from pi2.benchmarks.workloads import Workload
+    from pi2.engine.statistics import read_peak_rss_bytes
+
+    resolved = load_plan(job["plan"])
+    recipe = LlamaRecipe(
+        model=resolved.model,
+        context=CONTEXT,
+        threads=2,
+        folder=Path(job["folder"]),
+        repack=False,
+    )
+    peer = recipe(lambda label, share: None)
+    if job["prefill"]:
+        sample = peer.run(Workload("pp", job["prefill"], 0))
+    else:
+        sample = peer.run(Workload("tg", job["tokens"], PROMPT_TOKENS))
+    return {"tokens_s": sample.tokens_s, "peak_rss_bytes": read_peak_rss_bytes()}

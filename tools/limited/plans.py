@@ -1,0 +1,119 @@
+"""Stores and plans of a row."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from limited.rows import Row
+from pi2.plan.quantities import format_bytes
+from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.sizes import TOKENS_TOGETHER
+
+CONTEXT = 1024
+"""Tokens that the KV caches of all engines hold."""
+RUNTIME_BYTES = 128 << 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Make the store unless it is there; returns it, and a plan with everything in memory."""
+    store: Path = arguments.store or arguments.cache / f"{row.model}-skew-{arguments.skew:g}"
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    if not (store / "manifest.json").is_file():
+        command = [sys.executable, str(ROOT / "tools" / "synthesize.py"), row.model, str(store)]
+        command += ["--skew", str(arguments.skew), "--tokens", "32"]
+        done = subprocess.run(command, check=False)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+    plan = arguments.cache / f"{store.name}.plan.toml"
+    write_row_plan(row, store, plan, None)
+    return store, plan
+
+
+def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
+    """Write a plan for ``memory`` bytes, or with everything in memory."""
+    from pi2.importing.synthesis.plan_file import PlanWish, write_plan
+    from pi2.plan.check import check_file
+    from pi2.plan.device import Device
+    from pi2.plan.model import Model
+    from pi2.plan.references import find_document
+    from pi2.store.manifest import read_manifest
+
+    model_file = find_document(row.model, "model", Path())
+    model = check_file(model_file).document
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(model, Model) and isinstance(device, Device)
+    write_plan(
+        plan,
+        model=model,
+        model_file=model_file,
+        device=device,
+        store=store,
+        bundle=read_manifest(store).bundle.layout,
+        store_bytes=count_bytes(store),
+        wish=PlanWish(memory=memory, context=CONTEXT),
+    )
+
+
+def count_bytes(store: Path) -> int:
+    """Size of a store."""
+    return sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
+
+
+def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
+    """The limit in bytes, and a plan with that budget."""
+    resolved = load_plan(whole)
+    segments = resolved.plan.memory.segments
+    if row.limit < 0:
+        limit = resolved.plan.memory.budget + int(segments.hot * (-row.limit - 1))
+    else:
+        limit = int(row.limit * count_bytes(store)) if row.limit < 1 else int(row.limit)
+    limit = limit >> 20 << 20
+    plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
+    write_row_plan(row, store, plan, limit)
+    # What this program's libraries take was measured; all else of a margin is for neurons.
+    written = load_plan(plan).plan.memory.segments
+    saved = max(0, written.runtime - RUNTIME_BYTES)
+    absent = resolved.needs.hot.bytes - written.hot
+    cold = min(written.cold + saved, absent)
+    text = plan.read_text("utf-8")
+    for name, before, after in (
+        ("runtime", written.runtime, RUNTIME_BYTES),
+        ("cold", written.cold, cold),
+    ):
+        text = text.replace(
+            f'{name} = "{format_bytes(before)}"', f'{name} = "{format_bytes(after)}"'
+        )
+    plan.write_text(text, "utf-8")
+    return limit, plan
+
+
+def fit_step(
+    resolved: ResolvedPlan, step: Mapping[str, object], settings: Mapping[str, object]
+) -> dict[str, object]:
+    """What a step sets.  One without a cache keeps the least that a layer works with; one that
+    needs a larger workspace takes it from the cold cache."""
+    fitted = dict(step)
+    segments = resolved.plan.memory.segments
+    if "layers.hot" in step:
+        least = resolved.model.layer_neurons * resolved.bundle.stride
+        fitted["memory.segments.cold"] = f"{least} B"
+    if step.get("pipeline.prefill") == "layers-first":
+        chunk = settings.get("prefill.chunk", resolved.plan.prefill.chunk)
+        assert isinstance(chunk, int)
+        more = (TOKENS_TOGETHER // chunk - 1) * chunk * 15 * resolved.model.shape.hidden
+        fitted["memory.segments.workspace"] = f"{segments.workspace + more} B"
+        fitted["memory.segments.cold"] = f"{segments.cold - more} B"
+    return fitted
+
+
+def fit_whole(row: Row, settings: Mapping[str, object]) -> dict[str, object]:
+    """What the plan with everything in memory takes over from the first step."""
+    step = next(iter(row.steps.values()))
+    common = {key: value for key, value in step.items() if key == "prefill.activations"}
+    absent = ("decode.missing_threshold", "pipeline.prefill")
+    return common | {key: value for key, value in settings.items() if key not in absent}

@@ -1,0 +1,57 @@
+"""The rows: model, limit, goal, and the settings of the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+NO_CACHE = {"layers.hot": 0.0, "memory.segments.hot": "0 B", "cache.fill": False}
+ALONE = {"pipeline.cluster": 1 << 20, "decode.look_ahead": "none"}
+AHEAD = {"decode.look_ahead": "layer"}
+PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the table of goals."""
+
+    model: str
+    """Short name of a model document."""
+    limit: float
+    """Share of the store (below 1), share of the FFN in memory (negative), or bytes."""
+    goal: str
+    prefill: int = 0
+    """Tokens of a prompt to time instead of generating."""
+    steps: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: {"pi2": AHEAD})
+    """Settings to compare, by name."""
+
+
+ROWS: Mapping[str, Row] = {
+    "7b-60": Row(model="bamboo-7b", limit=0.6, goal=">= 25 x llama.cpp, >= 60 % of in memory"),
+    "7b-40": Row(model="bamboo-7b", limit=0.4, goal=">= 15 x llama.cpp"),
+    "7b-50": Row(model="bamboo-7b", limit=-0.5, goal="I/O wait <= 15 %, P99/mean <= 1.8"),
+    "llama2-7b-50": Row(model="relullama-7b", limit=-0.5, goal=">= 20 x llama.cpp"),
+    "47b-19": Row(
+        model="turbosparse-mixtral-47b", limit=19e9, goal=">= 11.68 tokens/s, >= 20 x llama.cpp"
+    ),
+    "47b-10.5": Row(model="turbosparse-mixtral-47b", limit=10.5e9, goal=">= 3.6 tokens/s"),
+    "47b-7": Row(model="turbosparse-mixtral-47b", limit=7e9, goal=">= 2.13 tokens/s"),
+    "prefill-7b-50": Row(
+        model="bamboo-7b",
+        limit=-0.5,
+        goal=">= 70 % of the prefill in memory",
+        prefill=512,
+        steps={"pi2": PROMPT},
+    ),
+    "ablation-7b-50": Row(
+        model="bamboo-7b",
+        limit=-0.5,
+        goal="each step faster than the one before",
+        steps={
+            "mmap": {**NO_CACHE, **ALONE, "io.engine": "mmap", "cache.policy": "lru"},
+            "bundles": {**NO_CACHE, **ALONE, "io.engine": "pread", "cache.policy": "lru"},
+            "cache": {**ALONE, "io.engine": "pread"},
+            "pipeline": AHEAD,
+        },
+    ),
+}

@@ -1,0 +1,73 @@
+"""The table of a row, and what was measured beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from limited.rows import Row
+from pi2.plan.quantities import approximate_bytes
+from pi2.plan.resolve import ResolvedPlan
+
+
+def report(
+    name: str,
+    row: Row,
+    limit_bytes: int,
+    resolved: ResolvedPlan,
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+    disk: Mapping[str, float],
+    speeds: Sequence[float],
+) -> Iterator[str]:
+    """Lines of the table, and what was measured beside it."""
+    recipe = json.loads((resolved.store_path / "synthesis.json").read_text("utf-8"))
+    yield (
+        f"**{name}**: {row.model}, skew {recipe.get('skew', '?')}, limit "
+        f"{approximate_bytes(limit_bytes)}; goal: {row.goal}. Plan {resolved.digest[:12]}."
+    )
+    yield ""
+    yield (
+        "| engine | t/s | P99 / mean | I/O wait | active | computed | left out | hits "
+        "| flash MB/token | peak MiB |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    medians = {}
+    for engine, runs in results.items():
+        good = [run for run in runs if "tokens_s" in run]
+        if not good:
+            yield f"| {engine} | {runs[0]['failed']} | | | | | | | | |"
+            continue
+        medians[engine] = statistics.median(run["tokens_s"] for run in good)
+        spread = max(run["tokens_s"] for run in good) - min(run["tokens_s"] for run in good)
+
+        def show(key: str, form: str, scale: float = 1.0, runs: Sequence[Any] = good) -> str:
+            values = [run[key] for run in runs if run.get(key) is not None]
+            return format(statistics.median(values) * scale, form) if values else "-"
+
+        peak = show("group_peak_bytes", ".0f", 2**-20)
+        yield (
+            f"| {engine} | {medians[engine]:.2f} ± {spread / 2:.2f} "
+            f"| {show('p99_over_mean', '.2f')} "
+            f"| {show('wait_share', '.1%')} | {show('active', '.2%')} | {show('predicted', '.1%')} "
+            f"| {show('skips', '.1%')} "
+            f"| {show('hits', '.1%')} | {show('flash_bytes_token', '.1f', 1e-6)} "
+            f"| {show('peak_rss_bytes', '.0f', 2**-20)} RSS, {peak} group |"
+        )
+    yield ""
+    memory_gb_s = statistics.median(speeds) / 1e9
+    yield (
+        f"Disk: {disk['random'] / 1e6:.0f} MB/s in random neurons, "
+        f"{disk['sequential'] / 1e6:.0f} MB/s in reads of 1 MiB. Memory: {memory_gb_s:.1f} GB/s. "
+        f"Load average at the end {os.getloadavg()[0]:.1f}."
+    )
+    first = next(iter(row.steps)) if len(row.steps) == 1 else "pipeline"
+    for other in ("llama.cpp, mapped", "pi2, all in memory"):
+        if first in medians and other in medians:
+            yield f"{first} / {other}: {medians[first] / medians[other]:.3g}."
+    missed = [run["flash_bytes_token"] for run in results[first] if "flash_bytes_token" in run]
+    if missed:
+        bound_s = statistics.median(missed) / disk["random"]
+        yield f"Reading what was missed takes {bound_s * 1e3:.0f} ms per token at that rate."
