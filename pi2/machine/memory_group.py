@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from pi2.machine.cgroups import list_groups, read_int, read_text
 
@@ -29,7 +29,18 @@ class GroupUnavailable(Exception):
 class MemoryGroup:
     """Use it as a context manager; the group is removed at the end."""
 
-    def __init__(self, limit_bytes: int, *, name: str = "pi2") -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        name: str = "pi2",
+        version: Literal[1, 2] | None = None,
+        root: Path = Path("/"),
+    ) -> None:
+        """``version`` of control groups; None takes what there is.  ``root`` has ``proc`` and
+        ``sys``."""
+        self._version = version
+        self._root = root
         self.limit_bytes = limit_bytes
         self._name = f"{name}-{os.getpid()}-{time.monotonic_ns()}"
         self._folder: Path | None = None
@@ -39,7 +50,7 @@ class MemoryGroup:
         if sys.platform != "linux":
             raise GroupUnavailable("control groups exist on Linux only")
         reasons = []
-        for parent in _list_parents():
+        for parent in self._list_parents():
             folder = parent / self._name
             try:
                 folder.mkdir()
@@ -54,7 +65,25 @@ class MemoryGroup:
                 continue
             self._folder = folder
             return self
-        raise GroupUnavailable("; ".join(reasons) or "no memory controller is mounted")
+        if not reasons:
+            kind = "" if self._version is None else f" of version {self._version}"
+            reasons = [f"no memory controller{kind} that gives groups to this process"]
+        raise GroupUnavailable("; ".join(reasons))
+
+    def _list_parents(self) -> Iterator[Path]:
+        """Groups in which one with a memory limit may be made, the nearest first."""
+        for group in list_groups(self._root, "memory"):
+            if (group / "memory.limit_in_bytes").exists():
+                if self._version in (None, 1):
+                    yield group
+            elif (group / "cgroup.subtree_control").exists() and self._version in (None, 2):
+                control = group / "cgroup.subtree_control"
+                # Processes may be in leaves only, so that this process's own group rarely works.
+                if "memory" not in (read_text(control) or "").split():
+                    with suppress(OSError):
+                        control.write_text("+memory")
+                if "memory" in (read_text(control) or "").replace("+", "").split():
+                    yield group
 
     def _limit(self, folder: Path) -> None:
         limit = str(self.limit_bytes)
@@ -122,17 +151,3 @@ class MemoryGroup:
                 if time.monotonic() > end:
                     return
                 time.sleep(0.05)
-
-
-def _list_parents() -> Iterator[Path]:
-    """Groups in which one with a memory limit may be made, the nearest first."""
-    for group in list_groups(Path("/"), "memory"):
-        if (group / "memory.limit_in_bytes").exists():
-            yield group
-        elif (group / "cgroup.subtree_control").exists():
-            # Processes may be in leaves only, so that this process's own group rarely works.
-            if "memory" not in (read_text(group / "cgroup.subtree_control") or "").split():
-                with suppress(OSError):
-                    (group / "cgroup.subtree_control").write_text("+memory")
-            if "memory" in (read_text(group / "cgroup.subtree_control") or "").split():
-                yield group

@@ -17,10 +17,11 @@ from tests.end_to_end.test_demo import PLAN, run
 MIB = 1 << 20
 
 
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
+@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
+def group(request: pytest.FixtureRequest) -> Iterator[MemoryGroup]:
+    budget = load_plan(PLAN).plan.memory.budget
     try:
-        with MemoryGroup(load_plan(PLAN).plan.memory.budget, name="pi2-test") as made:
+        with MemoryGroup(budget, name="pi2-test", version=request.param) as made:
             yield made
     except GroupUnavailable as reason:
         pytest.skip(f"no control group: {reason}")

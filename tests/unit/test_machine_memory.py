@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
+import pytest
+
 from pi2.machine import detect_memory
+from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 
 GIB = 1 << 30
 
@@ -74,3 +79,41 @@ def test_smallest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     memory = detect_memory()
     assert 0 < memory.available_bytes <= memory.limit_bytes <= memory.installed_bytes
+
+
+def make_version_2(root: Path, control: str) -> Path:
+    """A tree of control groups of version 2 as plain files, this process in ``user/session``."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/user/session\n")
+    group = root / "sys/fs/cgroup/user"
+    (group / "session").mkdir(parents=True)
+    (group / "cgroup.subtree_control").write_text(control)
+    return group
+
+
+def test_a_group_of_version_2_is_limited_counted_and_removed(tmp_path: Path) -> None:
+    parent = make_version_2(tmp_path, "cpu memory\n")
+    with MemoryGroup(64 << 20, name="test", root=tmp_path) as group:
+        assert group.folder.parent == parent, "the nearest that hands on its memory controller"
+        assert (group.folder / "memory.max").read_text() == str(64 << 20)
+        assert (group.folder / "memory.swap.max").read_text() == "0"
+        (group.folder / "memory.peak").write_text("123\n")
+        (group.folder / "memory.events").write_text("low 0\noom 1\noom_kill 2\n")
+        assert (group.peak_bytes, group.kills) == (123, 2)
+        process = group.start([sys.executable, "-c", "pass"])
+        assert process.wait(timeout=60) == 0
+        assert (group.folder / "cgroup.procs").read_text() == f"{process.pid}\n"
+        for file in group.folder.iterdir():  # in a real one they go with the folder
+            file.unlink()
+    assert not group.folder.exists()
+
+
+def test_a_group_is_refused_where_no_parent_hands_on_its_memory_controller(tmp_path: Path) -> None:
+    control = make_version_2(tmp_path, "cpu\n") / "cgroup.subtree_control"
+    control.chmod(0o444)
+    if os.access(control, os.W_OK):  # root may write everywhere
+        control.unlink()
+    with pytest.raises(GroupUnavailable, match="no memory controller of version 2"):
+        MemoryGroup(1 << 20, version=2, root=tmp_path).__enter__()
+    with pytest.raises(GroupUnavailable, match="no memory controller of version 1"):
+        MemoryGroup(1 << 20, version=1, root=tmp_path).__enter__()
