@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-tokens", type=int, help="for llama.cpp to generate (as many)")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave llama.cpp out")
+    parser.add_argument(
+        "--before", default="", help='command that starts every run, such as "chrt -f 10"'
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("-o", "--output", type=Path, help="append the table to this file")
     arguments = parser.parse_args()
@@ -104,13 +107,13 @@ def measure_row(arguments: argparse.Namespace) -> None:
         }
     if not arguments.no_peer:
         jobs["llama.cpp, mapped"] = prepare_peer(resolved, arguments, limit_bytes, tokens)
-    disk = measure_disk(resolved)
+    disk = measure_disk(resolved, arguments.before.split())
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
     with BandwidthLimit(2) as meter:
         speeds = meter.measure()
         for _ in range(arguments.repetitions):
             for name, job in jobs.items():
-                results[name].append(run_limited(job))
+                results[name].append(run_limited(job, arguments.before.split()))
                 print(f"# {name}: {results[name][-1].get('tokens_s', 'failed')}", file=sys.stderr)
             speeds += meter.measure()
     lines = list(report(arguments.row, row, limit_bytes, resolved, results, disk, speeds))
@@ -135,13 +138,14 @@ def prepare_peer(
     return {**job, **tokens, "tokens": count}
 
 
-def measure_disk(resolved: ResolvedPlan) -> dict[str, float]:
+def measure_disk(resolved: ResolvedPlan, before: Sequence[str]) -> dict[str, float]:
     """Bytes per second of random reads of neurons and of long reads, past the page cache."""
     files = sorted((resolved.store_path / "layers").iterdir())[:8]
     stride, rates = resolved.bundle.stride, {}
     for name, size in (("random", stride), ("sequential", 1 << 20)):
         done = subprocess.run(
             [
+                *before,
                 sys.executable,
                 str(ROOT / "tools" / "bench_io.py"),
                 str(files[0].parent.parent),
@@ -157,11 +161,12 @@ def measure_disk(resolved: ResolvedPlan) -> dict[str, float]:
     return rates
 
 
-def run_limited(job: Mapping[str, Any]) -> dict[str, Any]:
+def run_limited(job: Mapping[str, Any], before: Sequence[str]) -> dict[str, Any]:
     """Run one engine once with an empty page cache; a limit of 0 is none."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
-    command = [sys.executable, "-B", str(Path(__file__).resolve()), "--child", json.dumps(job)]
+    program = [sys.executable, "-B", str(Path(__file__).resolve())]
+    command = [*before, *program, "--child", json.dumps(job)]
     with ExitStack() as cleanup:
         if job["limit"]:
             group = cleanup.enter_context(MemoryGroup(job["limit"], name="pi2-bench"))

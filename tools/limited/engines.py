@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,13 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
             "flash_bytes_token": (model.stats.flash_read_bytes - loaded) / job["prefill"],
             "peak_rss_bytes": read_peak_rss_bytes(),
         }
-    waited, finish = [0.0], parts.reader.finish
-
-    def finish_timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        slots = finish(*arguments)
-        waited[0] += time.perf_counter() - start
-        return slots
-
-    parts.reader.finish = finish_timed  # type: ignore[method-assign, assignment]
+    spent = {"start": 0.0, "finish": 0.0}
+    for name in spent:
+        setattr(parts.reader, name, time_calls(getattr(parts.reader, name), name, spent))
     parts.forward.reset()
     parts.forward.prefill(source.take(PROMPT_TOKENS))
-    before, waited[0] = model.stats, 0.0
+    before = model.stats
+    spent.update(start=0.0, finish=0.0)
     times = []
     for token in source.take(job["tokens"]).tolist():
         start = time.perf_counter()
@@ -64,7 +59,8 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     result = {
         "tokens_s": len(times) / sum(times),
         "p99_over_mean": float(np.quantile(times, 0.99) / np.mean(times)),
-        "wait_share": waited[0] / sum(times),
+        "wait_share": spent["finish"] / sum(times),
+        "submit_share": spent["start"] / sum(times),
         "active": counters.active_share,
         "predicted": counters.predicted_share,
         "hits": counters.hit_rate,
@@ -76,6 +72,20 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     }
     model.close()
     return result
+
+
+def time_calls(
+    function: Callable[..., Any], name: str, spent: dict[str, float]
+) -> Callable[..., Any]:
+    """``function``, whose seconds are added to those of ``name``."""
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments)
+        spent[name] += time.perf_counter() - start
+        return result
+
+    return timed
 
 
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 NO_CACHE = {"layers.hot": 0.0, "memory.segments.hot": "0 B", "cache.fill": False}
 ALONE = {"pipeline.cluster": 1 << 20, "decode.look_ahead": "none"}
 AHEAD = {"decode.look_ahead": "layer"}
+FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
 
 
@@ -22,7 +23,9 @@ class Row:
     goal: str
     prefill: int = 0
     """Tokens of a prompt to time instead of generating."""
-    steps: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: {"pi2": AHEAD})
+    steps: Mapping[str, Mapping[str, object]] = field(
+        default_factory=lambda: {"pi2": AHEAD, "pi2, fewer reads": FEWER}
+    )
     """Settings to compare, by name."""
 
 
@@ -52,6 +55,7 @@ ROWS: Mapping[str, Row] = {
             "bundles": {**NO_CACHE, **ALONE, "io.engine": "pread", "cache.policy": "lru"},
             "cache": {**ALONE, "io.engine": "pread"},
             "pipeline": AHEAD,
+            "fewer reads": FEWER,
         },
     ),
 }

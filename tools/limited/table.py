@@ -30,15 +30,15 @@ def report(
     )
     yield ""
     yield (
-        "| engine | t/s | P99 / mean | I/O wait | active | computed | left out | hits "
+        "| engine | t/s | P99 / mean | I/O wait | submitting | active | computed | left out | hits "
         "| flash MB/token | peak MiB |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     medians = {}
     for engine, runs in results.items():
         good = [run for run in runs if "tokens_s" in run]
         if not good:
-            yield f"| {engine} | {runs[0]['failed']} | | | | | | | | |"
+            yield f"| {engine} | {runs[0]['failed']} | | | | | | | | | |"
             continue
         medians[engine] = statistics.median(run["tokens_s"] for run in good)
         spread = max(run["tokens_s"] for run in good) - min(run["tokens_s"] for run in good)
@@ -51,7 +51,8 @@ def report(
         yield (
             f"| {engine} | {medians[engine]:.2f} ± {spread / 2:.2f} "
             f"| {show('p99_over_mean', '.2f')} "
-            f"| {show('wait_share', '.1%')} | {show('active', '.2%')} | {show('predicted', '.1%')} "
+            f"| {show('wait_share', '.1%')} | {show('submit_share', '.1%')} "
+            f"| {show('active', '.2%')} | {show('predicted', '.1%')} "
             f"| {show('skips', '.1%')} "
             f"| {show('hits', '.1%')} | {show('flash_bytes_token', '.1f', 1e-6)} "
             f"| {show('peak_rss_bytes', '.0f', 2**-20)} RSS, {peak} group |"
@@ -63,11 +64,26 @@ def report(
         f"{disk['sequential'] / 1e6:.0f} MB/s in reads of 1 MiB. Memory: {memory_gb_s:.1f} GB/s. "
         f"Load average at the end {os.getloadavg()[0]:.1f}."
     )
-    first = next(iter(row.steps)) if len(row.steps) == 1 else "pipeline"
-    for other in ("llama.cpp, mapped", "pi2, all in memory"):
-        if first in medians and other in medians:
-            yield f"{first} / {other}: {medians[first] / medians[other]:.3g}."
-    missed = [run["flash_bytes_token"] for run in results[first] if "flash_bytes_token" in run]
-    if missed:
-        bound_s = statistics.median(missed) / disk["random"]
-        yield f"Reading what was missed takes {bound_s * 1e3:.0f} ms per token at that rate."
+    whole = "pi2, all in memory"
+    for step in row.steps:
+        if step not in medians:
+            continue
+        parts = [f"{step}:"]
+        for other in ("llama.cpp, mapped", whole):
+            if other in medians:
+                parts.append(f"{medians[step] / medians[other]:.3g} x {other};")
+        found, every = _find(results[step], "active"), _find(results.get(whole, ()), "active")
+        if found is not None and every:
+            parts.append(f"{found / every:.1%} of the neurons that fire there;")
+        missed = _find(results[step], "flash_bytes_token")
+        if missed is not None:
+            name = "sequential" if row.prefill else "random"
+            bound_s = missed / disk[name]
+            parts.append(f"reading what it missed takes {bound_s * 1e3:.1f} ms per token")
+        yield "- " + " ".join(parts).rstrip(";") + "."
+
+
+def _find(runs: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Median of a figure; None where no run has it."""
+    values = [run[key] for run in runs if run.get(key) is not None]
+    return statistics.median(values) if values else None
