@@ -75,6 +75,9 @@ def report(
         found, every = _find(results[step], "active"), _find(results.get(whole, ()), "active")
         if found is not None and every:
             parts.append(f"{found / every:.1%} of the neurons that fire there;")
+        routing = _find(results[step], "routing")
+        if routing is not None:
+            parts.append(f"looking ahead named {routing:.1%} of the experts that computed;")
         missed = _find(results[step], "flash_bytes_token")
         if missed is not None:
             name = "sequential" if row.prefill else "random"
