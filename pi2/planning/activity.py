@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pi2.plan.model import Model
+from pi2.plan.thresholds import Thresholds
 from pi2.planning.counted import make_counted, read_counts
 from pi2.simulate.activations import (
     CLASSES,
@@ -209,6 +210,24 @@ def _describe_single(
         named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons
     )
     return (layer,) * model.shape.layers, source
+
+
+def describe_cut_activity(
+    model: Model, thresholds: Thresholds, *, batch: int = 1
+) -> tuple[tuple[LayerActivity, ...], str]:
+    """The same of a plan whose thresholds cut small gates."""
+    _, skew = _read_model(model, "gate", Constants())
+    found = (
+        LayerActivity(
+            named=make_hotness(layer.computed, max(skew, 0.8 * layer.computed)),
+            chosen=1.0,
+            neurons=model.layer_neurons,
+            opened=1.0,
+            fired=min(1.0, layer.active / max(layer.computed, 1e-9)),
+        )
+        for layer in thresholds.layers
+    )
+    return tuple(unite_activity(item, batch) for item in found), "the plan's thresholds"
 
 
 @lru_cache(maxsize=512)

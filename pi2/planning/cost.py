@@ -26,7 +26,13 @@ from pi2.plan.layout import matrix_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved, ResolvedPlan
-from pi2.planning.activity import LayerActivity, Policy, PredictorMode, describe_activity
+from pi2.planning.activity import (
+    LayerActivity,
+    Policy,
+    PredictorMode,
+    describe_activity,
+    describe_cut_activity,
+)
 from pi2.planning.rates import (
     Linear,
     Rates,
@@ -333,7 +339,9 @@ def cost_resolved(
     stride = resolved.bundle.stride
     sizes = measure_sizes(model, mode, plan.kv.type, stride)
     batch = plan.decode.batch
-    if activity is None:
+    if activity is None and mode == "gate" and resolved.thresholds is not None:
+        activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
+    elif activity is None:
         activity = describe_activity(model, mode, store, batch=batch)
     uses, source = activity
     settings = read_settings(resolved, rates)

@@ -249,6 +249,9 @@ class _Reader:
         kind = self._resolved.plan.decode.predictor
         if kind == "none":
             return 1.0
+        if kind == "gate" and self._resolved.thresholds is not None:
+            self._use("sparsity.active", "measured", "the plan's thresholds")
+            return self._resolved.thresholds.computed
         predictor = model.predictor
         if kind == "low-rank" and predictor is not None and predictor.active is not None:
             self._use("predictor.active", "estimated", "model document")

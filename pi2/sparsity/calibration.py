@@ -66,6 +66,8 @@ class _Observed:
 
     resolved: ResolvedPlan
     histograms: Sequence[Histogram]
+    tokens: int
+    """That they count."""
     held_out: list[Window]
     dense: Scores
 
@@ -94,34 +96,14 @@ def calibrate_thresholds(
     held_out = [text[round(len(text) * (1 - HELD_OUT)) :] for text in texts]
     dense_settings = {**settings, "decode.predictor": "none", "decode.look_ahead": "none"}
     chosen_goal = choose_goal(plan, dense_settings, goal)
-    observer = MagnitudeObserver(chosen_goal.method)
-    observed: ObservedExecutor | None = None
-
-    def observe(executor: Executor, request: BuildRequest) -> Executor:
-        nonlocal observed
-        _check_model(request.model)
-        observed = ObservedExecutor(executor, request, observer, compute_magnitudes)
-        return observed
-
-    with load(
-        plan, set=dense_settings, thresholds="none", progress=progress, wrap_executor=observe
-    ) as model:
-        assert observed is not None
-        cut = encode_windows(model, learned, context=context, stride=None, count=windows)
-        for number, window in enumerate(cut):
-            for _ in model.iterate_logits(window.tokens):
-                pass
-            progress("counting", (number + 1) / len(cut))
-        tokens = sum(len(window.tokens) for window in cut)
-        observed.enabled = False
-        judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
-        dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
-        found = _Observed(model.plan, observer.list_histograms(), judged, dense)
+    found = _observe(
+        plan, learned, held_out, dense_settings, chosen_goal, context, windows, evaluated, progress
+    )
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
     def attempt(target: float) -> Trial:
         made = make_thresholds(found.resolved.model, found.histograms, chosen_goal, target)
-        thresholds = made.model_copy(update={"tokens": tokens, "text": digest})
+        thresholds = made.model_copy(update={"tokens": found.tokens, "text": digest})
         return _measure(plan, settings, chosen_goal, thresholds, found, progress)
 
     trials = search_target(chosen_goal, attempt)
@@ -142,6 +124,43 @@ def calibrate_thresholds(
         trials=tuple(trials),
         chosen=max(kept, key=lambda trial: trial.thresholds.target),
     )
+
+
+def _observe(
+    plan: Path,
+    learned: Sequence[str],
+    held_out: Sequence[str],
+    settings: Mapping[str, object],
+    goal: Goal,
+    context: int | None,
+    windows: int | None,
+    evaluated: int,
+    progress: Progress,
+) -> _Observed:
+    """Run the dense model over both parts of the texts.  It is gone before the next is loaded."""
+    observer = MagnitudeObserver(goal.method)
+    observed: ObservedExecutor | None = None
+
+    def observe(executor: Executor, request: BuildRequest) -> Executor:
+        nonlocal observed
+        _check_model(request.model)
+        observed = ObservedExecutor(executor, request, observer, compute_magnitudes)
+        return observed
+
+    with load(
+        plan, set=settings, thresholds="none", progress=progress, wrap_executor=observe
+    ) as model:
+        assert observed is not None
+        cut = encode_windows(model, learned, context=context, stride=None, count=windows)
+        for number, window in enumerate(cut):
+            for _ in model.iterate_logits(window.tokens):
+                pass
+            progress("counting", (number + 1) / len(cut))
+        observed.enabled = False
+        judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
+        dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
+        tokens = sum(len(window.tokens) for window in cut)
+        return _Observed(model.plan, observer.list_histograms(), tokens, judged, dense)
 
 
 def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
 from pi2.plan.packing import unpack_part
 from pi2.plan.plan import SparsityMethod
+from pi2.plan.resolve import load_plan
 from pi2.plan.thresholds import read_thresholds
+from pi2.planning.activity import describe_cut_activity
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal
 from pi2.sparsity.magnitudes import Histogram
@@ -227,3 +230,28 @@ def test_a_broken_file_is_shown_where_it_is_broken(
     assert run(["validate", str(other)]) == 1
     shown = capsys.readouterr().out
     assert "P101" in shown and "broken.thresholds.toml:" in shown
+
+
+def test_what_a_plan_costs_follows_from_its_thresholds(sparse: Path) -> None:
+    thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
+    model = load_plan(sparse).model
+    found, source = describe_cut_activity(model, thresholds)
+    assert source == "the plan's thresholds"
+    assert [layer.used for layer in found] == pytest.approx([48.0] * 3)
+
+
+def test_thresholds_are_found_from_a_plan_that_extends_another(
+    sparse: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "deep" / "other.plan.toml"
+    other.parent.mkdir()
+    base = os.path.relpath(sparse, other.parent)
+    other.write_text(f"schema_version = 1\nextends = ['{base}']\n")
+    assert load_plan(other).thresholds == load_plan(sparse).thresholds is not None
+
+
+def test_digests_tell_thresholds_apart(sparse: Path) -> None:
+    text = sparse.with_name("half.thresholds.toml").read_text()
+    sparse.with_name("other.thresholds.toml").write_text(text.replace("gate = 0.", "gate = 1.", 1))
+    other = load_plan(sparse, overrides={"sparsity.thresholds": "other.thresholds.toml"})
+    assert other.digest != load_plan(sparse).digest
