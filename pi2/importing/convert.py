@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.plan.packing import assemble_bundles
 from pi2.store.identity import describe_weights
-from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Manifest
+from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -50,6 +51,9 @@ _PIECE_WEIGHTS = 2**20
 
 FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
 """Tensors of the store that are several in the checkpoint, one after another."""
+
+_AHEAD_BYTES = 2**29
+"""Matrices of a layer beside which there is room for those of the next."""
 
 
 def ignore_progress(label: str, share: float) -> None:
@@ -139,9 +143,22 @@ class _Conversion:
 
     def write_layers(self, writer: StoreWriter, pool: ThreadPoolExecutor) -> None:
         """Write the neurons of every layer."""
-        for layer in range(self._model.shape.layers):
-            order = self._order[layer]
-            writer.write_layer(layer, order, self._pack_layer(layer, order, writer.bundle, pool))
+        names = [part.name for part in writer.bundle.parts]
+        layers = range(self._model.shape.layers)
+        # A job that goes on has some of them already.
+        left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
+        sources = {layer: self._find_matrices(layer, names) for layer in left}
+        reading: Future[list[list[Raw]]] | None = None
+        for layer, following in zip_longest(left, left[1:]):
+            matrices = sources[layer]
+            raw = self._read_layer(matrices) if reading is None else reading.result()
+            reading = None
+            # The next layer is read while this one is packed, if there is room for both.
+            if following is not None and _count_bytes(matrices) <= _AHEAD_BYTES:
+                reading = pool.submit(self._read_layer, sources[following])
+            pieces = self._pack_layer(layer, matrices, raw, writer.bundle, pool)
+            writer.write_layer(layer, self._order[layer], pieces)
+            del raw, pieces
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
         """Rows of a dense tensor of the store, quantised."""
@@ -154,16 +171,21 @@ class _Conversion:
         sources = [self._find(key, layer) for key in keys]
         return self._quantize_rows(tensor, sources, pool)
 
-    def _pack_layer(
-        self, layer: int, order: I32, bundle: BundleLayout, pool: ThreadPoolExecutor
-    ) -> Iterator[U8]:
-        """Bundles uint8 [n, stride] of a layer in stored order."""
+    def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
+        """Matrices of a layer's FFN by expert."""
         experts = 1 if self._model.moe is None else self._model.moe.experts
-        sources = [
-            [self._find(part.name, layer, expert) for part in bundle.parts]
-            for expert in range(experts)
-        ]
-        raw = [self._read_matrices(group) for group in sources]
+        return [[self._find(name, layer, expert) for name in names] for expert in range(experts)]
+
+    def _pack_layer(
+        self,
+        layer: int,
+        sources: list[list[Rows]],
+        raw: list[list[Raw]],
+        bundle: BundleLayout,
+        pool: ThreadPoolExecutor,
+    ) -> Iterator[U8]:
+        """Bundles uint8 [n, stride] of a layer in stored order; ``raw`` are its ``sources``."""
+        order = self._order[layer]
         biases = self._read_biases(layer, bundle)
         neurons_of_expert = self._model.shape.ffn
         step = max(1, _PIECE_WEIGHTS // bundle.hidden)
@@ -196,6 +218,9 @@ class _Conversion:
             )
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
+
+    def _read_layer(self, sources: list[list[Rows]]) -> list[list[Raw]]:
+        return [self._read_matrices(group) for group in sources]
 
     def _read_matrices(self, group: list[Rows]) -> list[Raw]:
         """Matrices of a layer's FFN, or of one expert's, each with neurons as rows."""
@@ -312,6 +337,11 @@ def _map_in_order(
             yield running.popleft().result()
     while running:
         yield running.popleft().result()
+
+
+def _count_bytes(sources: list[list[Rows]]) -> int:
+    """Bytes of matrices in the checkpoint."""
+    return sum(source.size_bytes for group in sources for source in group)
 
 
 def _find_runs(owners: I32) -> list[tuple[int, int]]:

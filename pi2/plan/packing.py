@@ -14,6 +14,7 @@ A group whose scale is 0 has ``q = 0``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,7 @@ F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
 
 _TOP = {"int4": 7, "int8": 127}
 _BOTTOM = {"int4": -8, "int8": -127}
@@ -82,21 +84,30 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
     count, length = codes.shape
     packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
     group, byte = 0, 0
-    for lanes in split_lanes(length):
-        elements = lanes * GROUP
-        block = codes[:, group * GROUP : group * GROUP + elements].reshape(count, lanes, GROUP)
+    # Blocks of the same number of lanes are laid out together.
+    for lanes, blocks in Counter(split_lanes(length)).items():
+        elements = blocks * lanes * GROUP
         size = weight_bytes(elements, precision)
-        target = packed[:, byte : byte + size]
+        block = np.ascontiguousarray(codes[:, group * GROUP : group * GROUP + elements])
+        # Four elements are a word; word w of all lanes comes before word w + 1.
+        words = block.view("<u4").reshape(count, blocks, lanes, 8)
+        ordered = np.ascontiguousarray(words.transpose(0, 1, 3, 2))
         if precision == "int4":
-            biased = (block + np.int8(8)).view(np.uint8)
-            pairs = biased[:, :, :16] | (biased[:, :, 16:] << np.uint8(4))
-            ordered = pairs.reshape(count, lanes, 4, 4)
-        else:
-            ordered = block.view(np.uint8).reshape(count, lanes, 8, 4)
-        target[:] = ordered.transpose(0, 2, 1, 3).reshape(count, size)
-        group += lanes
+            ordered = _join_nibbles(ordered[:, :, :4], ordered[:, :, 4:])
+        packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
+        group += blocks * lanes
         byte += size
     return packed
+
+
+def _join_nibbles(low: U32, high: U32) -> U32:
+    """Words of four bytes ``(q + 8) | (q' + 8) << 4``, of words of four codes q and q'."""
+    joined = high << np.uint32(4)
+    joined &= np.uint32(0xF0F0F0F0)
+    joined |= low & np.uint32(0x0F0F0F0F)
+    # With 4 bits, adding 8 is turning the highest over.
+    joined ^= np.uint32(0x88888888)
+    return joined
 
 
 def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
@@ -234,11 +245,12 @@ def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:
 
 def _find_peaks(rows: F32) -> F32:
     """Largest magnitude of every group, float32 [n * groups]."""
-    # Halving one long vector is four times as fast as a reduction over rows of 32.
-    peaks = np.abs(rows).reshape(-1)
+    # Without their signs, floats are in the order of their bits, which are compared twice as fast;
+    # halving one long vector is four times as fast as a reduction over rows of 32.
+    peaks = (np.ascontiguousarray(rows).view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1)
     while len(peaks) > rows.size // GROUP:
         peaks = np.maximum(peaks[::2], peaks[1::2])
-    return peaks
+    return peaks.view(np.float32)
 
 
 def _explain_overflow(rows: F32) -> str:
