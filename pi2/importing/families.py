@@ -337,6 +337,19 @@ def _describe_mixtral(config: Config) -> Tables:
     return tables
 
 
+def _describe_turbosparse_mixtral(config: Config) -> Tables:
+    """Mixtral with dReLU, which its configuration calls ReLU, and a predictor in every expert."""
+    tables = _describe_mixtral(config)
+    tables["ffn"] = {"activation": "drelu"}
+    predictor = f"{_LAYER}.block_sparse_moe.experts.{{expert}}.predictor"
+    tables["tensors"] |= {
+        "predictor_in": f"{predictor}.fc1.weight",
+        "predictor_out": f"{predictor}.fc2.weight",
+        "predictor_bias": f"{predictor}.bias",
+    }
+    return tables
+
+
 FAMILIES: dict[str, Callable[[Config], Tables]] = {
     "bamboo": _describe_bamboo,
     "cohere": _describe_cohere,
@@ -355,6 +368,7 @@ FAMILIES: dict[str, Callable[[Config], Tables]] = {
     "sparsellama": _describe_llama,
     "stablelm": _describe_stablelm,
     "starcoder2": _describe_starcoder2,
+    "turbosparsemixtral": _describe_turbosparse_mixtral,
 }
 """By ``model_type``."""
 

@@ -153,9 +153,13 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """State the predictors that lie in the checkpoint itself, as TurboSparse's do."""
-    pattern = Tensors().predictor_in
-    layers = tables["shape"]["layers"]
-    found = [checkpoint.tensors.get(fill_name(pattern, layer)) for layer in range(layers)]
+    pattern = tables["tensors"].get("predictor_in", Tensors().predictor_in)
+    names = {
+        fill_name(pattern, layer, expert)
+        for layer in range(tables["shape"]["layers"])
+        for expert in range(tables.get("moe", {}).get("experts", 1))
+    }
+    found = [checkpoint.tensors.get(name) for name in names]
     ranks = [tensor.shape[0] for tensor in found if tensor is not None and tensor.shape]
     if ranks:
         tables["predictor"] = {"rank": round_up(max(1, *ranks), GROUP)}

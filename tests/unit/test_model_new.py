@@ -18,7 +18,7 @@ from pi2.plan.check import check_file
 from pi2.plan.model import Model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import copy_checkpoint, list_goldens
-from tests.helpers.models import draw_weights, make_model
+from tests.helpers.models import MIXTURE, draw_weights, make_model
 
 
 def change_config(checkpoint: Path, **values: Any) -> None:
@@ -113,6 +113,31 @@ def test_predictors_in_the_checkpoint_are_described(tmp_path: Path) -> None:
     made = describe_checkpoint(checkpoint).model
     assert made.predictor is not None and made.predictor.rank == 32
     assert made.tokenizer.bos == 256
+
+
+def test_turbosparse_mixtral_has_drelu_and_a_predictor_in_every_expert(tmp_path: Path) -> None:
+    model = make_model(MIXTURE)
+    checkpoint = write_checkpoint(tmp_path / "sparse", model, draw_weights(model))
+    change_config(
+        checkpoint,
+        model_type="turbosparsemixtral",
+        hidden_act="relu",
+        max_position_embeddings=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    made = describe_checkpoint(checkpoint).model
+    assert made.ffn.activation == "drelu"
+    assert made.moe == model.moe
+    assert made.predictor is not None and made.predictor.rank == 32
+    store = tmp_path / "store"
+    assert run(["convert", str(checkpoint), "-o", str(store)]) == 0
+    settings = {"backends.cpu": "reference", "decode.predictor": "low-rank"}
+    with pi2.load(store / "default.plan.toml", set=settings) as loaded:
+        loaded._parts.forward.prefill(np.array([3, 4], np.int32))
+        loaded._parts.forward.decode(5)
+        assert loaded.stats.possible_neurons == 3 * 2 * 96
+        assert loaded.stats.predicted_neurons > 0
 
 
 def test_ends_come_from_the_generation_config_first(tmp_path: Path) -> None:
