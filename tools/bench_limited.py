@@ -32,6 +32,7 @@ from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.machine import detect_machine
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
+from pi2.plan.quantities import approximate_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
 
 
@@ -107,6 +108,7 @@ def measure_row(arguments: argparse.Namespace) -> None:
         }
     if not arguments.no_peer:
         jobs["llama.cpp, mapped"] = prepare_peer(resolved, arguments, limit_bytes, tokens)
+    check_room(limit_bytes)
     disk = measure_disk(resolved, arguments.before.split())
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
     with BandwidthLimit(2) as meter:
@@ -121,6 +123,15 @@ def measure_row(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         with arguments.output.open("a") as file:
             file.write("\n".join(lines) + "\n\n")
+
+
+def check_room(limit_bytes: int) -> None:
+    """End with a message if the machine has not got as much free memory as the limit: then the
+    system would end whatever is largest."""
+    available = detect_machine().memory.available_bytes
+    if available < limit_bytes:
+        has = f"{approximate_bytes(available)} of memory are free"
+        raise SystemExit(f"{has}, the row needs {approximate_bytes(limit_bytes)}")
 
 
 def prepare_peer(
