@@ -14,8 +14,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.scores import Mode, Scores, score_windows
 from pi2.orchestrator import load
-from pi2.plan.tensor_names import name_layer_tensor
-from pi2.statistics.prediction import LayerRecall, RecallCounter
+from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
 from pi2.statistics.texts import Window, encode_windows
 
 Progress = Callable[[str, float], None]
@@ -104,7 +103,7 @@ def evaluate_plan(
 
     def observe(executor: Executor, request: BuildRequest) -> Executor:
         nonlocal counter, observed
-        if not with_layers or name_layer_tensor(0, "predictor_in") not in request.tensors:
+        if not with_layers or not can_compare(request):
             return executor
         counter = RecallCounter(request)
         observed = ObservedExecutor(executor, request, counter)

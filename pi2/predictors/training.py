@@ -58,7 +58,8 @@ def train_predictors(
     ``rank`` is that of every layer; None chooses it for each.  ``output`` is a new folder with a
     store (its neurons shared with the old one), a model document and a plan; ``evaluated`` is the
     number of windows that they are judged on.  Raises `UserError` as loading does, P660-P662 for
-    text and backend, P665 for a model whose neurons never rest, P667 if ``output`` exists.
+    text and backend, P665 for a model whose neurons never rest, P322 for a mixture, P667 if
+    ``output`` exists.
     """
     chosen = recipe or Recipe()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -79,6 +80,14 @@ def train_predictors(
                     f"the neurons of model {request.model.id!r} ({request.model.ffn.activation}) "
                     "are never exactly zero: there is nothing to predict",
                     help="use a model of the ReLU family",
+                )
+            if request.model.moe is not None:
+                raise UserError.of(
+                    "P322",
+                    f"model {request.model.id!r} is a mixture of experts: predictors are trained "
+                    "for whole layers only",
+                    help="predictors in its checkpoint are converted with it; without, "
+                    'decode.predictor = "gate" needs none',
                 )
             return ObservedExecutor(executor, request, recorder)
 

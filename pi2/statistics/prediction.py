@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.plan.packing import dequantize
 from pi2.plan.tensor_names import name_layer_tensor
@@ -27,14 +28,33 @@ class LayerRecall:
 
 
 def compute_scores(request: BuildRequest, layer: int, inputs: F32) -> F32:
-    """Scores [T, neurons] of a layer's predictor for FFN inputs [T, hidden]."""
-    inner = np.maximum(inputs @ _read(request, layer, "predictor_in").T, 0)
-    outer = inner @ _read(request, layer, "predictor_out").T
-    return np.asarray(outer + _read(request, layer, "predictor_bias"))
+    """Scores [T, neurons] of a layer's predictors for FFN inputs [T, hidden], of all experts."""
+    scores = np.empty((len(inputs), request.neurons), np.float32)
+    for expert, neurons in enumerate(_list_groups(request, layer)):
+        inner, outer, bias = (
+            _read(request, layer, kind, expert)
+            for kind in ("predictor_in", "predictor_out", "predictor_bias")
+        )
+        scores[:, neurons] = np.maximum(inputs @ inner.T, 0) @ outer.T + bias
+    return scores
 
 
-def _read(request: BuildRequest, layer: int, kind: str) -> F32:
-    tensor: Tensor = request.tensors[name_layer_tensor(layer, kind)]
+def can_compare(request: BuildRequest) -> bool:
+    """Whether there are predictors, and it is known which neurons are whose expert's."""
+    has_predictors = name_layer_tensor(0, "predictor_in") in request.tensors
+    return has_predictors and (request.model.moe is None or request.expert_neurons is not None)
+
+
+def _list_groups(request: BuildRequest, layer: int) -> npt.NDArray[np.int32]:
+    """Stored indices [experts, ffn] of the neurons of a layer's experts, or of its one FFN."""
+    every = np.arange(request.neurons, dtype=np.int32)
+    order = every if request.expert_neurons is None else request.expert_neurons[layer]
+    return order.reshape(request.model.expert_count, -1)
+
+
+def _read(request: BuildRequest, layer: int, kind: str, expert: int) -> F32:
+    whole: Tensor = request.tensors[name_layer_tensor(layer, kind)]
+    tensor = slice_tensor(whole, expert, request.model.expert_count)
     if tensor.precision is None:
         return np.asarray(tensor.weights, np.float32)
     weights = np.asarray(tensor.weights).view(np.uint8)
@@ -54,7 +74,15 @@ class RecallCounter:
     def __call__(self, layer: int, inputs: F32, activations: F32) -> None:
         predicted = compute_scores(self._request, layer, inputs) >= self.threshold
         active = activations != 0
-        counts = (active.size, active.sum(), predicted.sum(), (active & predicted).sum())
+        possible = active.size
+        if self._request.model.moe is not None:
+            # Predictors of experts that do not compute a token are not asked.
+            groups = _list_groups(self._request, layer)
+            computes = np.stack([active[:, group].any(axis=1) for group in groups], axis=1)
+            possible = int(computes.sum()) * groups.shape[1]
+            for expert, group in enumerate(groups):
+                predicted[:, group] &= computes[:, expert, None]
+        counts = (possible, active.sum(), predicted.sum(), (active & predicted).sum())
         known = self._counts.setdefault(layer, np.zeros(4, np.int64))
         known += np.array(counts, np.int64)
 

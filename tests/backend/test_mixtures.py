@@ -13,8 +13,11 @@ import pytest
 import tomlkit
 
 import pi2
+import pi2.orchestrator
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.observation import ObservedExecutor
 from pi2.importing.synthesis.blueprint import draw_blueprint
 from pi2.importing.synthesis.generation import write_synthetic_store
 from pi2.importing.synthesis.plan_file import PlanWish, write_plan
@@ -22,6 +25,7 @@ from pi2.importing.synthesis.recipe import Recipe
 from pi2.plan.check import check_file
 from pi2.plan.device import Device
 from pi2.plan.references import find_document
+from pi2.statistics.prediction import RecallCounter
 from pi2.store.manifest import read_manifest
 from tests.helpers.kernels import measure_error
 from tests.helpers.models import MIXTURE, make_model
@@ -165,6 +169,21 @@ def test_a_higher_score_may_be_asked_of_neurons_that_are_not_in_memory(drelu: Pa
     assert measure_error(found, expected) < 3e-4
     assert model.stats.cache_skips == pytest.approx(truth.stats.cache_skips, rel=0.05)
     assert model.stats.cache_skips > 0
+
+
+def test_recall_is_that_of_the_experts_that_compute(drelu: Path) -> None:
+    counters: list[RecallCounter] = []
+
+    def observe(executor: Executor, request: BuildRequest) -> Executor:
+        counters.append(RecallCounter(request))
+        return ObservedExecutor(executor, request, counters[0])
+
+    with pi2.orchestrator.load(drelu, set=REFERENCE, wrap_executor=observe) as model:
+        model._parts.forward.prefill(np.arange(40, dtype=np.int32))
+    for layer in counters[0].describe_layers():
+        assert layer.active == pytest.approx(0.3, rel=0.3)
+        assert layer.recall is not None and 0.7 < layer.recall <= 1.0
+        assert layer.active * layer.recall < layer.predicted < 0.6
 
 
 def test_gates_of_chosen_experts_give_what_dense_computing_gives(drelu: Path) -> None:
