@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
+from pi2.memory.lending import ContextLoan
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -28,15 +29,18 @@ class Forward:
         chunk: int,
         chunks: int = 1,
         context: int,
+        loan: ContextLoan | None = None,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
-        go through a layer one after the other before the next layer begins."""
+        go through a layer one after the other before the next layer begins; ``loan``: memory of the
+        context that is lent while it is not used."""
         self._executor = executor
         self._feed_forward = feed_forward
         self._layers = layers
         self._chunk = chunk
         self._chunks = chunks
         self._context = context
+        self._loan = loan
         self.position = 0
         """Tokens whose keys and values are kept."""
 
@@ -44,6 +48,8 @@ class Forward:
         """Begin a new sequence; the neuron cache keeps its content."""
         self._feed_forward.abandon()
         self.position = 0
+        if self._loan is not None:
+            self._loan.begin()
 
     def prefill(
         self,
@@ -97,6 +103,8 @@ class Forward:
                 f"the sequence needs more than the {self._context} tokens of kv.context",
                 help="raise kv.context and memory.segments.kv, or shorten the prompt",
             )
+        if self._loan is not None:
+            self._loan.claim(self.position + count)
 
     def _run_dense(
         self, chunks: Sequence[I32], progress: Callable[[float], None] = lambda share: None

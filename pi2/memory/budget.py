@@ -30,6 +30,8 @@ class Budget:
         self._limits = dict(limits)
         self._used = dict.fromkeys(self._limits, 0)
         self._maps: list[mmap.mmap] = []
+        self._segments: list[frozenset[str]] = []
+        """Segments that each of them is charged to."""
 
     @property
     def used_bytes(self) -> Mapping[str, int]:
@@ -80,7 +82,15 @@ class Budget:
             # neurons does, which lie all over the arena, and a twentieth with a matrix.
             region.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(region)
+        self._segments.append(frozenset(sizes))
         return np.frombuffer(region, np.uint8, count=size)
+
+    def release(self, segment: str) -> None:
+        """Let the system have the memory that ``segment`` alone was given; it is zeros then."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for region, segments in zip(self._maps, self._segments, strict=True):
+                if segments == {segment}:
+                    region.madvise(mmap.MADV_DONTNEED)
 
     def give_back(self, unused: npt.NDArray[np.uint8]) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that

@@ -189,6 +189,20 @@ class NeuronCache:
         assert more <= self.cold_capacity, "not so many cold slots to take"
         return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more)
 
+    def resize_cold(self, capacity: int) -> None:
+        """Let there be ``capacity`` cold slots; what has to go is what the policy needs least.
+
+        Between two tokens only, as ``resize_hot``; the arena has room for them.
+        """
+        assert not self._held.any(), "neurons are in use"
+        assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
+        if capacity < self.cold_capacity:
+            self._shrink_cold(self.cold_capacity - capacity)
+        elif capacity > self.cold_capacity:
+            source = np.full(capacity, ABSENT, np.int32)
+            source[: self.cold_capacity] = np.arange(self.cold_capacity)
+            self._renumber(source)
+
     def _grow_hot(self, layer: int, more: int) -> Lookup:
         first = len(self.hot_slots[layer])
         start = self.hot_slots[layer].start

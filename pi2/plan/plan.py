@@ -253,6 +253,9 @@ class Kv(Table):
     """Type of its elements: ``int8`` halves it, with a scale for every head's vector of a token."""
     context: Annotated[Count, Field(examples=[4096])]
     """Most tokens of prompt and answer together."""
+    lend: bool = False
+    """Whether cold neurons lie in what the context does not use yet of the segment ``kv``; they go
+    as it grows, those that are needed least first, and may come again with the next sequence."""
 
 
 class Plan(Document):

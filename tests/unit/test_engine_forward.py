@@ -279,6 +279,43 @@ def test_layers_may_go_first(tmp_path: Path) -> None:
         assert told[-1] == pytest.approx(1)
 
 
+def test_what_the_context_does_not_use_yet_holds_cold_neurons(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, {**FP16, "shape": {"context": 512, "ffn": 640}})
+    stride = 512
+    plan = write_plan(
+        tmp_path,
+        tiny,
+        {"kv": {"context": 512}, "layers": {"hot": 0.0}, "decode": {"threshold": -1e9}},
+    )
+    settings = {"kv.lend": True, "memory.segments.cold": f"{200 * stride} B"}
+    with pi2.load(plan, set=settings) as model:
+        forward, cache = model._parts.forward, model._parts.cache
+        lent = cache.cold_capacity - 200
+        assert lent > 0
+        got = model.logits(TOKENS, mode="decode")
+        assert compute_error(got, run_plain(tiny, TOKENS)) < KV_ROUNDING
+        first_step = cache.cold_capacity
+        assert 200 < first_step < 200 + lent
+        for start in range(0, 512 - len(TOKENS), 64):
+            forward.prefill(np.zeros(min(64, 512 - len(TOKENS) - start), np.int32))
+        assert cache.cold_capacity == 200, "a full context has all of its segment"
+
+        def list_resident() -> list[int]:
+            slots = [
+                cache.find_slots(layer, 0, cache.neurons) for layer in range(len(cache.hot_slots))
+            ]
+            return np.flatnonzero(np.concatenate(slots) >= 0).tolist()
+
+        # With a new sequence the room is back, and what has stayed is still there.
+        resident = list_resident()
+        assert len(resident) == 200
+        forward.reset()
+        assert list_resident() == resident
+        assert cache.cold_capacity == 200 + lent
+        again = model.logits(TOKENS[:2], mode="decode")
+        assert compute_error(again, got[:2]) < KV_ROUNDING
+
+
 def test_a_prompt_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, FP16)
     plan = write_plan(tmp_path, tiny, {"prefill": {"chunk": 64}})

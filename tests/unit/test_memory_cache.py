@@ -235,3 +235,25 @@ def test_a_segment_gives_no_more_than_it_has() -> None:
         budget.allocate("kv", 401)
     assert caught.value.diagnostics[0].code == "P610"
     assert budget.remaining("kv") == 400
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_the_cold_region_shrinks_and_grows_without_reading_what_stays(policy: PolicyName) -> None:
+    arena = np.zeros((LAYERS * 2 + 12, 8), np.uint8)
+    cache = NeuronCache(arena, [2] * LAYERS, NEURONS, policy=policy)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            found = cache.look_up(layer, ids(3, 5, 7, 9))
+            arena[found.missing_slots, 0] = 10 * layer + found.missing
+    cache.look_up(1, ids(3, 5, 7, 9))
+    cache.resize_cold(6)
+    assert cache.cold_capacity == cache.free_capacity == 6
+    found = cache.look_up(1, ids(3, 5, 7, 9))
+    assert len(found.missing) == 0, "what was used last and most has stayed"
+    assert sorted(arena[found.resident_slots, 0]) == [13, 15, 17, 19]
+    cache.resize_cold(12)
+    found = cache.look_up(1, ids(3, 5, 7, 9))
+    assert len(found.missing) == 0
+    assert sorted(arena[found.resident_slots, 0]) == [13, 15, 17, 19]
+    assert len(cache.look_up(2, ids(10, 11, 12, 13, 14, 15)).missing) == 6
+    assert len(cache.look_up(1, ids(3, 5, 7, 9)).missing) == 0, "they have found empty slots"

@@ -1,0 +1,75 @@
+"""Memory of the context that no token has needed yet, lent to the cache of cold neurons.
+
+Keys and values take their whole segment only when the context is full.  Until then cold neurons
+lie in what is left; the ones that are needed least go as tokens come, a step at a time, and the
+room is theirs again when a new sequence begins.  What stays in memory is never read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pi2.memory.budget import PAGE
+from pi2.memory.cache import NeuronCache
+
+STEP_TOKENS = 64
+"""The cache gives memory back for so many tokens at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextMemory:
+    """What keys and values take."""
+
+    total_bytes: int
+    """Of a full context."""
+    context: int
+    """Tokens."""
+    runs: int
+    """Stretches that tokens fill one after the other: the last page of each is partly used."""
+
+    def count_unused(self, tokens: int) -> int:
+        """Bytes that no token has touched while there are at most ``tokens``."""
+        used = -(-self.total_bytes * tokens // self.context) + self.runs * PAGE
+        return max(0, self.total_bytes - used)
+
+
+class ContextLoan:
+    """Makes the cold cache larger and smaller as the context demands."""
+
+    def __init__(
+        self,
+        cache: NeuronCache,
+        memory: ContextMemory,
+        *,
+        cold_slots: int,
+        most_slots: int,
+        release: Callable[[], None],
+    ) -> None:
+        """``cold_slots`` that the cache has for itself, ``most_slots`` with all that may be lent;
+        ``release`` lets the system have what keys and values take."""
+        self._cache = cache
+        self._memory = memory
+        self._cold_slots = cold_slots
+        self._most_slots = most_slots
+        self._release = release
+        self._claimed = 0
+
+    def count_slots(self, tokens: int) -> int:
+        """Cold slots while there are at most ``tokens``."""
+        lent = self._memory.count_unused(tokens) // int(self._cache.arena.shape[1])
+        return min(self._most_slots, self._cold_slots + lent)
+
+    def claim(self, tokens: int) -> None:
+        """Make room for the keys and values of ``tokens`` in all; nothing may be held."""
+        if tokens > self._claimed:
+            steps = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+            self._claimed = min(steps, self._memory.context)
+            self._cache.resize_cold(self.count_slots(self._claimed))
+
+    def begin(self) -> None:
+        """Begin a new sequence: keys and values are forgotten."""
+        if self._claimed:
+            self._claimed = 0
+            self._release()
+            self._cache.resize_cold(self.count_slots(0))
