@@ -218,6 +218,7 @@ def describe_calibration(
                 "target": trial.thresholds.target,
                 "perplexity": trial.perplexity,
                 "increase": trial.increase,
+                "error": trial.error,
                 "agreement": trial.agreement,
                 "computed": trial.computed,
                 "active": trial.active,
@@ -251,5 +252,7 @@ def write_trial(trial: Trial) -> str:
     shares = (trial.agreement, trial.computed, trial.active)
     return (
         f"| {trial.thresholds.target * 100:.1f} % | {trial.perplexity:.3f} | "
-        f"{trial.increase:+.2%} | " + " | ".join(f"{share * 100:.1f} %" for share in shares) + " |"
+        f"{trial.increase:+.2%} ± {trial.error:.2%} | "
+        + " | ".join(f"{share * 100:.1f} %" for share in shares)
+        + " |"
     )

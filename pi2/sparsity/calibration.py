@@ -37,6 +37,9 @@ class Trial:
     perplexity: float
     increase: float
     """Of the perplexity, relative to the dense one."""
+    error: float
+    """Standard error of the mean loss less that of the dense run, in nats, token by token: that of
+    ``increase``, to first order."""
     agreement: float
     """Share of tokens for which the same token is most likely as in the dense run."""
     computed: float
@@ -221,7 +224,7 @@ def _measure(
             model, found.held_out, "decode", lambda share: progress(label, share)
         )
         counted = model.stats - before
-    increase = math.exp(scores.losses.mean() - found.dense.losses.mean()) - 1
+    change = scores.losses - found.dense.losses
     rounded = {
         "perplexity_before": float(f"{found.dense.perplexity:.6g}"),
         "perplexity_after": float(f"{scores.perplexity:.6g}"),
@@ -229,7 +232,8 @@ def _measure(
     return Trial(
         thresholds=thresholds.model_copy(update=rounded),
         perplexity=scores.perplexity,
-        increase=increase,
+        increase=math.exp(change.mean()) - 1,
+        error=float(change.std() / math.sqrt(len(change))),
         agreement=float((scores.choices == found.dense.choices).mean()),
         computed=counted.predicted_share or 0.0,
         active=counted.active_share or 0.0,
