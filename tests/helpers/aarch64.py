@@ -6,7 +6,8 @@ import dataclasses
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Emulated:
         code = folder / f"{name}.o"
         module.write_to_file(str(code), "o")
         self._program = folder / name
+        self._name = name
         assert COMPILER is not None
         subprocess.run(
             [
@@ -89,20 +91,10 @@ class Emulated:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel; arrays are changed in place."""
-        message = [struct.pack("<i", len(arguments))]
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                kind = argument.dtype
-                header = (2, _TYPES[kind.kind], kind.itemsize * 8, argument.size)
-                message += [struct.pack("<iiiq", *header), argument.tobytes()]
-            elif isinstance(argument, float):
-                message.append(struct.pack("<id", 1, argument))
-            else:
-                message.append(struct.pack("<iq", 0, argument))
         assert EMULATOR is not None
         done = subprocess.run(
             [EMULATOR, "-cpu", "max", str(self._program)],
-            input=b"".join(message),
+            input=_encode(arguments),
             capture_output=True,
             check=True,
         )
@@ -114,3 +106,51 @@ class Emulated:
                 if argument.flags.writeable:
                     argument[...] = data.reshape(argument.shape)
                 place += argument.nbytes
+
+    def count_instructions(self, *arguments: Any) -> int:
+        """Return how many instructions of the kernel a call of it executes."""
+        assert EMULATOR is not None
+        begin, end = self._find_code()
+        # A line for every block that is executed, and blocks of one instruction.
+        options = ("-singlestep", "-d", "exec,nochain", "-dfilter", f"{begin:#x}..{end - 1:#x}")
+        with tempfile.TemporaryFile() as message:
+            message.write(_encode(arguments))
+            message.seek(0)
+            with subprocess.Popen(
+                [EMULATOR, "-cpu", "max", *options, str(self._program)],
+                stdin=message,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            ) as process:
+                assert process.stderr is not None
+                count = 0
+                for line in process.stderr:
+                    assert line.startswith(b"Trace"), line.decode()
+                    count += 1
+        assert process.returncode == 0
+        return count
+
+    def _find_code(self) -> tuple[int, int]:
+        """Return where the kernel's code begins and ends in the program."""
+        assert COMPILER is not None
+        command = [COMPILER.removesuffix("gcc") + "nm", self._program]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        fields = [line.split() for line in done.stdout.splitlines()]
+        places = {row[2]: int(row[0], 16) for row in fields if len(row) == 3}
+        # The code generator's own entry comes last; bodies of parallel loops have no names.
+        return places[f"__tvm_ffi_{self._name}"], places["__tvm_ffi_main"]
+
+
+def _encode(arguments: Sequence[Any]) -> bytes:
+    """Return a kernel's arguments as the harness reads them."""
+    message = [struct.pack("<i", len(arguments))]
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            kind = argument.dtype
+            header = (2, _TYPES[kind.kind], kind.itemsize * 8, argument.size)
+            message += [struct.pack("<iiiq", *header), argument.tobytes()]
+        elif isinstance(argument, float):
+            message.append(struct.pack("<id", 1, argument))
+        else:
+            message.append(struct.pack("<iq", 0, argument))
+    return b"".join(message)
