@@ -88,7 +88,11 @@ def emit_items(
         with T.serial(T.floordiv(tokens + TOKENS - 1, TOKENS)) as tile:
             first = v.let(tile * TOKENS)
             sums = T.alloc_buffer((ROWS * TOKENS,), "float32")
-            _emit_tile(activations, tokens, first, base, sums)
+            with T.If(tokens - first > TOKENS // 2):
+                with T.Then():
+                    _emit_tile(activations, first, TOKENS // 2, base, sums)
+                with T.Else():
+                    _emit_tile(activations, first, 1, base, sums)
             with (
                 T.serial(items) as item,
                 T.serial(T.min(tokens - first, TOKENS)) as token,
@@ -113,14 +117,17 @@ def place_scale(activations: Activations, token: v.Expr, group: v.Expr) -> v.Exp
 
 
 def _emit_tile(
-    activations: Activations, tokens: v.Expr, first: v.Expr, base: v.Expr, sums: v.Buffer
+    activations: Activations,
+    first: v.Expr,
+    count: int,
+    base: v.Expr,
+    sums: v.Buffer,
 ) -> None:
-    """Set ``sums`` float32 [ROWS, TOKENS] to the products of the unpacked rows and a few tokens."""
+    """Set ``sums`` float32 [ROWS, TOKENS] to the products of the unpacked rows and ``count`` pairs
+    of tokens from ``first`` on."""
     tiles, length, planes = activations.tiles, activations.length, activations.planes
     groups = length // GROUP
-    last = v.let(T.floordiv(tokens - 1, 2))
-    # The last tile repeats the last pair of tokens.
-    pairs = [v.let(T.min(T.floordiv(first, 2) + turn, last)) for turn in range(TOKENS // 2)]
+    pairs = [v.let(T.floordiv(first, 2) + turn) for turn in range(count)]
     starts = [v.let(v.wide(pair) * (2 * planes * length)) for pair in pairs]
     rows = range(ROWS // 2)
     totals = [[v.Cell(v.constant(0.0, "float32", 4)) for _ in pairs] for _ in rows]
