@@ -12,7 +12,9 @@ import pytest
 
 from pi2.backends.kernels.isa import choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
+from pi2.plan.check import check_file
 from pi2.plan.packing import dequantize, quantize
+from pi2.plan.references import list_shipped
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
     emulate,
@@ -39,9 +41,19 @@ def test_features_choose_the_fastest_x86_schedule(name: str) -> None:
     assert choose_isa(X86_FEATURES[name], "x86-64").name == name
 
 
+def test_a_device_document_chooses_the_schedule_of_its_cores() -> None:
+    chosen = {}
+    for name in ("oneplus-12", "xiaomi-14", "pixel-8", "raspberry-pi-5"):
+        cpu = check_file(list_shipped("device")[name]).document.units["cpu"]
+        chosen[name] = choose_isa(set(cpu.features), "aarch64").name
+    assert chosen.pop("raspberry-pi-5") == "dotprod"
+    assert set(chosen.values()) == {"i8mm"}
+
+
 def test_unknown_features_do_no_harm() -> None:
     assert choose_isa({"avx2", "fma", "f16c", "amx"}, "x86-64").name == "avx2"
     assert choose_isa({"neon", "sve"}, "aarch64").name == "neon"
+    assert choose_isa({"neon", "dotprod", "i8mm", "sve"}, "aarch64").name == "i8mm"
 
 
 @pytest.mark.parametrize(
