@@ -242,7 +242,7 @@ def test_only_cores_with_i8mm_are_given_smmla(name: str) -> None:
     code = generate_assembly(spec, "add_dense")
     assert ("smmla" in code) == (name == "i8mm")
     # One token gains nothing from it.
-    assert "smmla" not in generate_assembly(spec, "add_neurons")
+    assert "smmla" not in generate_assembly(spec, "predict_gate")
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -302,7 +302,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
     monkeypatch.setattr(table, "_X86", ((set(), own),))
     monkeypatch.setattr(i8mm, "emit_smmla", write_out)
     monkeypatch.setattr(cpu, "load_or_compile", compile_here)
-    model = RandomModel(hidden=160, ffn=45, chunk=5, context=32, kv_heads=2, threads=3)
+    model = RandomModel(hidden=160, ffn=45, chunk=5, context=32, threads=3, rank=None)
     ours, truth = cpu.build(model.request), reference.build(model.request)
     position = 0
     for count in (5, 1, 2, 3):
