@@ -48,9 +48,7 @@ def command() -> None:
 @click.option(
     "--passes",
     type=click.FloatRange(0, 1000, min_open=True),
-    default=4.0,
-    show_default=True,
-    help="Times that the text is learned from.",
+    help="Times that the text is learned from; default: 4 to 16, the fewer the longer it is.",
 )
 @click.option(
     "--context",
@@ -70,7 +68,7 @@ def train(
     output: Path,
     rank: str,
     recall: float,
-    passes: float,
+    passes: float | None,
     context: int | None,
     windows: int | None,
     settings: tuple[str, ...],

@@ -1,8 +1,10 @@
 """Fits a layer's predictor: score = outer relu(inner u) + bias, active where score >= 0.
 
-The loss is a cross-entropy in which an active neuron weighs more, by the square root of how rare
-it is: whole balance would name far too many.  Adam with a rate that falls to zero.  Weights are
-then rounded as the store keeps them, and the bias is moved until the wanted share of active neurons
+It begins with the best linear guess of that rank (`pi2.predictors.guessing`).  The loss is a
+cross-entropy in which an active neuron weighs more, by the square root of how rare it is: whole
+balance would name far too many.  Adam with a rate that falls to zero, in small batches: what counts
+is the number of steps, a few thousand, far more than the number of tokens.  Weights are then
+rounded as the store keeps them, and the bias is moved until the wanted share of active neurons
 is found in tokens that were not trained on (as PowerInfer's and TurboSparse's predictors are cut).
 """
 
@@ -16,10 +18,15 @@ import numpy.typing as npt
 
 from pi2.plan.layout import GROUP, Precision, round_up
 from pi2.plan.packing import dequantize, quantize
+from pi2.predictors.guessing import guess_weights
 from pi2.predictors.samples import Bools, LayerSamples
 
 F32 = npt.NDArray[np.float32]
 
+STEPS = 4000
+FEWEST_PASSES = 4.0
+MOST_PASSES = 16.0
+"""More would learn a short text by heart."""
 _CHECKED = 2048
 """Tokens whose scores are computed together."""
 
@@ -30,13 +37,26 @@ class Recipe:
 
     recall: float = 0.97
     """Share of active neurons that is to be found."""
-    passes: float = 4.0
-    """Times that every token is seen, for every rank that is tried."""
-    batch: int = 512
-    rate: float = 4e-3
+    passes: float | None = None
+    """Times that every token is seen; None: as often as makes ``STEPS`` steps, within
+    ``FEWEST_PASSES`` and ``MOST_PASSES``."""
+    batch: int | None = None
+    """Tokens of a step; None: 128, more where the matrices are large, whose steps cost more."""
+    rate: float = 6e-3
     check_share: float = 0.1
     """Share of the tokens, the last ones, that the bias is set by."""
     seed: int = 1
+
+    def count_passes(self, tokens: int, rank: int) -> float:
+        """Passes over ``tokens`` tokens."""
+        if self.passes is not None:
+            return self.passes
+        wanted = STEPS * self.count_batch(rank) / max(1, tokens)
+        return min(max(wanted, FEWEST_PASSES), MOST_PASSES)
+
+    def count_batch(self, rank: int) -> int:
+        """Tokens of a step."""
+        return max(128, rank // 2) if self.batch is None else self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +102,6 @@ def start_rank(active: float, skew: float, hidden: int) -> int:
     return int(max(GROUP, round_up(round(hidden * (active + skew) / 6), GROUP)))
 
 
-def draw_weights(hidden: int, neurons: int, rank: int, odds: F32, seed: int) -> Weights:
-    """Small random matrices; the bias says how often each neuron fires."""
-    random = np.random.default_rng(seed)
-    inner = random.standard_normal((rank, hidden), np.float32) * np.float32(hidden**-0.5)
-    outer = random.standard_normal((neurons, rank), np.float32) * np.float32(rank**-0.5)
-    return Weights(inner, outer, np.log(odds).astype(np.float32))
-
-
 def fit_layer(samples: LayerSamples, rank: int, recipe: Recipe, precision: Precision) -> Fit:
     """Train a predictor of ``rank`` (a multiple of 32) and set its bias."""
     assert rank % GROUP == 0
@@ -100,9 +112,8 @@ def fit_layer(samples: LayerSamples, rank: int, recipe: Recipe, precision: Preci
     mean = float(np.clip(shares.mean(), 1e-4, 0.5))
     weight = np.float32(np.sqrt((1 - mean) / mean))
     odds = np.clip(shares, 1e-4, 0.9)
-    weights = draw_weights(
-        samples.inputs.shape[1], samples.neurons, rank, weight * odds / (1 - odds), recipe.seed
-    )
+    inner, outer = guess_weights(samples, trained, rank, recipe.seed)
+    weights = Weights(inner, outer, np.log(weight * odds / (1 - odds)))
     weights = _train(samples, trained, weights, weight, recipe)
     return calibrate(samples, slice(trained, count), round_weights(weights, precision), recipe)
 
@@ -155,8 +166,8 @@ def _train(
 ) -> Weights:
     """Adam on the weighted cross-entropy over the first ``trained`` tokens."""
     random = np.random.default_rng(recipe.seed)
-    batch = min(recipe.batch, trained)
-    steps = max(1, round(recipe.passes * trained / batch))
+    batch = min(recipe.count_batch(weights.rank), trained)
+    steps = max(1, round(recipe.count_passes(trained, weights.rank) * trained / batch))
     arrays = [weights.inner, weights.outer, weights.bias]
     means = [np.zeros_like(array) for array in arrays]
     squares = [np.zeros_like(array) for array in arrays]
@@ -185,8 +196,8 @@ def _slope(scores: F32, active: Bools, active_weight: np.float32) -> F32:
     np.exp(scores, out=scores)
     scores += 1
     np.reciprocal(scores, out=scores)
-    scores[active] -= 1
-    scores[active] *= active_weight
+    scores -= active
+    scores *= np.where(active, active_weight, np.float32(1))
     # Per token, not per score: the matrices would hardly move otherwise.
     scores /= len(scores)
     return scores

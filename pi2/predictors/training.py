@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pi2.backends.protocol import BuildRequest, Executor
@@ -26,6 +30,9 @@ HELD_OUT = 0.1
 """Share of every text, its end, that nothing is learned from."""
 WORTH = 0.99
 """A larger rank is kept if it brings a token's bytes below this share of the smaller one's."""
+_SMALL_WEIGHTS = 1 << 22
+TRIAL = 0.25
+"""Share of the passes in which a rank is tried; the one that is kept is then trained in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +103,22 @@ def train_predictors(
             cut = encode_windows(model, learned, context=context, stride=None, count=windows)
             samples = recorder.record(model, cut, lambda share: progress("recording", share))
         fits = []
-        for number, layer in enumerate(samples):
-            fits.append(choose_fit(layer, resolved, chosen, rank))
-            progress("training", (number + 1) / len(samples))
+        with ThreadPoolExecutor(count_workers(resolved)) as pool:
+            work = partial(choose_fit, resolved=resolved, recipe=chosen, rank=rank)
+            for fit in pool.map(work, samples):
+                fits.append(fit)
+                progress("training", len(fits) / len(samples))
     new_plan = publish_predictors(resolved, fits, output)
     evaluation = evaluate_plan(
         new_plan, held_out, context=context, windows=evaluated, progress=progress
     )
     return Training(plan=new_plan, fits=tuple(fits), evaluation=evaluation)
+
+
+def count_workers(resolved: ResolvedPlan) -> int:
+    """Layers that are trained side by side: the products of small ones keep one core busy."""
+    is_small = resolved.model.shape.hidden * resolved.model.layer_neurons <= _SMALL_WEIGHTS
+    return max(1, os.cpu_count() or 1) if is_small else 1
 
 
 def choose_fit(
@@ -115,16 +130,16 @@ def choose_fit(
         return fit_layer(samples, round_up(rank, GROUP), recipe, precision)
     _, active = samples.read(slice(0, min(len(samples), 8192)))
     current = start_rank(float(active.mean()), measure_skew(active.sum(axis=0)), hidden)
-    best = fit_layer(samples, current, recipe, precision)
-    while 2 * current <= hidden:
-        current = round_up(2 * current, GROUP)
-        fit = fit_layer(samples, current, recipe, precision)
-        if count_token_bytes(fit, resolved, precision) > WORTH * count_token_bytes(
-            best, resolved, precision
-        ):
+    best, fewest = current, math.inf
+    while current <= hidden:
+        passes = TRIAL * recipe.count_passes(len(samples), current)
+        fit = fit_layer(samples, current, replace(recipe, passes=passes), precision)
+        taken = count_token_bytes(fit, resolved, precision)
+        if taken > WORTH * fewest:
             break
-        best = fit
-    return best
+        best, fewest = current, taken
+        current = round_up(2 * current, GROUP)
+    return fit_layer(samples, best, recipe, precision)
 
 
 def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:

@@ -13,7 +13,17 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
-from pi2.predictors.fitting import Recipe, calibrate, fit_layer, start_rank
+from pi2.predictors.fitting import (
+    FEWEST_PASSES,
+    MOST_PASSES,
+    STEPS,
+    Recipe,
+    Weights,
+    calibrate,
+    fit_layer,
+    start_rank,
+)
+from pi2.predictors.guessing import guess_weights
 from pi2.predictors.samples import LayerSamples
 from pi2.predictors.training import train_predictors
 from pi2.store.reader import NeuronStore
@@ -44,6 +54,34 @@ def test_a_predictor_finds_what_it_promises_and_names_few() -> None:
     named = fit.weights.score(inputs) >= 0
     assert named.mean() == pytest.approx(fit.predicted)
     assert (named & active).sum() / active.sum() == pytest.approx(fit.recall)
+
+
+def test_the_first_guess_is_far_better_than_chance() -> None:
+    samples = draw_samples()
+    inner, outer = guess_weights(samples, 2700, 32, seed=1)
+    guess = Weights(inner, outer, np.zeros(64, np.float32))
+    fit = calibrate(samples, slice(2700, 3000), guess, Recipe(recall=0.95))
+    # By chance, as many neurons would have to be named as are to be found.
+    assert fit.predicted < 0.5
+    random = np.random.default_rng(1)
+    chance = Weights(random.permuted(inner, axis=1), outer, guess.bias)
+    assert calibrate(samples, slice(2700, 3000), chance, Recipe(recall=0.95)).predicted > 0.85
+
+
+@pytest.mark.parametrize("rank", [32, 128])
+def test_a_guess_has_the_rank_that_is_asked_for(rank: int) -> None:
+    inner, outer = guess_weights(draw_samples(), 3000, rank, seed=1)
+    assert inner.shape == (rank, 32)
+    assert outer.shape == (64, rank)
+    assert np.isfinite(inner).all() and np.isfinite(outer).all()
+
+
+def test_short_texts_are_learned_from_more_often_but_not_by_heart() -> None:
+    recipe = Recipe()
+    passes = [recipe.count_passes(tokens, 96) for tokens in (1_000, 64_000, 10_000_000)]
+    assert passes == [MOST_PASSES, STEPS * 128 / 64_000, FEWEST_PASSES]
+    assert recipe.count_batch(1024) > recipe.count_batch(96)
+    assert Recipe(passes=2).count_passes(1_000, 96) == 2
 
 
 def test_recall_is_a_knob() -> None:
