@@ -22,13 +22,13 @@ def count_token_bytes(
 ) -> TokenBytes | None:
     """Bytes per token at a context of ``position`` tokens.
 
-    ``active`` is the measured share of neurons with a non-zero activation: the others need not be
-    read, even if a predictor names them.  ``ranks`` of the store's predictors.  None where it is
-    not known: in a mixture of experts, and in sparse decoding without a share.
+    ``active`` is the measured share of neurons with a non-zero activation, in a mixture of those of
+    the token's experts: the others need not be read, even if a predictor names them.  ``ranks`` of
+    the store's predictors.  None where it is not known: in sparse decoding without a share.
     """
     plan, model = resolved.plan, resolved.model
     dense = plan.decode.predictor == "none"
-    if model.moe is not None or (active is None and not dense):
+    if active is None and not dense:
         return None
     shape, bundle = model.shape, resolved.bundle
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, ranks)}
@@ -36,7 +36,7 @@ def count_token_bytes(
     row = embedding / shape.vocab
     head = embedding if model.tied_head else sizes.pop(HEAD)
     predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
-    neurons = shape.layers * shape.ffn
+    neurons = shape.layers * model.token_neurons
     part = vector_bytes(bundle.hidden, bundle.precision)
     match plan.decode.predictor:
         case "none":
@@ -47,7 +47,8 @@ def count_token_bytes(
         case _:
             assert active is not None
             predictor, computed = (
-                float(sum(predictors.values())),
+                # Those of experts that rest are not asked.
+                sum(predictors.values()) * model.token_neurons / model.layer_neurons,
                 (neurons * active * bundle.used_bytes),
             )
     return TokenBytes(
@@ -59,11 +60,9 @@ def count_token_bytes(
     )
 
 
-def count_dense_bytes(model: Model, *, position: float) -> TokenBytes | None:
+def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
     """Bytes per token of a dense engine with fp16 keys and values and the same precisions, at a
-    context of ``position`` tokens; None in a mixture of experts."""
-    if model.moe is not None:
-        return None
+    context of ``position`` tokens; in a mixture it reads the token's experts."""
     shape = model.shape
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
     embedding = sizes.pop(EMBEDDING)
@@ -73,7 +72,7 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes | None:
         attention=sum(sizes.values()) + embedding / shape.vocab,
         head=head,
         predictor=0.0,
-        neurons=shape.layers * shape.ffn * 3 * part,
+        neurons=shape.layers * model.token_neurons * 3 * part,
         kv=_count_kv(model, position, "fp16"),
     )
 

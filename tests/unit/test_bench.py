@@ -561,6 +561,10 @@ def test_a_missing_engine_is_named_with_how_to_install_it(
     assert "pip install" in error
 
 
-def test_mixtures_of_experts_are_not_counted_yet() -> None:
-    model = make_model({"moe": {"experts": 4, "active_experts": 2}})
-    assert count_dense_bytes(model, position=1) is None
+def test_a_mixture_reads_the_experts_of_a_token() -> None:
+    one, mixture = (
+        count_dense_bytes(make_model(changes), position=1)
+        for changes in ({}, {"moe": {"experts": 4, "active_experts": 2}})
+    )
+    assert mixture.neurons == 2 * one.neurons
+    assert mixture.attention == one.attention + 3 * 4 * 4 * 64, "the routers"
