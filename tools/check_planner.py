@@ -354,9 +354,9 @@ def print_verdict(rows: Sequence[Row]) -> int:
         print(f"{format_bytes(memory)}: the planner's plan, measured twice, differs by {drift:.1%}")
         for key, bound in (("decode", SPEED_BOUND), ("peak", MEMORY_BOUND)):
             predicted = first[0].predicted[key] or 0.0
-            error = predicted / statistics.fmean(row.measured[key] for row in first) - 1.0
-            broken += (verdict := abs(error) > bound)
-            print(f"  {key}: {error:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
+            off = predicted / statistics.fmean(row.measured[key] for row in first) - 1.0
+            broken += (verdict := abs(off) > bound)
+            print(f"  {key}: {off:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
         for key in ("decode", "simulated", "prefill", "peak"):
             errors = [abs(error) for row in own if (error := row.compare(key)) is not None]
             if errors:

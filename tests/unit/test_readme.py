@@ -35,7 +35,7 @@ def test_exactly_two_commands_to_copy() -> None:
     assert first.startswith("python3 -m venv .venv && ")
     assert "pi2 run plans/demo.plan.toml" in first
     assert second.startswith("python3 -m venv .venv && ")
-    assert second.rstrip().endswith("-m pytest -q")
+    assert second.rstrip().endswith("-m pytest -q -n 2 --dist loadfile")
     assert first.count("\n") == second.count("\n") == 1
 
 
