@@ -148,7 +148,7 @@ def build(
             feed_forward,
             layers=len(resolved.layers),
             chunk=resolved.plan.prefill.chunk,
-            chunks=count_chunks(resolved.plan),
+            chunks=count_chunks(resolved),
             context=resolved.plan.kv.context,
             loan=make_loan(resolved, cache, budget),
         )
@@ -328,7 +328,7 @@ def describe_build(
         bundle=resolved.bundle,
         neurons=resolved.model.layer_neurons,
         chunk=resolved.plan.prefill.chunk,
-        chunks=count_chunks(resolved.plan),
+        chunks=count_chunks(resolved),
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
         chunk_type=resolved.plan.prefill.activations,

@@ -239,8 +239,8 @@ class Pipeline(Table):
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
     """``chunks-first`` takes a chunk of the prompt through all layers, then the next, and reads
     what is not in memory again for every chunk; ``layers-first`` reads every layer once, in one
-    sequential stream, and takes up to 512 tokens through it before the next.  Their chunks' sums
-    take more ``workspace``."""
+    sequential stream, and takes up to 512 tokens through it before the next, as many as the segment
+    ``workspace`` has room for."""
 
 
 KvType = Literal["fp16", "int8"]

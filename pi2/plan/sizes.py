@@ -240,9 +240,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
     floats), 16 spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in
     a mixture nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.
-    Where layers go first, every chunk beyond the first that is under way has its own residual, FFN
-    sum and input of projections, d wide.  On cores that have or may have i8mm, 10 (d + h w) bytes
-    per thread, and the inputs of an even number of tokens.
+    On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even
+    number of tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -263,29 +262,37 @@ def _need_workspace(resolved: Resolved) -> Need:
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
     tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
-    others = count_chunks(plan) - 1
-    own = shape.hidden * 14 + shape.hidden // GROUP * 8
-    if model.residual == "parallel" or model.moe is not None:
-        own += 4 * shape.hidden
-    if model.moe is not None:
-        own += 4 * model.moe.experts
-    activations += others * chunk * own
     if _may_pair_tokens(resolved.device):
-        activations += chunk % 2 * (inputs + others * own)
+        activations += chunk % 2 * inputs
         tables += threads * UNPACKED_ROWS_BYTES * (shape.hidden + query)
     return Need(
         activations + logits + tables + staging,
-        f"activations of {(1 + others) * chunk} tokens {approximate_bytes(activations)}, logits "
+        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
         f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}, staging of "
         f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
     )
 
 
-def count_chunks(plan: Plan) -> int:
-    """Chunks of a prompt that go through a layer before the next layer begins."""
+def count_chunks(resolved: Resolved) -> int:
+    """Chunks of a prompt that go through a layer before the next layer begins.
+
+    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for: every
+    chunk beyond the first has its own residual, FFN sum and input of projections, d wide, and what
+    routes experts.
+    """
+    plan, model = resolved.plan, resolved.model
     if plan.pipeline.prefill == "chunks-first":
         return 1
-    return ceil(min(TOKENS_TOGETHER, plan.kv.context) / plan.prefill.chunk)
+    hidden, chunk = model.shape.hidden, plan.prefill.chunk
+    own = hidden * 14 + hidden // GROUP * 8
+    if model.residual == "parallel" or model.moe is not None:
+        own += 4 * hidden
+    if model.moe is not None:
+        own += 4 * model.moe.experts
+    # Every array is rounded up.
+    own_bytes = (chunk + 1) * own + 8 * ALIGNMENT
+    room = plan.memory.segments.workspace - resolved.needs.workspace.bytes
+    return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
 
 
 def _may_pair_tokens(device: Device) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import pi2
+from pi2.plan.resolve import load_plan
 from pi2.plan.sizes import compute_needs
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -21,11 +22,7 @@ def test_no_segment_takes_more_than_the_plan_counts(
 ) -> None:
     tiny = make_tiny(tmp_path)
     path = write_plan(tmp_path, tiny)
-    changes = {
-        "backends.cpu": backend,
-        "decode.predictor": predictor,
-        "pipeline.prefill": "layers-first",
-    }
+    changes = {"backends.cpu": backend, "decode.predictor": predictor}
     with pi2.load(path, set=changes) as model:
         if backend == "null":
             model.logits([1, 2, 3], mode="decode")
@@ -38,3 +35,19 @@ def test_no_segment_takes_more_than_the_plan_counts(
             assert used[name] <= need.bytes, name
             if backend == "cpu" and name in EXACT:
                 assert used[name] >= 0.9 * need.bytes, name
+
+
+@pytest.mark.parametrize("more", [0, 20_000, 1 << 20])
+def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
+    more: int, tmp_path: Path
+) -> None:
+    path = write_plan(tmp_path, make_tiny(tmp_path))
+    changes: dict[str, object] = {"backends.cpu": "cpu"}
+    need = load_plan(path, overrides=changes).needs.workspace.bytes
+    changes["memory.segments.workspace"] = f"{need + more} B"
+    changes["pipeline.prefill"] = "layers-first"
+    with pi2.load(path, set=changes) as model:
+        # A chunk has 8 tokens, 64 wide; too many would overrun the segment.
+        chunks = len(model._parts.executor._chunks)  # type: ignore[attr-defined]
+        assert chunks == {0: 1, 20_000: 3, 1 << 20: 64}[more]
+        assert model._parts.forward._chunks == chunks
