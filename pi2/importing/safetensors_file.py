@@ -132,11 +132,17 @@ def list_safetensors(path: Path) -> dict[str, SourceTensor]:
     if not isinstance(header, dict):
         raise _bad_file(path, "its header is not a table of tensors")
     data_start = 8 + header_bytes
-    return {
+    tensors = {
         name: _read_entry(path, name, entry, data_start, size)
         for name, entry in header.items()
         if name != "__metadata__"
     }
+    end, before = 0, ""
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.size_bytes)):
+        if tensor.offset < end:
+            raise _bad_file(path, f"the tensors {before!r} and {tensor.name!r} overlap")
+        end, before = tensor.offset + tensor.size_bytes, tensor.name
+    return tensors
 
 
 def _reject_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     if head_dim != hidden // heads:
         writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -169,6 +170,8 @@ def write_gguf(
     for key, value in (changes or {}).items():
         if isinstance(value, list):
             writer.add_array(key, value)
+        elif type(value) is int:
+            writer.add_uint32(key, value)
         else:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     number = gguf.GGMLQuantizationType[kind]

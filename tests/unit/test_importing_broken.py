@@ -132,6 +132,14 @@ def test_wrong_type(job: Job) -> None:
     job.expect("P535", GATE, "F8_E4M3", "model.safetensors", "BF16")
 
 
+def test_tensors_that_overlap(job: Job) -> None:
+    up = list_safetensors(job.file)[GATE.replace("gate", "up")]
+    start = min(tensor.offset for tensor in list_safetensors(job.file).values())
+    span = [up.offset - start, up.offset - start + up.size_bytes]
+    patch_header(job.file, lambda header: header[GATE].update(data_offsets=span))
+    job.expect("P532", "overlap", "mlp.up_proj", GATE)
+
+
 def test_integer_type(job: Job) -> None:
     retype(job.file, GATE, "I32")
     job.expect("P535", GATE, "I32")
