@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.text_options import add_text_options
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -17,14 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("activations")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--text",
-    "files",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="UTF-8 text; may be given again.",
-)
+@add_text_options("UTF-8 text; may be given again.")
 @click.option(
     "-o",
     "--output",
@@ -32,16 +26,6 @@ if TYPE_CHECKING:
     metavar="STATS",
     type=click.Path(path_type=Path),
     help="Folder of the statistics.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Tokens of a window; default: kv.context, at most 512.",
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    help="Windows to run, spread over the text; default: all.",
 )
 @click.option(
     "--largest",

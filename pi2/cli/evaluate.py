@@ -7,33 +7,17 @@ from pathlib import Path
 
 import click
 
+from pi2.cli.text_options import add_text_options
 from pi2.plan.overrides import parse_assignments
 
 
 @click.command("evaluate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--text",
-    "files",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="UTF-8 text that the model was not trained on; may be given again.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Tokens of a window; default: kv.context, at most 512.",
-)
+@add_text_options("UTF-8 text that the model was not trained on; may be given again.")
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
     help="Tokens from one window to the next; default: no overlap.",
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    help="Windows to run, spread over the text; default: all.",
 )
 @click.option(
     "--against",

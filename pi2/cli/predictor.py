@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.text_options import add_text_options
 from pi2.plan.overrides import parse_assignments
 
 if TYPE_CHECKING:
@@ -21,13 +22,8 @@ def command() -> None:
 
 @command.command("train")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--text",
-    "files",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="UTF-8 text to learn from; its last tenth is kept for judging.  May be given again.",
+@add_text_options(
+    "UTF-8 text to learn from; its last tenth is kept for judging.  May be given again."
 )
 @click.option(
     "-o",
@@ -49,16 +45,6 @@ def command() -> None:
     "--passes",
     type=click.FloatRange(0, 1000, min_open=True),
     help="Times that the text is learned from; default: 4 to 16, the fewer the longer it is.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Tokens of a window; default: kv.context, at most 512.",
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    help="Windows to learn from, spread over the text; default: all.",
 )
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.text_options import add_text_options
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -24,13 +25,8 @@ def command() -> None:
 
 @command.command("calibrate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--text",
-    "files",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="UTF-8 text to measure on; its last tenth is kept for judging.  May be given again.",
+@add_text_options(
+    "UTF-8 text to measure on; its last tenth is kept for judging.  May be given again."
 )
 @click.option(
     "--target",
@@ -57,16 +53,6 @@ def command() -> None:
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write a plan that extends PLAN and uses them.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Tokens of a window; default: kv.context, at most 512.",
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    help="Windows to measure on, spread over the text; default: all.",
 )
 @click.option(
     "--evaluated",
