@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.plan.layout import BundleLayout, Precision
 from pi2.plan.model import Model
@@ -75,6 +75,9 @@ class BuildRequest:
     chunk_type: ActivationType = "int16"
     """What the inputs of projections are rounded to where several tokens go through a layer
     together, by backends that round them: integers with a scale for 32 of them."""
+    phases: Literal[1, 2] | None = None
+    """Loops of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves it
+    to the backend."""
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""

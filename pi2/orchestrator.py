@@ -332,6 +332,7 @@ def describe_build(
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
         chunk_type=resolved.plan.prefill.activations,
+        phases=resolved.plan.decode.phases,
         gate_rows=gate_rows,
         gate_biases=gate_biases,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,

@@ -1,19 +1,20 @@
 """The FFN of one token over gathered neurons: slot indices into an arena of bundles.
 
-``arena`` uint8 [slots, stride], bundles of `pi2.plan.layout`.  Every thread takes every n-th neuron
-of the list, so that all get hot and cold ones alike, and runs through three loops on its own:
+``arena`` uint8 [slots, stride], bundles of `pi2.plan.layout`.  Every thread takes every n-th
+neuron of the list, so that all get hot and cold ones alike, and goes through its own in one of two
+ways (`KernelSpec.phases`), with the same bits as result:
 
-1. gates of all its neurons; those that are open go on.  Left out where the gates are known
-   (`predict_gate` has computed them), and where all neurons fire (SiLU: one loop for everything).
-2. up of those; with dReLU some are closed, and only the others go on.  Where gates of smooth
-   activations are known, those go on whose activation reaches a limit.
-3. down of those, added to the thread's own sum.
+1. in one loop: gate and up of a few, then down of those that fire;
+2. in three: gates of all; up of those whose gates are open; down of those that fire.
 
-So nothing is read that has no effect, and there is one join of the threads.  A few neurons are
+Gates that are known are not computed (`predict_gate` has, or had; of smooth activations all are
+open).  The first reads some ups in vain, the second rows in three pieces, each of which takes the
+processor as long to start on as a third of its bytes takes to read: what is quicker depends on how
+many neurons a predictor names in vain.  There is one join of the threads.  A few neurons are
 computed together, because a processor reads ahead in several rows at once, and while they are,
-memory is asked for the same part of the next few, line by line: in bunches, requests wait for each
-other and the arithmetic for them.  Which thread adds a neuron, and when, depends on the list and on
-the signs of gate and up alone: equal input gives equal bits.
+memory is asked for what comes next, line by line: in bunches, requests wait for each other and the
+arithmetic for them.  Which thread adds a neuron, and when, depends on the list and on the signs of
+gate and up alone: equal input gives equal bits.
 """
 
 from __future__ import annotations
@@ -83,15 +84,13 @@ class _Run:
         return v.let(v.wide(slot) * self.spec.stride)
 
     def ask_for(self, slots: Sequence[v.Expr], name: PartName) -> Prefetch:
-        """Return what to call while a part is read, to ask for the same of neurons in ``slots``."""
+        """Return what to call while parts are read, to ask for ``name`` of neurons ``slots``."""
         parts = self.take_parts(slots, name)
-        # Scales follow the weights, whose pace is stretched to include them.
-        over, under = {"int4": (9, 8), "int8": (17, 16), "fp16": (1, 1)}[self.spec.ffn]
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
-            place = parts[index].weights_base + T.floordiv(byte * over, under)
+            # Scales follow the weights: the processor has begun to read ahead by then.
             for line in range(0, size, LINE):
-                v.prefetch(self.arena, place + line)
+                v.prefetch(self.arena, parts[index].weights_base + byte + line)
 
         return ask
 
@@ -100,12 +99,21 @@ class _Run:
         return [take_part(self.spec, self.arena, self.find_base(s), name) for s in slots]
 
     def dot(
-        self, slots: Sequence[v.Expr], name: PartName, following: Sequence[v.Expr]
+        self,
+        slots: Sequence[v.Expr],
+        name: PartName,
+        following: Sequence[v.Expr],
+        next_name: PartName,
     ) -> list[v.Expr]:
-        """Return a part of each neuron times the activations; ask for that of ``following``."""
-        parts, ask = self.take_parts(slots, name), self.ask_for(following, name)
+        """Return part ``name`` of each neuron times the activations; meanwhile ask for part
+        ``next_name`` of neurons ``following``."""
+        parts, ask = self.take_parts(slots, name), self.ask_for(following, next_name)
         dots = emit_dots(self.isa, parts, self.activations, [T.int32(0)], ask)
         return [row[0] for row in dots]
+
+
+ReadGate = Callable[[v.Expr], v.Expr]
+"""Gives the known gate of the neuron at a place of a thread's list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +124,21 @@ class _List:
     read: Callable[[v.Expr], v.Expr]
     """The slot at a place of the list."""
 
+    def count_turns(self) -> v.Expr:
+        """Return how often `TOGETHER` neurons are to be taken."""
+        return T.floordiv(self.count + (TOGETHER - 1), TOGETHER)
+
+    def list_places(self, first: v.Expr) -> list[v.Expr]:
+        """Return the places from ``first`` on; the last one stands for those beyond it."""
+        return [T.min(first + index, self.count - 1) for index in range(TOGETHER)]
+
     def take(self, first: v.Expr) -> list[v.Expr]:
-        """Return the slots from place ``first`` on; the last one stands for those beyond it."""
-        places = [T.min(first + index, self.count - 1) for index in range(TOGETHER)]
-        return [v.let(self.read(place)) for place in places]
+        """Return the slots from place ``first`` on, likewise."""
+        return [v.let(self.read(place)) for place in self.list_places(first)]
 
     def visit(self, emit: Callable[[v.Expr, list[v.Expr], list[v.Expr]], None]) -> None:
         """Call ``emit(first place, slots, slots of the next turn)`` for all turns."""
-        with T.serial(T.floordiv(self.count + (TOGETHER - 1), TOGETHER)) as turn:
+        with T.serial(self.count_turns()) as turn:
             first = v.let(turn * TOGETHER)
             emit(first, self.take(first), self.take(first + TOGETHER))
 
@@ -162,24 +177,14 @@ def emit_gathered(
         rest = T.floormod(count, threads)
         own = v.let(T.floordiv(count, threads) + T.Select(thread < rest, T.int32(1), T.int32(0)))
         first = v.let(thread * T.floordiv(count, threads) + T.min(thread, rest))
-
-        def list_firing(number: v.Expr) -> _List:
-            return _List(count=number, read=lambda place: scratch.firing[first + place])
-
         given = _List(count=own, read=lambda place: slots[thread + place * threads])
-        if spec.is_smooth and known is None:
-            fired = _emit_whole(run, given, target)
-        else:
-            if known is None:
-                opened = _emit_gates(run, given, first)
-            else:
-                opened = own
-                with T.serial(own) as step:
-                    index = v.let(thread + step * threads)
-                    v.store(scratch.gates, first + step, known[0][known[1][index]], 1)
-                    v.store(scratch.firing, first + step, slots[index], 1)
-            fired = _emit_ups(run, list_firing(opened), first, limit)
-            _emit_downs(run, list_firing(fired), first, target)
+
+        def read_gate(place: v.Expr) -> v.Expr:
+            assert known is not None
+            return known[0][known[1][thread + place * threads]]
+
+        emit_all = _emit_at_once if spec.phases == 1 else _emit_in_turn
+        fired = emit_all(run, given, read_gate if known else None, first, target, limit)
         v.store(scratch.counts, thread, fired, 1)
 
     read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
@@ -195,86 +200,158 @@ def emit_gathered(
         v.store(scratch.counts, threads, counted, 1)
 
 
+def _emit_at_once(
+    run: _Run,
+    given: _List,
+    gates: ReadGate | None,
+    first: v.Expr,
+    target: v.Expr,
+    limit: v.Expr | None,
+) -> v.Expr:
+    """Compute neurons in one loop; return the number of those that fire.
+
+    Gate and up of a few; those that fire wait in a list until there are enough of them that memory
+    can be asked for the down vectors of the next few while those of the first are added.
+    """
+    scratch = run.scratch
+    kept, added = v.Cell(T.int32(0)), v.Cell(T.int32(0))
+    turns = v.let(given.count_turns())
+    with T.serial(turns + 1) as turn:
+        with T.If(turn < turns), T.Then():
+            start = v.let(turn * TOGETHER)
+            slots, following = given.take(start), given.take(start + TOGETHER)
+            if gates is None:
+                # A row is read from its beginning to its end.
+                found = run.dot(slots, "gate", slots, "up")
+                ups = run.dot(slots, "up", following, "gate")
+            else:
+                found = [v.let(gates(place)) for place in given.list_places(start)]
+                ups = run.dot(slots, "up", following, "up")
+            for index, (slot, gate, up) in enumerate(zip(slots, found, ups, strict=True)):
+                there = start + index < given.count
+                _keep_active(run, kept, first, there, slot, gate, up, limit)
+        waiting = kept.get() - added.get()
+        some = T.floordiv(waiting, 2 * TOGETHER)
+        all_of_them = T.floordiv(waiting + (TOGETHER - 1), TOGETHER)
+        fired = _List(count=kept.get(), read=lambda place: scratch.firing[first + place])
+        with T.serial(v.let(T.Select(turn < turns, some, all_of_them))):
+            _emit_down_turn(run, fired, first, v.let(added.get()), target)
+            added.set(added.get() + TOGETHER)
+    return v.let(kept.get())
+
+
+def _emit_in_turn(
+    run: _Run,
+    given: _List,
+    gates: ReadGate | None,
+    first: v.Expr,
+    target: v.Expr,
+    limit: v.Expr | None,
+) -> v.Expr:
+    """Compute all gates, then ups, then downs; return the number of neurons that fire."""
+    scratch = run.scratch
+
+    def list_firing(number: v.Expr) -> _List:
+        return _List(count=number, read=lambda place: scratch.firing[first + place])
+
+    if gates is None:
+        opened = _emit_gates(run, given, first)
+    else:
+        opened = given.count
+        with T.serial(opened) as step:
+            v.store(scratch.gates, first + step, gates(step), 1)
+            v.store(scratch.firing, first + step, given.read(step), 1)
+    fired = _emit_ups(run, list_firing(opened), first, limit)
+
+    def emit(start: v.Expr, _slots: list[v.Expr], _following: list[v.Expr]) -> None:
+        _emit_down_turn(run, list_firing(fired), first, start, target)
+
+    list_firing(fired).visit(emit)
+    return fired
+
+
 def _emit_gates(run: _Run, given: _List, first: v.Expr) -> v.Expr:
     """Compute gates; list the open ones from place ``first`` on; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
 
     def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
-        gates = run.dot(slots, "gate", following)
+        gates = run.dot(slots, "gate", following, "gate")
         for index, (slot, gate) in enumerate(zip(slots, gates, strict=True)):
-            # Without branches: every one is written, the place advances.
-            place = v.let(first + kept.get())
-            v.store(scratch.gates, place, gate, 1)
-            v.store(scratch.firing, place, slot, 1)
-            opens = T.And(start + index < given.count, is_firing(run.spec, gate))
-            kept.set(kept.get() + T.Select(opens, T.int32(1), T.int32(0)))
+            opens = None if run.spec.is_smooth else is_firing(run.spec, gate)
+            there = start + index < given.count
+            _keep(scratch, kept, first, there, slot, scratch.gates, gate, opens)
 
     given.visit(emit)
     return v.let(kept.get())
 
 
 def _emit_ups(run: _Run, opened: _List, first: v.Expr, limit: v.Expr | None) -> v.Expr:
-    """Compute activations of listed neurons; keep those that are not zero, or that reach
-    ``limit``; return their number."""
+    """Compute activations of listed neurons; keep those that fire; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
 
     def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
         # Read before anything is written: the list of those that are kept overtakes nothing.
         gates = [v.let(scratch.gates[first + start + index]) for index in range(TOGETHER)]
-        ups = run.dot(slots, "up", following)
+        ups = run.dot(slots, "up", following, "up")
         for index, (slot, gate, up) in enumerate(zip(slots, gates, ups, strict=True)):
-            value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
-            weighed = v.let(run.weigh(slot, value))
-            place = v.let(first + kept.get())
-            v.store(scratch.values, place, weighed, 1)
-            v.store(scratch.firing, place, slot, 1)
-            has_effect = weighed != v.constant(0.0, "float32")
-            if limit is not None:
-                has_effect = T.abs(value) >= limit
-            fires = T.And(start + index < opened.count, has_effect)
-            kept.set(kept.get() + T.Select(fires, T.int32(1), T.int32(0)))
+            there = start + index < opened.count
+            _keep_active(run, kept, first, there, slot, gate, up, limit)
 
     opened.visit(emit)
     return v.let(kept.get())
 
 
-def _emit_downs(run: _Run, fired: _List, first: v.Expr, target: v.Expr) -> None:
-    """Add the listed neurons' down vectors, times their activations."""
-
-    def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
-        values = [run.scratch.values[first + start + index] for index in range(TOGETHER)]
-        values = _clear_beyond(fired, start, values)
-        _emit_down(run, slots, following, values, target)
-
-    fired.visit(emit)
-
-
-def _emit_whole(run: _Run, given: _List, target: v.Expr) -> v.Expr:
-    """Compute neurons that all fire, one turn after the other; return their number."""
-
-    def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
-        gates = run.dot(slots, "gate", following)
-        ups = run.dot(slots, "up", following)
-        values = [
-            run.weigh(slot, activate(run.spec, gate, up))
-            for slot, gate, up in zip(slots, gates, ups, strict=True)
-        ]
-        values = _clear_beyond(given, start, values)
-        _emit_down(run, slots, following, values, target)
-
-    given.visit(emit)
-    return given.count
+def _keep_active(
+    run: _Run,
+    kept: v.Cell,
+    first: v.Expr,
+    there: v.Expr,
+    slot: v.Expr,
+    gate: v.Expr,
+    up: v.Expr,
+    limit: v.Expr | None,
+) -> None:
+    """Compute an activation and keep its neuron if it is not zero, or if it reaches ``limit``."""
+    value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
+    weighed = v.let(run.weigh(slot, value))
+    fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
+    _keep(run.scratch, kept, first, there, slot, run.scratch.values, weighed, fires)
 
 
-def _clear_beyond(listed: _List, start: v.Expr, values: list[v.Expr]) -> list[v.Expr]:
-    """Return the activations of a turn, zero for places beyond the list's end."""
+def _keep(
+    scratch: Scratch,
+    kept: v.Cell,
+    first: v.Expr,
+    there: v.Expr,
+    slot: v.Expr,
+    values: v.Buffer,
+    value: v.Expr,
+    stays: v.Expr | None,
+) -> None:
+    """Write a neuron of a turn to the lists, and go on to the next place if it ``stays``.
+
+    Nothing is written of neurons that are not ``there``, beyond the list's end: where all have
+    stayed, the next place is another thread's.
+    """
+    with T.If(there), T.Then():
+        place = v.let(first + kept.get())
+        v.store(values, place, value, 1)
+        v.store(scratch.firing, place, slot, 1)
+        one = T.int32(1)
+        kept.set(kept.get() + (one if stays is None else T.Select(stays, one, T.int32(0))))
+
+
+def _emit_down_turn(run: _Run, fired: _List, first: v.Expr, start: v.Expr, target: v.Expr) -> None:
+    """Add the down vectors of a few neurons of the list ``fired``, times their activations."""
+    slots, following = fired.take(start), fired.take(start + TOGETHER)
     zero = v.constant(0.0, "float32")
-    return [
-        v.let(T.Select(start + index < listed.count, value, zero))
-        for index, value in enumerate(values)
+    values = [
+        v.let(T.Select(place < fired.count, run.scratch.values[first + place], zero))
+        for place in (start + index for index in range(TOGETHER))
     ]
+    _emit_down(run, slots, following, values, target)
 
 
 def _emit_down(

@@ -74,6 +74,8 @@ class KernelSpec:
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
+    phases: Literal[1, 2] = 1
+    """Loops over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = False
     parallel: bool = False

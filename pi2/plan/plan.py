@@ -169,6 +169,12 @@ class Decode(Table):
     """Predictor score from which a neuron that is not in memory is read, where that shall be higher
     than ``threshold``: fewer reads, and a few of the neurons that fire rarely are left out.  Absent
     means the same as ``threshold``."""
+    phases: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
+    """How neurons in memory are computed: 1 takes gate, up and down of a few neurons at a time, 2
+    the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
+    same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
+    else 1, which was quicker with every activation (docs/performance.md).  Neurons with biases
+    or without gates are computed one by one in either case."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
     """Sequences that generate at the same time.  The engine runs one; `pi2 plan --batch`,
     `pi2 simulate` and `pi2 explain PLAN --cost` count with more."""

@@ -109,6 +109,15 @@ def test_one_library_serves_all_limits_and_none_leaves_nothing_out() -> None:
     assert np.array_equal(logits[0], logits[1])
 
 
+def test_neurons_are_computed_as_the_plan_says_or_by_whether_gates_are_known() -> None:
+    request = RandomModel(layers=1).request
+    assert cpu.make_spec(request).phases == 2
+    assert cpu.make_spec(dataclasses.replace(request, phases=1)).phases == 1
+    without = dataclasses.replace(request, gate_rows=None)
+    assert cpu.make_spec(without).phases == 1
+    assert cpu.make_spec(dataclasses.replace(without, phases=2)).phases == 2
+
+
 def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:
     model = RandomModel(**MODELS["demo-like"])
     ids = list(range(12))
