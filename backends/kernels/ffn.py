@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, Vector, emit_dots
-from pi2.backends.kernels.i8mm import emit_items, takes_pairs
+from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import ROW_TILE, emit_split, emit_token_tiles
+from pi2.backends.kernels.matrix import ROW_TILE, emit_split
 from pi2.backends.kernels.neurons import (
-    activate,
     emit_unit,
     list_places,
     list_units,
     load_unit_scale,
     take_part,
 )
-from pi2.backends.kernels.plain import emit_plain_activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.plan.layout import PartName
+from pi2.backends.kernels.values import emit_activations
 
 
 def emit_dense(
@@ -58,7 +55,7 @@ def emit_dense(
             with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
                 start = v.let(begin + tile * ROW_TILE)
                 stop = v.let(T.min(start + ROW_TILE, end))
-                _emit_activations(
+                emit_activations(
                     isa,
                     spec,
                     activations,
@@ -99,55 +96,6 @@ def emit_dense(
                             v.let(unit - passed),
                         )
                     passed += units
-
-
-def _emit_activations(
-    isa: Isa,
-    spec: KernelSpec,
-    activations: Activations,
-    bundles: v.Buffer,
-    origin: v.Expr,
-    start: v.Expr,
-    stop: v.Expr,
-    tokens: v.Expr,
-    values: v.Buffer,
-    routes: v.Buffer | None,
-    thread: v.Expr,
-) -> None:
-    """Compute the activations of neurons ``start`` to ``stop`` of a panel for all tokens."""
-    if spec.has_plain_ffn:
-        emit_plain_activations(
-            isa, spec, activations, bundles, origin, start, stop, tokens, values, routes, thread
-        )
-        return
-    names: tuple[PartName, ...] = ("gate", "up")
-    if takes_pairs(isa, spec.ffn):
-
-        def take_vectors(neuron: v.Expr) -> list[Vector]:
-            base = v.let(v.wide(origin + neuron) * spec.stride)
-            return [take_part(spec, bundles, base, name) for name in names]
-
-        def keep(token: v.Expr, neuron: v.Expr, dots: list[v.Expr]) -> None:
-            v.store(values, token * PANEL + neuron, activate(spec, *dots), 1)
-
-        emit_items(activations, tokens, thread, start, stop, 2, take_vectors, keep)
-        return
-    together = isa.tile_rows // 2
-
-    def emit_tile(_first: v.Expr, named: list[v.Expr]) -> None:
-        with T.serial(T.floordiv(stop - start + together - 1, together)) as step:
-            top = v.let(start + step * together)
-            neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
-            bases = [v.let(v.wide(origin + neuron) * spec.stride) for neuron in neurons]
-            parts = [take_part(spec, bundles, base, name) for base in bases for name in names]
-            dots = emit_dots(isa, parts, activations, named)
-            # A repeated token or neuron writes the same value again.
-            for index, neuron in enumerate(neurons):
-                gates, ups = dots[2 * index], dots[2 * index + 1]
-                for token, gate, up in zip(named, gates, ups, strict=True):
-                    v.store(values, token * PANEL + neuron, activate(spec, gate, up), 1)
-
-    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
 def _emit_unit_sum(
