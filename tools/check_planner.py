@@ -7,7 +7,10 @@ Measures this machine first (`pi2 probe`), unless a device is named.  For every 
 planner's plan, the one that `pi2 new plan` drafts, and random plans that fit, all filling the
 memory; predicts each with the cost model and with the simulator; runs each in a process of its own;
 and prints both.  The planner's plan runs first and last, so that a machine whose speed drifts shows
-it.  ``--wrap`` is put before every measurement, such as ``--wrap 'taskset -c 0,1'``.
+it.  Before and after every run, the rates of memory and storage are measured again, because
+machines that are shared change by the minute: "at the run's rates" is the prediction with the
+probe's figures scaled to these.  ``--wrap`` is put before every measurement, such as
+``--wrap 'taskset -c 0,1'``.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
+from planner_run import scale_rates
 
 CLUSTERS = (16, 64, 256)
 SPEED_BOUND, MEMORY_BOUND = 0.15, 0.03
@@ -68,9 +72,6 @@ class Row:
 def main() -> int:
     """Check and print; exit code 1 where a promise is broken."""
     arguments = parse_arguments()
-    if arguments.measure is not None:
-        print(json.dumps(measure_plan(arguments)))
-        return 0
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = check_all(arguments, arguments.work or Path(folder))
@@ -83,9 +84,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Predicted and measured plans.")
-    parser.add_argument("store", type=Path, nargs="?", help="neuron store")
+    parser.add_argument("store", type=Path, help="neuron store")
     parser.add_argument("--model", help="short name or path [that of the store's manifest]")
-    parser.add_argument("--memory", default="", help="limits, such as 3GiB,4GiB")
+    parser.add_argument("--memory", required=True, help="limits, such as 3GiB,4GiB")
     parser.add_argument("--device", help="device file of this machine [a new probe]")
     parser.add_argument("--random", type=int, default=20, help="random plans (20)")
     parser.add_argument("--context", type=int, default=1024)
@@ -93,15 +94,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("-p", "--prompt", type=int, default=128, help="0 for none (128)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--group", type=int, default=4, help="runs behind one --wrap (4)")
     parser.add_argument("--wrap", default="", help="put before every measurement")
     parser.add_argument("--work", type=Path, help="keep plans and device here")
     parser.add_argument("-o", "--output", type=Path, help="write every row as JSON")
     parser.add_argument("--text", type=Path, help="take tokens from this text [the vocabulary]")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure is None and (arguments.store is None or not arguments.memory):
-        parser.error("name a store and --memory")
-    return arguments
+    return parser.parse_args()
 
 
 def check_all(arguments: argparse.Namespace, work: Path) -> list[Row]:
@@ -125,10 +123,11 @@ def check_all(arguments: argparse.Namespace, work: Path) -> list[Row]:
             store=arguments.store,
         )
         references = (str(Path(device_path).absolute()), name, str(arguments.store.absolute()))
-        for title, path in write_plans(wish, references, work, arguments):
-            row = check_plan(wish, title, path, arguments)
-            rows.append(row)
-            print(write_row(row), flush=True)
+        plans = list(write_plans(wish, references, work, arguments))
+        for first in range(0, len(plans), arguments.group):
+            for row in check_plans(wish, plans[first : first + arguments.group], arguments):
+                rows.append(row)
+                print(write_row(row), flush=True)
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps([describe(row) for row in rows], indent=1))
     return rows
@@ -232,23 +231,12 @@ def draw_values(
 _FIXED = ("attention", "kv", "predictor", "workspace")
 
 
-def check_plan(wish: Wish, name: str, path: Path, arguments: argparse.Namespace) -> Row:
-    """Predict a plan, and run it."""
-    from pi2.simulate import read_inputs, simulate
-
-    resolved = load_plan(path)
-    cost = cost_plan(resolved)
-    simulated = simulate(
-        read_inputs(resolved), prompt_tokens=max(arguments.prompt, 1), tokens=arguments.tokens
-    )
-    predicted = {
-        "decode": cost.tokens_s,
-        "simulated": simulated.tokens_s,
-        "prefill": cost.prefill_tokens_s if arguments.prompt else None,
-        "peak": float(cost.memory_bytes),
-        "hits": cost.hit_rate,
-    }
-    command = [sys.executable, __file__, "--measure", str(path)]
+def check_plans(
+    wish: Wish, plans: Sequence[tuple[str, Path]], arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """Run plans, and predict them."""
+    command = [sys.executable, str(Path(__file__).with_name("planner_run.py"))]
+    command += [str(path) for _, path in plans]
     command += ["--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
     if arguments.text is not None:
         command += ["--text", str(arguments.text)]
@@ -256,7 +244,27 @@ def check_plan(wish: Wish, name: str, path: Path, arguments: argparse.Namespace)
         [*shlex.split(arguments.wrap), *command], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"{path} did not run:\n{done.stderr}")
+        raise RuntimeError(f"plans did not run:\n{done.stderr}")
+    for (name, path), line in zip(plans, done.stdout.splitlines(), strict=True):
+        yield predict_plan(wish, name, path, json.loads(line))
+
+
+def predict_plan(wish: Wish, name: str, path: Path, measured: Mapping[str, Any]) -> Row:
+    """Put the predictions for a plan beside what happened."""
+    from pi2.simulate import read_inputs, simulate
+
+    resolved = load_plan(path)
+    cost = cost_plan(resolved)
+    simulated = simulate(read_inputs(resolved), prompt_tokens=64, tokens=64)
+    rates = scale_rates(read_rates(wish.device), wish.device, measured)
+    predicted: dict[str, float | None] = {
+        "decode": cost.tokens_s,
+        "scaled": cost_plan(resolved, rates).tokens_s,
+        "simulated": simulated.tokens_s,
+        "prefill": cost.prefill_tokens_s,
+        "peak": float(cost.memory_bytes),
+        "hits": cost.hit_rate,
+    }
     chosen = resolved.plan
     reads = f"{chosen.io.engine} {chosen.io.threads}/{chosen.io.depth}"
     settings = (
@@ -264,63 +272,36 @@ def check_plan(wish: Wish, name: str, path: Path, arguments: argparse.Namespace)
         f"cluster, ahead {chosen.decode.look_ahead}, chunk {chosen.prefill.chunk}, "
         f"hot {chosen.memory.segments.hot // MIB} + {chosen.memory.segments.cold // MIB} MiB"
     )
-    measured = json.loads(done.stdout.splitlines()[-1])
     assert wish.memory_bytes is not None
     return Row(
         memory_bytes=wish.memory_bytes,
         name=name,
         settings=settings,
         predicted=predicted,
-        measured={**measured, "simulated": measured["decode"]},
+        measured={**measured, "simulated": measured["decode"], "scaled": measured["decode"]},
     )
 
 
-def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run a plan as `pi2 bench` does: a prompt, and tokens after some that fill the cache."""
-    from pi2.benchmarks.plan_contestant import PlanRecipe
-    from pi2.benchmarks.workloads import Workload
-    from pi2.engine.statistics import read_peak_rss_bytes
-
-    text = None if arguments.text is None else arguments.text.read_text("utf-8")
-    recipe = PlanRecipe(path=arguments.measure, overrides={}, text=text)
-    contestant = recipe(lambda label, share: None)
-    found: dict[str, Any] = {"prefill": None}
-    try:
-        if arguments.prompt:
-            contestant.run(Workload("pp", min(arguments.prompt, 32), 0))
-            found["prefill"] = contestant.run(Workload("pp", arguments.prompt, 0)).tokens_s
-        contestant.run(Workload("tg", max(arguments.tokens // 2, 1), 0))
-        sample = contestant.run(Workload("tg", arguments.tokens, 0))
-    finally:
-        contestant.close()
-    assert sample.counters is not None
-    found |= {
-        "decode": sample.tokens_s,
-        "hits": sample.counters.hit_rate,
-        "active": sample.counters.active_share,
-        "named": sample.counters.predicted_share,
-        "peak": read_peak_rss_bytes(),
-    }
-    return found
-
-
-HEADER = """\
-| memory | plan | settings | tokens/s predicted | measured | error | simulated, error | \
-prompt predicted | measured | error | peak MiB predicted | measured | error | hits predicted | \
-measured |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+COLUMNS = (
+    *("memory", "plan", "settings", "tokens/s predicted", "measured", "error"),
+    *("at the run's rates, error", "simulated, error", "prompt predicted", "measured", "error"),
+    *("peak MiB predicted", "measured", "error", "hits predicted", "measured", "reads MB/s"),
+)
+HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
 def write_row(row: Row) -> str:
     """A line of the table."""
     cells = [format_bytes(row.memory_bytes), row.name, row.settings]
     cells += _pair(row, "decode", 1.0)
-    simulated = row.predicted["simulated"]
-    cells.append(f"{simulated:.3g}, {_percent(row.compare('simulated'))}")
+    for key in ("scaled", "simulated"):
+        cells.append(f"{row.predicted[key]:.3g}, {_percent(row.compare(key))}")
     cells += _pair(row, "prefill", 1.0)
     cells += _pair(row, "peak", MIB)
     hits = row.measured["hits"]
     cells += [f"{row.predicted['hits']:.1%}", "-" if hits is None else f"{hits:.1%}"]
+    reads = row.measured["read_bytes_s"]
+    cells.append("-" if reads is None else f"{reads / 1e6:.0f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -352,16 +333,17 @@ def print_verdict(rows: Sequence[Row]) -> int:
         # The machine's own drift is no fault of the plan.
         drift = max(speeds) / min(speeds) - 1.0
         print(f"{format_bytes(memory)}: the planner's plan, measured twice, differs by {drift:.1%}")
-        for key, bound in (("decode", SPEED_BOUND), ("peak", MEMORY_BOUND)):
-            predicted = first[0].predicted[key] or 0.0
-            off = predicted / statistics.fmean(row.measured[key] for row in first) - 1.0
+        bounds = (("decode", SPEED_BOUND), ("scaled", SPEED_BOUND), ("peak", MEMORY_BOUND))
+        for key, bound in bounds:
+            expected = statistics.fmean(row.predicted[key] or 0.0 for row in first)
+            off = expected / statistics.fmean(row.measured[key] for row in first) - 1.0
             broken += (verdict := abs(off) > bound)
             print(f"  {key}: {off:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
-        for key in ("decode", "simulated", "prefill", "peak"):
-            errors = [abs(error) for row in own if (error := row.compare(key)) is not None]
+        for name in ("decode", "scaled", "simulated", "prefill", "peak"):
+            errors = [abs(error) for row in own if (error := row.compare(name)) is not None]
             if errors:
                 mean, worst = statistics.fmean(errors), max(errors)
-                print(f"  {key}, all {len(errors)} runs: mean {mean:.1%}, worst {worst:.1%}")
+                print(f"  {name}, all {len(errors)} runs: mean {mean:.1%}, worst {worst:.1%}")
         if others:
             best = max(others, key=lambda row: row.measured["decode"])
             ratio = max(speeds) / best.measured["decode"]
