@@ -251,7 +251,8 @@ def check_plans(
 
 def predict_plan(wish: Wish, name: str, path: Path, measured: Mapping[str, Any]) -> Row:
     """Put the predictions for a plan beside what happened."""
-    from pi2.simulate import read_inputs, simulate
+    from pi2.planning.simulated import read_inputs
+    from pi2.simulate import simulate
 
     resolved = load_plan(path)
     cost = cost_plan(resolved)

@@ -57,8 +57,9 @@ def command(
     """
     from pi2.cli.progress import ProgressBar
     from pi2.plan.resolve import load_plan
+    from pi2.planning.simulated import read_inputs
     from pi2.sharing.resolver import LockedReferences
-    from pi2.simulate import read_inputs, simulate
+    from pi2.simulate import simulate
 
     resolver = LockedReferences(plan.parent)
     resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)

@@ -13,6 +13,7 @@ from typing import Literal
 import simpy
 
 UnitName = Literal["cpu", "dense"]
+_LEAST_OVERLAP = 1e-3
 _ROUNDING = 1e-3
 """Bytes: less is nothing."""
 
@@ -50,11 +51,15 @@ class Bus:
         cpu_bytes_s: float,
         dense_bytes_s: float,
         shared_bytes_s: float,
+        read_overlap: float = 1.0,
     ) -> None:
+        """``read_overlap``: part of the CPU's rate that is left while the flash is read: 1 where
+        reading costs the cores nothing."""
         self.env = env
         self.meter = Meter()
         self._limits: dict[UnitName, float] = {"cpu": cpu_bytes_s, "dense": dense_bytes_s}
         self._shared = shared_bytes_s
+        self._read_overlap = max(read_overlap, _LEAST_OVERLAP)
         self._transfers: list[_Transfer] = []
         self._reads = 0
         self._since = env.now
@@ -79,12 +84,14 @@ class Bus:
         """The flash has something to do."""
         self._advance()
         self._reads += 1
+        self._schedule()
 
     def end_read(self, size_bytes: float) -> None:
         """It has done it."""
         self._advance()
         self._reads -= 1
         self.meter.read_bytes += size_bytes
+        self._schedule()
 
     def _advance(self) -> None:
         """Account for the time since the last event."""
@@ -113,6 +120,8 @@ class Bus:
         for item in self._transfers:
             wishes[item.unit] += item.limit_bytes_s
         rates = {unit: min(wish, self._limits[unit]) for unit, wish in wishes.items()}
+        if self._reads:
+            rates["cpu"] *= self._read_overlap
         total = sum(rates.values())
         scale = min(1.0, self._shared / total) if total > 0.0 else 1.0
         first = float("inf")

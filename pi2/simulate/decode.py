@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pi2.simulate.activations import Hotness, draw_tokens, find_spread, unite_hotness
+from pi2.simulate.activations import (
+    Hotness,
+    draw_tokens,
+    find_spread,
+    unite_hotness,
+    weigh_hot,
+)
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.inputs import LayerChoice, SimulationInput
 from pi2.simulate.layer import CPU_LANE, DENSE_LANE, LayerSimulation, LayerWork
@@ -109,13 +115,19 @@ def _find_joint_rate(inputs: SimulationInput) -> float:
 def make_hotness(inputs: SimulationInput) -> Hotness:
     """How activations are distributed over the neurons of a layer, those of all sequences."""
     workload = inputs.workload
-    one = Hotness(active=workload.active, spread=find_spread(workload.active, workload.skew))
+    one = workload.hotness
+    if one is None:
+        one = Hotness(active=workload.active, spread=find_spread(workload.active, workload.skew))
     return unite_hotness(one, workload.batch, workload.chosen)
 
 
 def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> Floats:
     """Chance per class of neurons that an active cold one is in the cache."""
     workload, constants = inputs.workload, inputs.constants
+    if inputs.choices.keeps_most_used:
+        kept, hot = choice.hot + find_cold_share(inputs, choice), weigh_hot(choice.hot)
+        left = np.maximum(1.0 - hot, 1e-12)
+        return np.clip((weigh_hot(min(kept, 1.0)) - hot) / left, 0.0, 1.0)
     return compute_hit_chances(
         make_hotness(inputs),
         choice.hot,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pi2.simulate.activations import unite_chosen
+from pi2.simulate.activations import Hotness, unite_chosen
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash
 
@@ -41,6 +41,10 @@ class Machine:
     flash: Flash | None
     io_core: str | None
     """CPU cluster whose cores issue the reads."""
+    read_overlap: float = 1.0
+    """Part of the CPU's rate that is left while neurons are read."""
+    stream_overlap: float = 1.0
+    """The same while layers stream in sequence."""
     cpu_power_w: float | None = None
     dense_power_w: float | None = None
     power_w: float | None = None
@@ -77,6 +81,8 @@ class Workload:
     """Share of the neurons that make 80 % of the activations."""
     batch: int = 1
     """Sequences that generate at the same time."""
+    hotness: Hotness | None = None
+    """Distribution that was counted; None for the one of ``active`` and ``skew``."""
 
     @property
     def layer_neurons(self) -> int:
@@ -141,6 +147,9 @@ class Choices:
     page_cache_bytes: float
     """Memory that mapped files may fill."""
     layers: tuple[LayerChoice, ...]
+    keeps_most_used: bool = False
+    """Whether the cache holds the neurons that follow the hot ones, as with ``lfu`` and known
+    frequencies, instead of the last ones that were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

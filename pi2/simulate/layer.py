@@ -107,6 +107,7 @@ class LayerSimulation:
             cpu_bytes_s=machine.cpu_bytes_s,
             dense_bytes_s=machine.dense_bytes_s or 1.0,
             shared_bytes_s=machine.shared_bytes_s,
+            read_overlap=machine.read_overlap,
         )
         run = _LayerRun(env, bus, self._inputs, self.costs, work, recorder)
         policies = {

@@ -93,6 +93,8 @@ def _list_steps(inputs: SimulationInput, tokens: int, ops_s: float) -> list[_Ste
         for choice in choices.layers:
             read = _count_read_bytes(inputs, choice, sum(group))
             compute = sum(_time_chunk(inputs, size, ops_s, read > 0) for size in group)
+            # What reading needs of the cores is not there for computing.
+            compute += (1.0 - inputs.machine.stream_overlap) * _time_read(inputs, read)
             step = _Step(_time_read(inputs, read), read, compute)
             steps += [step] * choice.count
     if choices.policy == "layer-barrier" and any(step.read_bytes for step in steps):

@@ -1,0 +1,160 @@
+"""Inputs of the simulator for devices that `pi2 probe` measured: its figures instead of constants.
+
+The simulator describes phones by bandwidths, and everything else by constants.  Where pi2's own
+kernels and reads were measured, these stand in for both, so that a machine can be simulated, and
+what it really does is compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pi2.plan.resolved import ResolvedPlan
+from pi2.planning.activity import CHURN, describe_activity, read_statistics
+from pi2.planning.cost import measure_sizes, read_settings
+from pi2.planning.counted import CountedHotness
+from pi2.planning.rates import Rates, find_stream_overlap, find_stream_rate, read_rates
+from pi2.planning.storage_choice import Reads
+from pi2.simulate import read_inputs as read_plain_inputs
+from pi2.simulate.activations import Hotness, weigh_hot
+from pi2.simulate.flash import Flash, FlashPoint
+from pi2.simulate.inputs import Figure, Machine, SimulationInput, Workload
+
+_TYPICAL_MISSES = 128.0
+"""Missing neurons of a layer, where nobody counted how often they are used."""
+
+
+def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
+    """Inputs of a plan; ``UserError`` P330, P331, P351 names every figure that is missing."""
+    inputs = read_plain_inputs(resolved)
+    cpu = next((unit for unit in resolved.device.units.values() if unit.kind == "cpu"), None)
+    if cpu is None or not cpu.kernels or resolved.plan.pipeline.policy != "neuron-cluster":
+        return inputs
+    rates = read_rates(resolved.device)
+    settings = read_settings(resolved, rates)
+    workload = _measure_workload(resolved, inputs, rates)
+    cold = _lose_churn(inputs, workload)
+    hot = sum(item.hot * item.count for item in inputs.choices.layers)
+    kept = (hot + cold / workload.layer_neurons) / workload.layers
+    missing = _count_missing(workload, kept) * workload.layer_neurons or _TYPICAL_MISSES
+    choices = replace(
+        inputs.choices,
+        compute_threads=settings.threads,
+        io_threads=1,
+        keeps_most_used=resolved.plan.cache.policy == "lfu" and workload.hotness is not None,
+        cold_neurons=cold,
+    )
+    steps = rates.norm_s + rates.look_up.call_s + 2 * rates.gather.call_s
+    steps += rates.project.call_s + rates.predict.call_s
+    constants = replace(
+        inputs.constants,
+        gather_efficiency=rates.gather.bytes_s / inputs.machine.cpu_bytes_s,
+        barrier_s=steps / inputs.constants.cluster_barriers,
+        place_s=1.0 / rates.look_up.bytes_s,
+    )
+    kernels = [
+        Figure(name=f"kernels ({item.kernel})", status=item.status, source=item.source)
+        for item in cpu.kernels
+    ]
+    return replace(
+        inputs,
+        machine=_measure_machine(
+            inputs.machine, rates, settings.reads, resolved.bundle.stride, missing
+        ),
+        workload=workload,
+        choices=choices,
+        constants=constants,
+        figures=(*inputs.figures, *dict.fromkeys(kernels)),
+    )
+
+
+def _is_counted(resolved: ResolvedPlan) -> bool:
+    return read_statistics(resolved.store_path, resolved.model.shape.layers) is not None
+
+
+def _lose_churn(inputs: SimulationInput, workload: Workload) -> float:
+    """Neurons that the cache keeps, less the slots that a token's misses go through."""
+    cold = inputs.choices.cold_neurons
+    whole = workload.layers * workload.layer_neurons
+    hot = sum(item.hot * item.count for item in inputs.choices.layers) / workload.layers
+    kept = hot + cold / whole
+    for _ in range(8):  # a fixed point: the misses decide what is lost
+        kept = hot + max(cold / whole - CHURN * _count_missing(workload, kept), 0.0)
+    return (kept - hot) * whole
+
+
+def _count_missing(workload: Workload, kept: float) -> float:
+    """Share of a layer's neurons that a token misses where the hottest ``kept`` are in memory."""
+    if workload.hotness is None:
+        return 0.0
+    cold = 1.0 - weigh_hot(min(kept, 1.0))
+    return float((workload.hotness.compute_chances() * cold).mean()) * workload.chosen
+
+
+def _measure_workload(resolved: ResolvedPlan, inputs: SimulationInput, rates: Rates) -> Workload:
+    """Bytes as if everything went at the read bandwidth: each step has a rate of its own."""
+    plan, workload = resolved.plan, inputs.workload
+    bandwidth = inputs.machine.cpu_bytes_s
+    stride = resolved.bundle.stride
+    sizes = measure_sizes(resolved.model, plan.decode.predictor, plan.kv.type, stride)
+    neuron = float(sizes.neuron)
+    found = replace(
+        workload,
+        attention_bytes=workload.attention_bytes * bandwidth / rates.project.bytes_s,
+        kv_token_bytes=sizes.kv_token * bandwidth / rates.attend.bytes_s,
+        predictor_bytes=sizes.predictor * bandwidth / rates.predict.bytes_s,
+        head_bytes=workload.head_bytes * bandwidth / rates.multiply.bytes_s,
+    )
+    known = read_statistics(resolved.store_path, resolved.model.shape.layers)
+    if known is None or plan.decode.predictor == "none":
+        return replace(found, neuron_bytes=neuron)
+    mode, count = plan.decode.predictor, len(known)
+    opened = sum(item.opened(mode) for item in known) / count
+    fired = sum(item.fired(mode) for item in known) / count
+    if sizes.is_gated:
+        neuron *= (1.0 + fired) / 2 if mode == "gate" else (1.0 + opened + fired) / 3
+    return replace(
+        found,
+        neuron_bytes=neuron,
+        active=sum(item.named(mode) for item in known) / count,
+        skew=sum(item.skew for item in known) / count,
+        hotness=_average_hotness(resolved),
+    )
+
+
+def _average_hotness(resolved: ResolvedPlan) -> Hotness | None:
+    """Mean of all layers, where the store counted them."""
+    activity, _ = describe_activity(
+        resolved.model, resolved.plan.decode.predictor, resolved.store_path
+    )
+    if not all(layer.seeded for layer in activity):
+        return None
+    chances = np.stack([layer.named.compute_chances() for layer in activity]).mean(axis=0)
+    return CountedHotness(active=float(chances.mean()), spread=0.0, chances=tuple(chances.tolist()))
+
+
+def _measure_machine(
+    machine: Machine, rates: Rates, reads: Reads | None, stride: int, missing: float
+) -> Machine:
+    """The plan's way to read, as the only rate of random reads."""
+    stream_overlap = find_stream_overlap(rates)
+    if reads is None or rates.flash is None:
+        return replace(machine, stream_overlap=stream_overlap)
+    neuron_s = reads.find_neuron_s(missing)
+    points = (
+        FlashPoint(pattern="random", block_bytes=stride, rate_bytes_s=stride / neuron_s),
+        FlashPoint(
+            pattern="sequential",
+            block_bytes=stride,
+            rate_bytes_s=find_stream_rate(rates.flash),
+        ),
+    )
+    flash = Flash(
+        points=points,
+        latency_s=reads.call_s,
+        reader_penalty=0.0,
+        block_bytes=rates.flash.block_bytes,
+    )
+    return replace(machine, flash=flash, read_overlap=reads.overlap, stream_overlap=stream_overlap)
