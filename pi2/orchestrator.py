@@ -27,18 +27,17 @@ from pi2.machine import (
     detect_machine,
     list_allowed_cores,
 )
+from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
-from pi2.memory.frequency import expect_uses
-from pi2.memory.lending import ContextLoan, ContextMemory
 from pi2.plan.device import Unit
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
-from pi2.plan.sizes import STAGED_NEURONS, count_chunks
+from pi2.plan.sizes import count_chunks
 from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
@@ -238,66 +237,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def allocate_cache(
-    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False
-) -> NeuronCache:
-    """One arena for hot and cold neurons; the cold cache takes all of its segment."""
-    stride = resolved.bundle.stride
-    hot = [layer.hot_neurons for layer in resolved.layers]
-    neurons = resolved.model.layer_neurons
-    cold_slots, most_slots = count_cold_slots(resolved)
-    sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
-    arena = budget.allocate_spanning(
-        sizes, reserved_bytes=(most_slots - cold_slots) * stride
-    ).reshape(-1, stride)
-    # Only an order by hotness tells beforehand which neurons will be used often.
-    expected = expect_uses(len(hot), neurons) if by_hotness else None
-    policy = resolved.plan.cache.policy
-    return NeuronCache(
-        arena,
-        hot,
-        neurons,
-        policy=policy,
-        expected=expected,
-        give_back=budget.give_back,
-    )
-
-
-def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
-    """Cold slots of the segment, and with what the context lends while it is empty."""
-    neurons = resolved.model.layer_neurons
-    absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
-    stride = resolved.bundle.stride
-    cold = min(resolved.plan.memory.segments.cold // stride, absent)
-    if not resolved.plan.kv.lend:
-        return cold, cold
-    return cold, min(cold + describe_context(resolved).count_unused(0) // stride, absent)
-
-
-def describe_context(resolved: ResolvedPlan) -> ContextMemory:
-    """What keys and values take of their segment."""
-    shape, kinds = resolved.model.shape, {"fp16": 2, "int8": 4}[resolved.plan.kv.type]
-    return ContextMemory(
-        total_bytes=resolved.needs.kv.bytes,
-        context=resolved.plan.kv.context,
-        runs=kinds * shape.layers * shape.kv_heads,
-    )
-
-
-def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
-    """What the context lends, where the plan says so and there are neurons to lie in it."""
-    cold_slots, most_slots = count_cold_slots(resolved)
-    if most_slots == cold_slots:
-        return None
-    return ContextLoan(
-        cache,
-        describe_context(resolved),
-        cold_slots=cold_slots,
-        most_slots=most_slots,
-        release=partial(budget.release, "kv"),
-    )
-
-
 def describe_build(
     resolved: ResolvedPlan,
     unit: Unit,
@@ -382,13 +321,6 @@ def allocate_gate_rows(
         return weights.reshape(neurons, -1), None
     scales = budget.allocate("predictor", neurons * size)
     return weights.reshape(neurons, -1), scales.view(np.float16).reshape(neurons, -1)
-
-
-def allocate_staging(resolved: ResolvedPlan, budget: Budget) -> U8:
-    """Two buffers [2, n, stride] for neurons that stream from flash."""
-    count = min(resolved.model.layer_neurons, STAGED_NEURONS)
-    stride = resolved.bundle.stride
-    return budget.allocate("workspace", 2 * count * stride).reshape(2, count, stride)
 
 
 def open_reader(
