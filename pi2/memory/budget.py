@@ -87,10 +87,19 @@ class Budget:
 
     def release(self, segment: str) -> None:
         """Let the system have the memory that ``segment`` alone was given; it is zeros then."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+        self._advise(segment, "MADV_DONTNEED")
+
+    def use_small_pages(self, segment: str) -> None:
+        """See to it that memory of ``segment`` comes page by page, as it is touched, also where the
+        system gives 2 MiB at once to everybody."""
+        self._advise(segment, "MADV_NOHUGEPAGE")
+
+    def _advise(self, segment: str, name: str) -> None:
+        advice: int | None = getattr(mmap, name, None)
+        if advice is not None:
             for region, segments in zip(self._maps, self._segments, strict=True):
                 if segments == {segment}:
-                    region.madvise(mmap.MADV_DONTNEED)
+                    region.madvise(advice)
 
     def give_back(self, unused: npt.NDArray[np.uint8]) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that

@@ -257,3 +257,17 @@ def test_the_cold_region_shrinks_and_grows_without_reading_what_stays(policy: Po
     assert sorted(arena[found.resident_slots, 0]) == [13, 15, 17, 19]
     assert len(cache.look_up(2, ids(10, 11, 12, 13, 14, 15)).missing) == 6
     assert len(cache.look_up(1, ids(3, 5, 7, 9)).missing) == 0, "they have found empty slots"
+
+
+def test_a_segment_that_is_released_is_zeros() -> None:
+    budget = Budget({"kv": 1 << 22, "cold": 1 << 12})
+    kv, cold = budget.allocate("kv", 1 << 22), budget.allocate("cold", 1 << 12)
+    budget.use_small_pages("kv")
+    kv[:] = 1
+    cold[:] = 1
+    budget.release("kv")
+    if hasattr(mmap, "MADV_DONTNEED"):
+        assert not kv.any()
+    assert cold.all(), "other segments keep theirs"
+    kv[:] = 2
+    assert kv.all(), "it can be used again"
