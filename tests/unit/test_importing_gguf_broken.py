@@ -275,7 +275,7 @@ def test_a_folder_of_files_that_do_not_belong_together(job: Job) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.integers(0, 1200), content=st.binary(min_size=1, max_size=8), cut=st.booleans())
 def test_damaged_headers_are_read_or_refused(

@@ -124,8 +124,10 @@ def test_codes_are_taken_over_into_int4(tmp_path: Path) -> None:
             np.testing.assert_array_equal(codes[:, 0] + 7, words[:, 0] & 15)
 
 
-@pytest.mark.parametrize("name", ["gemma", "mixtral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("quantization", ["q0f16", "q4f16_1"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("gemma", "q0f16"), ("mixtral", "q4f16_1"), ("qwen2", "q0f16"), ("qwen3", "q4f16_1")],
+)
 def test_families(tmp_path: Path, name: str, quantization: str) -> None:
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
     config, weights = read_checkpoint(checkpoint)
