@@ -7,4 +7,8 @@ gate of neuron i is ``b_i c / (a d) + A_i B``, B a layer's random directions, or
 product with u is ``b_i + A_i z``, a normal variable with mean b_i and deviation 1, and b_i decides
 how often it is positive.  A predictor that holds B, A and b predicts it; what it does not know is
 the rounding of the gate's weights.
+
+In a mixture every expert has neurons of the same hotness, which take turns in the stored order.  A
+router's rows are random and orthogonal to c, so that its scores are standard normal and every expert
+computes as many tokens as any other; what it chooses says nothing of which neurons fire.
 """
