@@ -276,7 +276,20 @@ def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | Non
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if 0 < len(found) < layers and document.get("synthetic") is True:
+        # Some layers of a large synthetic store were measured; all are made alike.
+        return [_average_statistics(found)] * layers
     return found if len(found) == layers else None
+
+
+def _average_statistics(found: Sequence[LayerStatistics]) -> LayerStatistics:
+    count = len(found)
+    return LayerStatistics(
+        active=sum(item.active for item in found) / count,
+        gate_positive=sum(item.gate_positive for item in found) / count,
+        predicted=sum(item.predicted for item in found) / count,
+        skew=round(sum(item.skew for item in found) / count, 3),
+    )
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:

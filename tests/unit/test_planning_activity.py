@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from pi2.planning.activity import (
     average_chances,
     describe_activity,
     make_hotness,
+    read_statistics,
 )
 from pi2.planning.counted import make_counted
 from pi2.simulate.activations import CLASSES
@@ -122,6 +124,17 @@ def test_a_store_s_counts_come_before_the_model_s_document(tmp_path: Path) -> No
     found, source = describe_activity(model, "low-rank", tmp_path)
     assert source == "the store's counted activations"
     assert found[0].named.active == pytest.approx(0.3, rel=0.01)
+
+
+def test_some_measured_layers_speak_for_all_of_a_synthetic_store(tmp_path: Path) -> None:
+    layer = {"active": 0.1, "gate_positive": 0.2, "predicted": 0.3, "skew": 0.25}
+    document: dict[str, Any] = {"layers": [layer] * 2, "synthetic": True}
+    (tmp_path / "statistics.json").write_text(json.dumps(document))
+    found = read_statistics(tmp_path, 5)
+    assert found is not None and len(found) == 5
+    assert found[4].named("low-rank") == pytest.approx(0.3)
+    (tmp_path / "statistics.json").write_text(json.dumps({**document, "synthetic": False}))
+    assert read_statistics(tmp_path, 5) is None
 
 
 def test_a_model_s_document_is_enough() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import pytest
 import simpy
 
@@ -70,3 +73,19 @@ def test_no_rate_is_ever_above_the_limit() -> None:
     assert total / max(ends) <= 60.0 + 1e-9
     assert bus.meter.cpu_bytes / bus.meter.cpu_s <= 40.0 + 1e-9
     assert bus.meter.dense_bytes / bus.meter.dense_s <= 50.0 + 1e-9
+
+
+@pytest.mark.parametrize(("overlap", "seconds"), [(1.0, 1.0), (0.5, 1.5), (0.0, 2.0)])
+def test_reading_takes_from_the_cores_what_it_does_not_hide(overlap: float, seconds: float) -> None:
+    """A second of computing, and a read of a second that begins with it."""
+    env = simpy.Environment()
+    bus = Bus(env, cpu_bytes_s=1e9, dense_bytes_s=1.0, shared_bytes_s=1e9, read_overlap=overlap)
+
+    def read() -> Generator[simpy.Event, Any, None]:
+        bus.begin_read()
+        yield env.timeout(1.0)
+        bus.end_read(1e6)
+
+    env.process(read())
+    env.run(until=bus.move("cpu", 1e9))
+    assert env.now == pytest.approx(seconds, rel=0.01)

@@ -1,0 +1,113 @@
+"""A machine that was probed, simulated: its own figures stand in for constants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+from pi2.plan.resolved import ResolvedPlan
+from pi2.planning.cost import cost_resolved
+from pi2.planning.documents import read_document
+from pi2.planning.rates import read_rates
+from pi2.planning.resolving import resolve_values
+from pi2.planning.simulated import read_inputs
+from pi2.simulate import simulate
+
+MIB = 1 << 20
+ORIGIN = {"status": "estimated", "source": "a test"}
+
+
+def make_device(overlap: float, read_s: float = 20e-6) -> Device:
+    """Two cores at 20 GB/s, with kernels a bit below, and reads of 8 KiB."""
+
+    def kernel(name: str, size: int, time_us: float, size_bytes: int | None = None) -> Any:
+        found = {"kernel": name, "size": size, "time": f"{time_us} us", **ORIGIN}
+        return found if size_bytes is None else {**found, "bytes": f"{size_bytes} B"}
+
+    def rate(**settings: Any) -> Any:
+        return {"overlap": overlap, **settings, **ORIGIN}
+
+    cpu = {
+        "kind": "cpu",
+        "clusters": [{"id": "cores", "cores": 2}],
+        "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
+        "kernels": [
+            kernel("multiply", 32000, 7000, 136 << 20),
+            kernel("project", 10240, 1200, 23 << 20),
+            kernel("attend", 2048, 450, 8 << 20),
+            kernel("predict", 14336, 560, 10 << 20),
+            kernel("gather", 64, 50, 64 * 6912),
+            kernel("gather", 2048, 1020, 2048 * 6912),
+            kernel("norm", 4096, 12),
+            kernel("look-up", 0, 60),
+            kernel("look-up", 128, 200),
+        ],
+    }
+    reads = [
+        rate(pattern="sequential", block="4 MiB", rate="1 GB/s", threads=1),
+        rate(
+            pattern="random",
+            block="8 KiB",
+            rate=f"{round(8192 / read_s)} B/s",
+            depth=128,
+            threads=1,
+        ),
+    ]
+    values = {
+        "schema_version": 1,
+        "id": "box",
+        "units": {"cpu": cpu},
+        "storage": {"block_size": "512 B", "latency": "70 us", "reads": reads},
+    }
+    return Device.model_validate_json(json.dumps(values))
+
+
+def predict(device: Device) -> tuple[float, float]:
+    """Tokens per second by the cost model and by the simulator."""
+    model = read_document("bamboo-7b", "model").document
+    assert isinstance(model, Model)
+    segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
+    values = {
+        "schema_version": 1,
+        "device": "box",
+        "model": "bamboo-7b",
+        "store": "stores/none",
+        "memory": {
+            "budget": "4 GiB",
+            "segments": {key: f"{size} MiB" for key, size in segments.items()}
+            | {"hot": "1280 MiB", "cold": "400 MiB"},
+        },
+        "bundle": {"stride": "7168 B"},
+        "layers": {"split": {"cpu": 1.0}, "hot": 0.4},
+        "cache": {"policy": "lru"},  # what the simulator knows where nobody counted
+        "kv": {"context": 1024},
+    }
+    resolved = resolve_values(values, device, model)
+    plan = ResolvedPlan(
+        plan=resolved.plan,
+        device=device,
+        model=model,
+        layers=resolved.layers,
+        bundle=resolved.bundle,
+        path=Path("box.plan.toml"),
+        store_path=Path("none"),
+    )
+    simulated = simulate(read_inputs(plan), prompt_tokens=256, tokens=16)
+    return cost_resolved(resolved, read_rates(device)).tokens_s, simulated.tokens_s
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_the_simulator_and_the_cost_model_agree_about_a_measured_machine(overlap: float) -> None:
+    cost, simulated = predict(make_device(overlap))
+    assert simulated == pytest.approx(cost, rel=0.15)
+
+
+def test_what_reading_costs_the_cores_and_slower_reads_slow_a_machine_down() -> None:
+    usual = predict(make_device(1.0))
+    for worse in (predict(make_device(0.0)), predict(make_device(1.0, read_s=40e-6))):
+        assert worse[0] < 0.95 * usual[0] and worse[1] < 0.95 * usual[1]
