@@ -16,6 +16,10 @@ Floats = NDArray[np.float64]
 
 COUNTS_FILE = "activations.parquet"
 _NORMAL = NormalDist()
+_RARE = 4
+"""Counts up to which chance decides what was counted."""
+_ENOUGH = 30
+"""Neurons with a count from which their number is known well enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,27 @@ def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> Floats
         return None
     if tokens <= 0:
         return None
-    shares = np.minimum(counts / tokens, 1.0).reshape(layers, neurons)
+    rows = counts.reshape(layers, neurons)
+    shares = np.minimum(np.stack([_expect_counts(row) for row in rows]) / tokens, 1.0)
     shares.sort(axis=1)
     return np.asarray(shares[:, ::-1])
+
+
+def _expect_counts(counts: Floats) -> Floats:
+    """What as many other tokens are expected to count for neurons with these counts [neurons].
+
+    Neurons that a sample never saw are used, too, and those that it saw once are used less: Good
+    and Turing's estimate, (c + 1) N(c + 1) / N(c), where N(c) neurons have the count c.
+    """
+    expected = counts.copy()
+    sizes = np.bincount(counts.astype(np.int64), minlength=_RARE + 2)
+    last = 0.0
+    for count in range(_RARE + 1):
+        if min(sizes[count], sizes[count + 1]) < _ENOUGH:
+            break
+        last = max(last, float((count + 1) * sizes[count + 1] / sizes[count]))
+        expected[counts == count] = min(last, count + 1.0)
+    return expected
 
 
 def make_counted(shares: Floats, named: float) -> CountedHotness:

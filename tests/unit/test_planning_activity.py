@@ -23,7 +23,7 @@ from pi2.planning.activity import (
     make_hotness,
     read_statistics,
 )
-from pi2.planning.counted import make_counted
+from pi2.planning.counted import _expect_counts, make_counted
 from pi2.simulate.activations import CLASSES
 from pi2.simulate.constants import Constants
 
@@ -124,6 +124,18 @@ def test_a_store_s_counts_come_before_the_model_s_document(tmp_path: Path) -> No
     found, source = describe_activity(model, "low-rank", tmp_path)
     assert source == "the store's counted activations"
     assert found[0].named.active == pytest.approx(0.3, rel=0.01)
+
+
+def test_rare_neurons_are_expected_to_be_used_as_other_tokens_use_them() -> None:
+    """Of neurons that a sample of 256 tokens never saw, some are used by other tokens."""
+    random = np.random.default_rng(0)
+    rates = random.beta(0.3, 3.0, 14336)
+    seen, others = (random.binomial(256, rates).astype(np.float64) for _ in range(2))
+    expected = _expect_counts(seen)
+    for count in range(4):
+        same = seen == count
+        assert expected[same].mean() == pytest.approx(others[same].mean(), rel=0.15)
+    assert expected[seen > 10].tolist() == seen[seen > 10].tolist()
 
 
 def test_some_measured_layers_speak_for_all_of_a_synthetic_store(tmp_path: Path) -> None:
