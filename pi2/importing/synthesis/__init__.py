@@ -9,6 +9,6 @@ how often it is positive.  A predictor that holds B, A and b predicts it; what i
 the rounding of the gate's weights.
 
 In a mixture every expert has neurons of the same hotness, which take turns in the stored order.  A
-router's rows are random and orthogonal to c, so that its scores are standard normal and every expert
-computes as many tokens as any other; what it chooses says nothing of which neurons fire.
+router's rows are random and orthogonal to c: its scores are standard normal, every expert computes
+as many tokens as any other, and what it chooses says nothing of which neurons fire.
 """
