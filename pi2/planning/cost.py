@@ -44,7 +44,7 @@ from pi2.planning.rates import (
 from pi2.planning.storage_choice import Reads, find_reads
 
 LookAhead = Literal["none", "attention", "layer"]
-RUNTIME_BYTES = 78 << 20
+RUNTIME_BYTES = 81 << 20
 """Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
 set of the demo model's run, less what its segments hold."""
 NEURON_TABLE_BYTES = 36
@@ -474,6 +474,8 @@ def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     cold = min(segments.cold, absent * stride)
+    if resolved.plan.decode.predictor == "none":
+        cold = 0  # everything streams by; nothing is put there
     share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
     return ceil(count_runtime(resolved.model) + fixed + cold - untouched)

@@ -141,7 +141,7 @@ def _measure_machine(
     """The plan's way to read, as the only rate of random reads."""
     stream_overlap = find_stream_overlap(rates)
     if reads is None or rates.flash is None:
-        return replace(machine, stream_overlap=stream_overlap)
+        return replace(machine, read_overlap=stream_overlap, stream_overlap=stream_overlap)
     neuron_s = reads.find_neuron_s(missing)
     points = (
         FlashPoint(pattern="random", block_bytes=stride, rate_bytes_s=stride / neuron_s),
