@@ -170,7 +170,7 @@ def _read_weight_map(file: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError.of("P532", f"{file} has no weight_map", file=str(file))
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+        if not isinstance(name, str) or not _is_file_name(name):
             raise UserError.of(
                 "P538",
                 f"the index puts tensor {tensor!r} into {name!r}, which is not a file name",
@@ -178,6 +178,11 @@ def _read_weight_map(file: Path) -> dict[str, str]:
                 file=str(file),
             )
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it is a file of the folder itself, in characters that a file system can take."""
+    return name.isprintable() and name == Path(name).name and name not in ("", ".", "..")
 
 
 def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:

@@ -11,6 +11,9 @@ from pi2.diagnostics import UserError
 
 Value = TypeVar("Value", int, float, bool, str)
 
+_HUGE = 10**300
+"""Whole numbers from here on may not fit into a float."""
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -52,7 +55,7 @@ class Config:
                 raise self.refuse(f"it does not state {key}")
             return default
         if kind is float and type(value) is int:
-            value = float(value)
+            value = float(value) if abs(value) < _HUGE else math.inf
         if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
             raise self.refuse(f"{key} is {value!r}, expected {_DESCRIBED[kind]}")
         found: Value = value
@@ -127,6 +130,8 @@ def read_rope(config: Config, context: int, share: float = 1.0) -> dict[str, Any
         int,
         config.read("original_max_position_embeddings", int, context),
     )
+    if original < 1:
+        raise config.refuse(f"original_max_position_embeddings is {original}, not a context")
     if kind == "dynamic":
         # Nothing is stretched up to the original context, which then is the model's.
         return rope

@@ -15,8 +15,12 @@ Tables = dict[str, Any]
 
 _LAYER = "model.layers.{layer}"
 _LAYERS = ("num_hidden_layers", "n_layer")
-_MAX_LAYERS = 1024
-"""What a model document can state; families may count through the layers."""
+_LIMITS = {
+    **dict.fromkeys(_LAYERS, 1024),
+    "hidden_size": 2**20,
+    "max_position_embeddings": 2**40,
+}
+"""No model document states more; families may count through layers, and take roots of sizes."""
 
 
 def _describe_llama(config: Config) -> Tables:
@@ -108,10 +112,13 @@ def _describe_gemma(config: Config) -> Tables:
 def _describe_granite(config: Config) -> Tables:
     tables = _describe_llama(config)
     tables["attention"]["scale"] = config.read("attention_multiplier", float, 1.0)
+    divisor = config.read("logits_scaling", float, 1.0)
+    if divisor == 0.0:
+        raise config.refuse("logits_scaling is 0")
     tables["multipliers"] = {
         "embedding": config.read("embedding_multiplier", float, 1.0),
         "residual": config.read("residual_multiplier", float, 1.0),
-        "logits": 1.0 / config.read("logits_scaling", float, 1.0),
+        "logits": 1.0 / divisor,
     }
     return tables
 
@@ -380,7 +387,7 @@ def describe_family(config: Config) -> Tables:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise config.refuse(f"the family {kind!r} is unknown (known: {known})")
-    for key in _LAYERS:
-        if config.has(key) and not 1 <= config.read(key, int) <= _MAX_LAYERS:
-            raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{_MAX_LAYERS}")
+    for key, most in _LIMITS.items():
+        if config.has(key) and not 1 <= config.read(key, int) <= most:
+            raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{most}")
     return family(config)

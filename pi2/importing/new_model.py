@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
-from pi2.importing.requirements import check_checkpoint
+from pi2.importing.leftovers import find_leftovers
+from pi2.importing.requirements import check_checkpoint, raise_findings
 from pi2.importing.rows import fill_name
 from pi2.plan.findings import Facts
 from pi2.plan.layout import GROUP, round_up
@@ -42,7 +43,8 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     """Describe the checkpoint at ``path``; ``name`` is the document's id, else the checkpoint's.
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
-    document can state, P533, P534 or P541 where configuration and tensors contradict each other.
+    document can state, P533, P534, P537 or P541 where configuration and tensors contradict each
+    other.
     """
     checkpoint = open_checkpoint(path)
     file = checkpoint.config_file
@@ -60,6 +62,7 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     model = _validate(config, tables)
     says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
     check_checkpoint(checkpoint, model, says=says)
+    raise_findings(list(find_leftovers(checkpoint, model, says)))
     return NewModel(model=model, text=write_model(model, name_origin(path)))
 
 

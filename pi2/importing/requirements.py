@@ -145,9 +145,10 @@ def find_tensor_problem(
     """Say that a tensor is missing or of the wrong shape."""
     tensor = checkpoint.tensors.get(need.name)
     if tensor is None:
+        place = checkpoint.files[0] if len(checkpoint.files) == 1 else checkpoint.folder
         return Diagnostic(
             code="P533",
-            message=f"{checkpoint.folder} has no tensor {checkpoint.describe_name(need.name)!r}",
+            message=f"{place} has no tensor {checkpoint.describe_name(need.name)!r}",
             help=f"check tensors.{need.key} and the shape in the model document",
         )
     if tensor.shape != need.shape:

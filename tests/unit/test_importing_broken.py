@@ -85,6 +85,14 @@ def test_missing_tensor(job: Job) -> None:
     job.expect("P533", GATE, str(job.checkpoint), "tensors.gate")
 
 
+def test_a_missing_tensor_names_the_file_or_the_folder_of_shards(job: Job) -> None:
+    del job.weights[GATE]
+    job.save()
+    job.expect("P533", GATE, f"{job.file} has no tensor")
+    shard(job)
+    job.expect("P533", GATE, f"{job.checkpoint} has no tensor")
+
+
 def test_wrong_shape(job: Job) -> None:
     job.weights[GATE] = job.weights[GATE][:-1]
     job.save()
@@ -297,7 +305,8 @@ def test_a_shard_is_missing(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", 5]
+    "target",
+    ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\0b", "\ud800", 5],
 )
 def test_an_index_cannot_name_files_elsewhere(job: Job, target: object) -> None:
     weight_map = shard(job)

@@ -53,6 +53,10 @@ def test_the_document_is_sound_and_says_everything(tmp_path: Path, name: str) ->
         ("llama", {"hidden_act": "mish"}, "the activation 'mish' is unknown"),
         ("llama", {"rope_parameters": {"rope_type": "warp"}}, "position scaling 'warp'"),
         ("llama", {"num_attention_heads": 0}, "heads"),
+        ("llama", {"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
+        ("llama-yarn", {"max_position_embeddings": 10**400}, "max_position_embeddings"),
+        ("gemma", {"hidden_size": -32}, "hidden_size is -32, not in"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
         ("falcon-7b-relu", {"alibi": True}, "alibi is True"),
         ("qwen3", {"num_key_value_heads": 3}, "kv_heads"),
@@ -87,6 +91,44 @@ def test_a_config_that_contradicts_the_tensors(
         describe_checkpoint(checkpoint)
     assert tensor in str(caught.value)
     assert "config.json says" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "tensor"),
+    [
+        ("llama", {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight"),
+        ("opt", {"num_hidden_layers": 1}, "model.decoder.layers.1.self_attn_layer_norm.weight"),
+        ("llama-biases", {"attention_bias": False, "mlp_bias": False}, "self_attn.o_proj.bias"),
+        ("falcon-sequential", {"bias": False}, "self_attention.query_key_value.bias"),
+        ("qwen3", {"model_type": "llama"}, "self_attn.q_norm.weight"),
+        ("llama", {"tie_word_embeddings": True}, "lm_head.weight"),
+    ],
+)
+def test_tensors_that_the_config_denies(
+    tmp_path: Path, name: str, changes: dict[str, Any], tensor: str
+) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / name)
+    change_config(checkpoint, **changes)
+    with pytest.raises(UserError, match="P537") as caught:
+        describe_checkpoint(checkpoint)
+    assert tensor in str(caught.value)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_a_tied_head_may_be_written_out(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("qwen3", tmp_path / "qwen3")
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
+    assert describe_checkpoint(checkpoint).model.tied_head
+
+
+def test_a_context_of_nothing_is_not_stretched(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama-yarn", tmp_path / "llama")
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "original_max_position_embeddings": 0}
+    change_config(checkpoint, rope_parameters=rope)
+    with pytest.raises(UserError, match=r"P544.*original_max_position_embeddings is 0"):
+        describe_checkpoint(checkpoint)
 
 
 def test_a_bias_that_the_config_promises_and_the_checkpoint_lacks(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Tensors of a checkpoint that its own configuration denies: a model without them would run, and
+talk nonsense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from pi2.diagnostics import Diagnostic
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.rows import fill_name
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.model import Model
+
+_COMPARED_ROWS = 64
+"""Rows by which a head is known to be the embedding: trained ones differ in every row."""
+
+
+def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[Diagnostic]:
+    """A P537 for every kind of tensor that ``model``, made from the configuration, leaves out.
+
+    ``says`` names the configuration.  Raises `UserError` P532 or P535 as `SourceTensor.read`.
+    """
+    tensor = _find_later_layer(checkpoint, model)
+    if tensor is not None:
+        yield _deny(tensor, f"{says} that the model has {model.shape.layers} layers")
+    for key in _list_absent(model):
+        pattern = getattr(model.tensors, key)
+        found = None if pattern is None else checkpoint.tensors.get(fill_name(pattern, 0))
+        if found is not None:
+            yield _deny(found, f"{says} that there is no {key.replace('_', ' ')}")
+    head = checkpoint.tensors.get(model.tensors.head)
+    if model.tied_head and head is not None and not _is_embedding(checkpoint, model, head):
+        yield _deny(head, f"{says} that the head is the embedding, which has other weights")
+
+
+def _deny(tensor: SourceTensor, statement: str) -> Diagnostic:
+    return Diagnostic(
+        code="P537",
+        message=f"{statement}, but {tensor.file} has the tensor {tensor.name!r}",
+        help="correct the configuration, or write the model document by hand and give --model",
+    )
+
+
+def _find_later_layer(checkpoint: Checkpoint, model: Model) -> SourceTensor | None:
+    """A tensor of a layer that the model does not have."""
+    before, found, after = model.tensors.attention_norm.partition("{layer}")
+    if not found:
+        return None
+    name = re.compile(re.escape(before) + "([0-9]{1,9})" + re.escape(after))
+    matches = (name.fullmatch(candidate) for candidate in sorted(checkpoint.tensors))
+    later = (match[0] for match in matches if match and int(match[1]) >= model.shape.layers)
+    return next((checkpoint.tensors[name] for name in later), None)
+
+
+def _list_absent(model: Model) -> Iterator[str]:
+    """Keys of ``model.tensors`` that the model has no use for."""
+    if not model.attention.qkv_bias:
+        yield from ("query_bias", "key_bias", "value_bias", "fused_qkv_bias")
+    if not model.attention.output_bias:
+        yield "output_bias"
+    if not model.attention.head_norm:
+        yield from ("query_norm", "key_norm")
+    if not model.ffn.bias:
+        yield from ("gate_bias", "up_bias", "down_bias")
+    if not model.norm.bias:
+        yield from ("attention_norm_bias", "ffn_norm_bias", "final_norm_bias")
+
+
+def _is_embedding(checkpoint: Checkpoint, model: Model, head: SourceTensor) -> bool:
+    """Whether a tied head that is there too repeats the embedding, as some files have it."""
+    embedding = checkpoint.tensors[model.tensors.embedding]
+    if embedding.shape != head.shape:
+        return False
+    rows = min(_COMPARED_ROWS, head.shape[0])
+    return np.array_equal(embedding.read(0, rows), head.read(0, rows))
