@@ -13,7 +13,7 @@ from pi2.plan.device import Device, ReadFigure
 from pi2.plan.documents import Origin
 from pi2.plan.model import Model
 from pi2.plan.resolve import ResolvedPlan, load_plan
-from pi2.plan.sizes import count_ffn_bytes
+from pi2.plan.sizes import TOKENS_TOGETHER, count_chunks, count_ffn_bytes
 from tools.list_devices import DOCUMENT, read_devices, render_document
 
 REPOSITORY = Path(__file__).parents[2]
@@ -295,7 +295,15 @@ class TestPlans:
         resolved = load_plan(path)
         for name, need in resolved.needs.items():
             size = getattr(resolved.plan.memory.segments, name)
-            assert name == "cold" or size - need.bytes <= 8 * MIB, name
+            # Every further chunk that goes through a layer with the first takes 8 MiB or less.
+            spare = 8 * MIB * (count_chunks(resolved) if name == "workspace" else 1)
+            assert name == "cold" or size - need.bytes <= spare, name
+
+    @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
+    def test_a_prompt_of_512_tokens_reads_every_layer_once(self, path: Path) -> None:
+        resolved = load_plan(path)
+        if resolved.plan.pipeline.prefill == "layers-first":
+            assert count_chunks(resolved) * resolved.plan.prefill.chunk >= TOKENS_TOGETHER
 
     @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
     def test_it_lies_in_the_folder_of_its_device_and_shares_stores_by_model(
