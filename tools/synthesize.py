@@ -41,7 +41,8 @@ from pi2.plan.device import Device
 from pi2.plan.model import Model
 from pi2.plan.quantities import BYTE_UNITS, QuantityError, approximate_bytes, parse_quantity
 from pi2.plan.references import find_document
-from pi2.plan.resolve import load_plan, make_error
+from pi2.plan.resolve import load_plan
+from pi2.planning.documents import read_document
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 
@@ -104,8 +105,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def synthesize(arguments: argparse.Namespace) -> None:
     """Everything that the command does."""
+    model = read_document(arguments.model, "model").document
+    assert isinstance(model, Model)
     model_file = find_document(arguments.model, "model", Path())
-    model = load_model(model_file)
     recipe = make_recipe(arguments, model)
     check_recipe(recipe, model)
     output: Path = arguments.output
@@ -150,14 +152,6 @@ def synthesize(arguments: argparse.Namespace) -> None:
         resolved = load_plan(arguments.plan)
         budget = approximate_bytes(resolved.plan.memory.budget)
         print(f"{arguments.plan}: budget {budget}, digest {resolved.digest[:12]}")
-
-
-def load_model(path: Path) -> Model:
-    """Read a model file; `UserError` with all findings."""
-    found = check_file(path)
-    if not found.is_sound or not isinstance(found.document, Model):
-        raise make_error(found)
-    return found.document
 
 
 def parse_bytes(text: str) -> int:

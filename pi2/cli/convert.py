@@ -240,24 +240,9 @@ def draft_default_plan(model: Model) -> tuple[str | None, str]:
 
 def read_model(reference: str) -> Model:
     """Read a model document by path or short name; UserError with all findings."""
-    from pi2.plan.check import check_file
     from pi2.plan.model import Model
-    from pi2.plan.references import UnknownName, locate_document
-    from pi2.plan.resolve import make_error
-    from pi2.sharing.resolver import LockedReferences
+    from pi2.planning.documents import read_document
 
-    resolver = LockedReferences(Path.cwd())
-    try:
-        found = locate_document(reference, "model", Path.cwd(), resolver=resolver)
-    except UnknownName as error:
-        raise UserError.of("P015", str(error), help=error.hint) from None
-    report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
-    if not report.is_sound:
-        raise make_error(report)
-    if not isinstance(report.document, Model):
-        raise UserError.of(
-            "P014",
-            f"{reference} is not a model document",
-            help="a model's file name ends in .model.toml",
-        )
-    return report.document
+    document = read_document(reference, "model").document
+    assert isinstance(document, Model)
+    return document

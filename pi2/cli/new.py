@@ -64,11 +64,12 @@ def new_plan(
     from pi2.plan.device import Device
     from pi2.plan.drafting import Wish, draft_plan
     from pi2.plan.model import Model
+    from pi2.planning.documents import read_document
 
     device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
     model = _ask("--model", model, "Model", default="pi2-demo", known=_list_shipped("model"))
-    device_report = _read(device, "device")
-    model_report = _read(model, "model")
+    device_report = read_document(device, "device")
+    model_report = read_document(model, "model")
     assert isinstance(device_report.document, Device)
     assert isinstance(model_report.document, Model)
     memory = _ask("--memory", memory, "Memory for the whole process", default="4 GiB")
@@ -93,11 +94,12 @@ def new_plan(
 def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
     """Describe this machine as the device NAME, or one that is like another."""
     from pi2.plan.drafting import draft_device, draft_like
+    from pi2.planning.documents import read_document
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
     path = _choose_output(output, f"{name}.device.toml", "device", force)
     if like is not None:
-        _read(like, "device")
+        read_document(like, "device")
         _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
     else:
         _write(path, draft_device(_take_name(path), _look_at_machine()))
@@ -124,11 +126,12 @@ def new_model(
 ) -> None:
     """Write the model NAME, from a checkpoint, another model, or its sizes."""
     from pi2.plan.drafting import draft_like, draft_model
+    from pi2.planning.documents import read_document
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
     path = _choose_output(output, f"{name}.model.toml", "model", force)
     if like is not None:
-        _read(like, "model")
+        read_document(like, "model")
         _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
         return
     if checkpoint is not None:
@@ -179,26 +182,6 @@ def _list_shipped(kind: Kind) -> list[str]:
     from pi2.plan.references import list_shipped
 
     return list(list_shipped(kind)) if _is_guided() else []
-
-
-def _read(reference: str, kind: Kind) -> Report:
-    """Check the device or model that a reference means; it must be sound."""
-    from pi2.plan.check import check_file
-    from pi2.plan.references import UnknownName, locate_document
-    from pi2.plan.resolve import make_error
-    from pi2.sharing.resolver import LockedReferences
-
-    resolver = LockedReferences(Path())
-    try:
-        found = locate_document(reference, kind, Path(), resolver=resolver)
-    except UnknownName as error:
-        raise UserError.of("P015", str(error), help=error.hint) from None
-    report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
-    if not report.is_sound or report.document is None:
-        raise make_error(report)
-    if kind not in report.files:
-        raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
-    return report
 
 
 def _name(report: Report) -> str:

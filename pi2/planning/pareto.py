@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 
-from pi2.diagnostics import UserError
 from pi2.plan.quantities import approximate_bytes
+from pi2.planning.pictures import make_figure, save_figure
 from pi2.planning.planner import PlannedPlan
 
 
@@ -33,15 +32,10 @@ def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
 
 
 def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
-    """The picture's bytes; UserError P632 without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError.of(
-            "P632", "matplotlib is not installed", help="pip install 'pi2[plot]'"
-        ) from None
+    """The picture's bytes; UserError P632 without matplotlib, P633 for a type of
+    picture that it does not draw."""
     wish = plans[0].wish
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    figure = make_figure(7.0, 4.0)
     axes = figure.add_subplot()
     memories = [item.resolved.plan.memory.budget / 2**30 for item in plans]
     axes.plot(memories, [item.cost.tokens_s for item in plans], marker="o")
@@ -50,6 +44,4 @@ def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
     axes.set_title(f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}")
     axes.set_ylim(bottom=0.0)
     axes.grid(alpha=0.3)
-    stream = BytesIO()
-    figure.savefig(stream, format=form)
-    return stream.getvalue()
+    return save_figure(figure, form)

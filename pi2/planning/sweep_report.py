@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from io import BytesIO
-from typing import Any
 
-from pi2.diagnostics import UserError
 from pi2.plan.quantities import approximate_bytes
+from pi2.planning.pictures import make_figure, save_figure
 from pi2.planning.sweep import Outcome
 
 
@@ -97,31 +95,6 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
 
 def _read_speed(outcome: Outcome | None) -> float:
     return 0.0 if outcome is None else outcome.simulated_tokens_s or 0.0
-
-
-def make_figure(width: float, height: float) -> Any:
-    """An empty picture, in inches; UserError P632 without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError.of(
-            "P632",
-            "pictures need matplotlib, which is not installed",
-            help="install it with `pip install 'pi2[plot]'`",
-        ) from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, form: str) -> bytes:
-    """Its bytes; UserError P633 for a type of picture that it does not draw."""
-    stream = BytesIO()
-    try:
-        figure.savefig(stream, format=form)
-    except ValueError as error:
-        raise UserError.of(
-            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
-        ) from None
-    return stream.getvalue()
 
 
 def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:

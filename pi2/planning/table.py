@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import BytesIO
 from itertools import groupby
 
-from pi2.diagnostics import UserError
 from pi2.plan.quantities import approximate_bytes
 from pi2.planning.cost import Cost, LayerCost
+from pi2.planning.pictures import make_figure, save_figure
 from pi2.planning.text import describe_cost
 
 _TERMS = {
@@ -56,15 +55,7 @@ def _write_row(numbers: list[int], layer: LayerCost) -> str:
 def draw_cost(cost: Cost, form: str) -> bytes:
     """Terms of every layer on top of each other; UserError P632 without matplotlib, P633 for a
     type of picture that it does not draw."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError.of(
-            "P632",
-            "pictures need matplotlib, which is not installed",
-            help="install it with `pip install 'pi2[plot]'`",
-        ) from None
-    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    figure = make_figure(9.0, 4.0)
     axes = figure.add_subplot()
     places = range(len(cost.layers))
     base = [0.0] * len(cost.layers)
@@ -76,14 +67,7 @@ def draw_cost(cost: Cost, form: str) -> bytes:
     axes.set_xlabel("layer")
     axes.set_ylabel("microseconds of a token, predicted")
     axes.legend()
-    stream = BytesIO()
-    try:
-        figure.savefig(stream, format=form)
-    except ValueError as error:
-        raise UserError.of(
-            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
-        ) from None
-    return stream.getvalue()
+    return save_figure(figure, form)
 
 
 def _read_term(layer: LayerCost, name: str) -> float:

@@ -19,6 +19,7 @@ from pi2.plan.device import Device
 from pi2.plan.model import Model
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
+from pi2.planning.pareto import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.problem import _draw_lines
 from pi2.planning.rates import read_rates
@@ -157,6 +158,15 @@ def test_no_random_plan_within_the_memory_is_faster(planned: PlannedPlan) -> Non
         cost = cost_resolved(resolve_values(values, wish.device, wish.model), rates)
         assert planned.cost.token_s <= cost.token_s * 1.001, values
         tried += 1
+
+
+def test_a_curve_is_a_picture_of_a_type_that_can_be_drawn() -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra plot")
+    plans = trace_pareto(make_wish(memory_bytes=None), 2)
+    assert draw_curve(plans, "png").startswith(b"\x89PNG")
+    with pytest.raises(UserError) as caught:
+        draw_curve(plans, "spreadsheet")
+    assert caught.value.diagnostics[0].code == "P633"
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -252,6 +252,13 @@ def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
     assert "26% of the neurons cannot make 80%" in text
 
 
+def test_no_skew_is_advised_where_none_helps() -> None:
+    with pytest.raises(UserError) as caught:
+        check_recipe(Recipe(active=3.0), make())
+    (finding,) = caught.value.diagnostics
+    assert "active is 3.0" in finding.message
+
+
 def test_models_that_stores_cannot_hold_are_refused() -> None:
     with pytest.raises(UserError, match=r"shape\.hidden is 100"):
         check_recipe(Recipe(), make(shape={**SHAPE, "hidden": 100}))
@@ -301,6 +308,15 @@ def run_tool(
         capture_output=True,
         check=False,
     )
+
+
+def test_the_tool_says_of_a_model_that_nobody_knows(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    done = run_tool(environment, "nosuch", tmp_path / "store")
+    assert done.returncode == 2
+    assert "P015" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def _find_contradictions(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
     if recipe.seed < 0:
         yield f"the seed is {recipe.seed}, it may not be negative", None
     least = find_least_skew(recipe.active)
-    if recipe.skew < least:
+    if recipe.skew < least <= MOST_SKEW:
         yield (
             f"with {recipe.active:.0%} active, {recipe.skew:.0%} of the neurons cannot make "
             f"{SKEW_SHARE:.0%} of the activations",

@@ -1,0 +1,33 @@
+"""Pictures of plans and sweeps: matplotlib, which is optional and loaded late."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+from pi2.diagnostics import UserError
+
+
+def make_figure(width: float, height: float) -> Any:
+    """An empty picture, in inches; UserError P632 without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError.of(
+            "P632",
+            "pictures need matplotlib, which is not installed",
+            help="install it with `pip install 'pi2[plot]'`",
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, form: str) -> bytes:
+    """Its bytes; UserError P633 for a type of picture that it does not draw."""
+    stream = BytesIO()
+    try:
+        figure.savefig(stream, format=form)
+    except ValueError as error:
+        raise UserError.of(
+            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
+        ) from None
+    return stream.getvalue()
