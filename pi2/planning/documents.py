@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
 from pi2.plan.check import check_file
+from pi2.plan.kinds import DOCUMENTS
 from pi2.plan.references import UnknownName, locate_document
 from pi2.plan.resolve import make_error
 from pi2.sharing.resolver import LockedReferences
@@ -30,8 +31,8 @@ def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Rep
     except UnknownName as error:
         raise UserError.of("P015", str(error), help=error.hint) from None
     report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
+    if report.document is not None and not isinstance(report.document, DOCUMENTS[kind]):
+        raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
     if not report.is_sound or report.document is None:
         raise make_error(report)
-    if kind not in report.files:
-        raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
     return report
