@@ -103,7 +103,8 @@ class Bench:
         from pi2.backends.kernels.compile import generate, make_target
         from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
-        from pi2.backends.kernels.program import Parameters, Program, make_function
+        from pi2.backends.kernels.parameters import Parameters, make_function
+        from pi2.backends.kernels.program import Program
 
         program = Program(spec)
         target = make_target(program.isa)

@@ -20,7 +20,8 @@ import tvm
 from tvm import s_tir, tirx
 
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.program import Program, make_function
+from pi2.backends.kernels.parameters import make_function
+from pi2.backends.kernels.program import Program
 from pi2.backends.kernels.spec import KernelSpec
 
 LINKERS = (

@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 
 if TYPE_CHECKING:
-    from pi2.backends.kernels.program import Parameters
+    from pi2.backends.kernels.parameters import Parameters
 
 
 def emit_read_runs(take: Parameters) -> None:

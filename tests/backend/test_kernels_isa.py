@@ -188,18 +188,18 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     precision: Any, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines without VNNI run its schedule with the instruction written out."""
-    from pi2.backends.kernels import dots
+    from pi2.backends.kernels import products
     from pi2.backends.kernels import vectors as v
     from pi2.backends.kernels.matrix import Matrix, emit_multiply
     from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
 
     def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
         lanes = 4 * width
-        products = v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
-        plain = dots._Unit(make_isa("x86-64"), width)
-        return total + plain.finish(v.let(products))
+        four = v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
+        plain = products.Unit(make_isa("x86-64"), width)
+        return total + plain.finish(v.let(four))
 
-    monkeypatch.setattr(dots, "emit_vpdpbusd", write_out)
+    monkeypatch.setattr(products, "emit_vpdpbusd", write_out)
     # The schedule of VNNI, machine code for what this machine has.
     isa = dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
     rows, tokens = 9, 3

@@ -46,7 +46,7 @@ def generate(isa: Isa, architecture: str, name: str, emit: Callable[[Any], None]
     import tvm
 
     from pi2.backends.kernels.compile import generate, make_target
-    from pi2.backends.kernels.program import make_function
+    from pi2.backends.kernels.parameters import make_function
 
     triple = "aarch64-linux-gnu" if architecture == "aarch64" else "x86_64-linux-gnu"
     module = tvm.IRModule({name: make_function(name, emit)})

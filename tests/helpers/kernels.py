@@ -83,7 +83,7 @@ def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]
     import tvm
 
     from pi2.backends.kernels.compile import generate, make_target
-    from pi2.backends.kernels.program import make_function
+    from pi2.backends.kernels.parameters import make_function
 
     module = tvm.IRModule({"kernel": make_function("kernel", emit)})
     kernel = tvm.runtime.Executable(generate(module, make_target(isa))).jit()["kernel"]

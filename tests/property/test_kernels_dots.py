@@ -193,7 +193,7 @@ def sum_groups(codes: Any, length: int) -> Any:
 @functools.cache
 def make_norm(length: int, planes: int) -> Callable[[Any], None]:
     """A kernel (tokens; x, weight, activations)."""
-    from pi2.backends.kernels.program import emit_each_token
+    from pi2.backends.kernels.parameters import emit_each_token
     from pi2.backends.kernels.quantize import emit_norm
 
     def emit(take: Any) -> None:

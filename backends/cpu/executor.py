@@ -1,0 +1,230 @@
+"""The executor of the cpu backend: what each call of the protocol runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.chunk_state import Arguments, ChunkState, name_other_arrays
+from pi2.backends.cpu.arrays import Arrays, make_arrays
+from pi2.backends.cpu.attention import bind_attention
+from pi2.backends.cpu.neurons import Neurons
+from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.workspace import Workspace
+from pi2.backends.experts import list_chosen, route
+from pi2.backends.kernels.runtime import Library
+from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.layout import round_up
+from pi2.plan.sizes import LOGIT_ROWS
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
+
+_U8 = npt.NDArray[np.uint8]
+_I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+_F32 = npt.NDArray[np.float32]
+_NONE: _I32 = np.zeros(0, np.int32)
+
+
+class CpuExecutor:
+    """Executor of `pi2.backends.protocol`: one call of a kernel per method."""
+
+    def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
+        model, layers = request.model, range(request.model.shape.layers)
+        space = Workspace(request, library)
+        self._space = space
+        self._spec = spec
+        self._chunk = request.chunk
+        self._context = round_up(request.context, KV_BLOCK)
+        self._ids = space.make("int32", request.chunk)
+        self._logits = space.make("float32", min(request.chunk, LOGIT_ROWS), spec.vocab)
+        arrays = make_arrays(space, spec, request.chunk)
+        self._prediction = Prediction(request, space, spec, library, arrays.hidden)
+        self._neurons = Neurons(request, space, spec, library, arrays, self._prediction)
+        self._moe = model.moe
+        self._routers = [
+            np.asarray(request.tensors[name_layer_tensor(layer, "router")].weights)
+            .view(np.float32)
+            .reshape(-1, spec.hidden)
+            for layer in (layers if spec.experts else ())
+        ]
+        self._embed = library.find("embed")
+        self._positions = library.find("add_positions") if spec.positions else None
+        self._attend = [
+            library.find(
+                "attend_all" if spec.some_full and model.find_window(layer) is None else "attend"
+            )
+            for layer in layers
+        ]
+        self._begin = library.find("begin_ffn")
+        self._end = library.find("end_ffn")
+        self._head = library.find("logits")
+        self._head_logits = space.wrap(self._logits)
+        self._read = library.find("read_runs")
+        self._now = self._bind_first_chunk(request, arrays)
+        self._chunks = [self._now]
+        for _ in range(request.chunks - 1):
+            self._chunks.append(self._add_chunk(self._now, arrays.own))
+
+    def _bind_first_chunk(self, request: BuildRequest, arrays: Arrays) -> ChunkState:
+        """Return the arguments of all kernels for the first chunk of a prompt."""
+        space, spec, layers = self._space, self._spec, range(request.model.shape.layers)
+        x, y, hidden = arrays.x, arrays.y, arrays.hidden
+        # What the FFN reads: with parallel residuals, the layer's input.
+        before = arrays.kept if spec.parallel else x
+        return ChunkState(
+            normalized=arrays.normalized,
+            layer_input=arrays.layer_input,
+            routes=arrays.weights,
+            embed=(*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x),
+            positions=(*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else (),
+            attend=bind_attention(request, space, spec, arrays, self._context),
+            begin=[
+                (
+                    before,
+                    *space.wrap_norm(name_layer_tensor(layer, "ffn_norm"), spec.norm_bias),
+                    *hidden,
+                    y,
+                )
+                for layer in layers
+            ],
+            dense=self._neurons.dense,
+            gather=self._neurons.dense_one,
+            end=[
+                (x, y, *space.wrap_tensor(name_layer_tensor(layer, "down_bias")))
+                if spec.ffn_bias
+                else (x, y)
+                for layer in layers
+            ],
+            head=(
+                x,
+                *space.wrap_norm(FINAL_NORM, spec.norm_bias),
+                *space.wrap_tensor(EMBEDDING if request.model.tied_head else HEAD),
+                *hidden,
+            ),
+        )
+
+    def _add_chunk(self, first: ChunkState, own: Arguments) -> ChunkState:
+        """Make room for another chunk; ``own`` are the views of what ``first`` has for itself."""
+        space, chunk, hidden = self._space, self._chunk, self._spec.hidden
+        normalized = space.make("float32", chunk, hidden)
+        arrays = [space.make("float32", chunk, hidden) for _ in range(2)]
+        views: list[Any] = [space.wrap(array) for array in arrays]
+        # Where kernels take tokens in pairs, the last one may be alone.
+        even = round_up(chunk, 2)
+        views += space.make_activations(even, hidden, self._spec.planes, normalized)
+        routes, layer_input = first.routes, first.layer_input
+        if self._spec.experts:
+            routes = space.make("float32", *routes.shape)
+            views.append(space.wrap(routes))
+        if layer_input is not None:
+            layer_input = space.make("float32", chunk, hidden)
+            views.append(space.wrap(layer_input))
+        others = {id(old): new for old, new in zip(own, views, strict=True)}
+        return name_other_arrays(
+            first,
+            others,
+            normalized=normalized,
+            routes=routes,
+            layer_input=layer_input,
+        )
+
+    def select_chunk(self, number: int) -> None:
+        """Let the calls that follow be about another chunk."""
+        self._now = self._chunks[number]
+
+    def embed(self, tokens: _I32) -> None:
+        """Set x to the embeddings of ``tokens``."""
+        count = len(tokens)
+        self._now.tokens = count
+        self._ids[:count] = tokens
+        self._embed(count, *self._now.embed)
+
+    def attend(self, layer: int, position: int) -> None:
+        """Add the attention block."""
+        if layer == 0 and self._positions is not None:
+            self._positions(self._now.tokens, position, *self._now.positions)
+        arguments = self._now.attend[layer]
+        self._attend[layer](self._now.tokens, position, self._context, *arguments)
+
+    def begin_ffn(self, layer: int) -> None:
+        """Normalise x and clear the FFN's sum."""
+        now = self._now
+        self._begin(now.tokens, *now.begin[layer])
+        if self._moe is not None:
+            read = now.normalized
+            if self._moe.router_input == "layer" and now.layer_input is not None:
+                read = now.layer_input
+            tokens = slice(0, now.tokens)
+            now.routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
+
+    def list_experts(self) -> _I32:
+        """Return the experts that the router chose."""
+        return list_chosen(self._now.routes[0]) if self._moe is not None else _NONE
+
+    def predict_low_rank(self, layer: int, threshold: float, experts: _I32 | None = None) -> _I32:
+        """Return the neurons whose predictor score reaches ``threshold``."""
+        chosen = self.list_experts() if experts is None else experts
+        return self._prediction.find_named(layer, threshold, chosen)
+
+    def read_scores(self) -> _F32:
+        """Return the scores of the last prediction."""
+        return self._prediction.read_scores()
+
+    def predict_gate(self, layer: int) -> _I32:
+        """Return the neurons whose gate is open."""
+        assert self._prediction.has_gates, "gate rows were not given to build"
+        return self._prediction.find_open(layer, self.list_experts())
+
+    def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
+        """Add gathered neurons for one token."""
+        self._neurons.add_gathered(layer, arena, slots, indices)
+
+    def add_dense(self, layer: int, bundles: _U8) -> None:
+        """Add contiguous neurons for all tokens."""
+        now = self._now
+        self._neurons.add_neighbours(bundles, now.tokens, now.gather, now.dense)
+
+    def end_ffn(self, layer: int) -> None:
+        """Add the FFN's sum to x."""
+        self._end(self._now.tokens, *self._now.end[layer])
+
+    def read_ffn_input(self) -> _F32:
+        """Return what the FFN reads, before it was rounded to integers."""
+        values: _F32 = np.asarray(self._now.normalized[: self._now.tokens], np.float32)
+        return values
+
+    def logits(self, first: int) -> _F32:
+        """Return logits of the tokens from ``first`` on, as many as there is room for."""
+        count = min(self._now.tokens - first, len(self._logits))
+        self._head(first, count, *self._now.head, self._head_logits)
+        return self._logits[:count]
+
+    def count_active(self) -> int:
+        """Return the non-zero activations since the last call."""
+        return self._neurons.count_active()
+
+    def read_runs(
+        self,
+        fd: int,
+        vectors: _I64,
+        firsts: _I32,
+        counts: _I32,
+        offsets: _I64,
+        results: _I64,
+        start: int,
+        step: int,
+    ) -> None:
+        """Read with preadv, without the GIL."""
+        flat = vectors.reshape(-1)
+        self._read(fd, start, step, len(firsts), flat, firsts, counts, offsets, results)
+
+    def close(self) -> None:
+        """Forget every array."""
+        self._neurons.close()
+        self._prediction.close()
+        for state in self._chunks:
+            state.attend.clear()
+            state.begin.clear()

@@ -1,0 +1,122 @@
+"""The FFN's neurons: those that one token needs, gathered from slots, or a row of neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.chunk_state import Arguments
+from pi2.backends.cpu.arrays import Arrays
+from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.workspace import Workspace
+from pi2.backends.kernels.runtime import Library
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.protocol import BuildRequest
+
+_MOST_ARENAS = 256
+"""Views of arenas that are remembered."""
+
+_U8 = npt.NDArray[np.uint8]
+_I32 = npt.NDArray[np.int32]
+
+
+class Neurons:
+    """Kernels that add neurons to y, and their arguments.
+
+    What differs from chunk to chunk is given with each call: ``dense`` and ``dense_one`` are those
+    of the first.
+    """
+
+    def __init__(
+        self,
+        request: BuildRequest,
+        space: Workspace,
+        spec: KernelSpec,
+        library: Library,
+        arrays: Arrays,
+        prediction: Prediction,
+    ) -> None:
+        self._library = library
+        self._prediction = prediction
+        neurons = request.neurons
+        hidden, y, routes = arrays.hidden, arrays.y, arrays.routes
+        self._slots = space.make("int32", neurons)
+        self._counts = space.make("int32", spec.threads + 1)
+        every = space.make("int32", neurons)
+        every[:] = np.arange(neurons)
+        lists = [
+            space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "float32", "int32")
+        ]
+        partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
+        gathers = {True: "add_plain_neurons", False: "add_neurons"}
+        self._gather = library.find(gathers[not spec.has_gathered_ffn])
+        self._gather_dense = library.find(gathers[spec.has_plain_ffn])
+        self._gather_open = None
+        if prediction.has_gates and not spec.has_plain_ffn:
+            self._gather_open = library.find("add_open_neurons")
+        self._gather_slots = space.wrap(self._slots)
+        self._gather_every = space.wrap(every)
+        scratch = (*hidden, *lists, partial) if spec.has_gathered_ffn else (*hidden, partial)
+        self._gather_rest = (*scratch, space.wrap(self._counts), y, *routes)
+        # Neurons of a dense layer are not counted as predicted and active.
+        uncounted = space.make("int32", spec.threads + 1)
+        scratch = (*hidden, partial) if spec.has_plain_ffn else (*hidden, *lists, partial)
+        self.dense_one: Arguments = (*scratch, space.wrap(uncounted), y, *routes)
+        """Of neurons next to each other, for one token."""
+        self._dense = library.find("add_dense")
+        values = space.wrap(space.make("float32", request.chunk, PANEL))
+        unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED + KEPT, 128))
+        masks = space.wrap(space.make("int32", request.chunk, PARTS))
+        self.dense: Arguments = (*hidden, values, masks, unpacked, y, *routes)
+        """The same for several."""
+        self._arenas: dict[int, tuple[_U8, Any]] = {}
+
+    def add_gathered(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None) -> None:
+        """Add the neurons in ``slots`` for one token; gates of ``indices`` are known."""
+        count = len(slots)
+        self._slots[:count] = slots
+        view = self._wrap_arena(arena)
+        if indices is None or self._gather_open is None:
+            self._gather(count, view, self._gather_slots, *self._gather_rest)
+            return
+        self._prediction.wanted[:count] = indices
+        self._gather_open(
+            count,
+            *self._prediction.get_second_limit(layer),
+            view,
+            self._gather_slots,
+            *self._gather_rest,
+            *self._prediction.known_gates,
+        )
+
+    def add_neighbours(self, bundles: _U8, tokens: int, one: Arguments, several: Arguments) -> None:
+        """Add contiguous neurons for all tokens."""
+        view = self._wrap_arena(bundles)
+        if tokens == 1:
+            self._gather_dense(len(bundles), view, self._gather_every, *one)
+        else:
+            self._dense(len(bundles), tokens, view, *several)
+
+    def count_active(self) -> int:
+        """Return the non-zero activations of gathered neurons since the last call."""
+        count = int(self._counts[-1])
+        self._counts[-1] = 0
+        return count
+
+    def _wrap_arena(self, arena: _U8) -> Any:
+        """Return the kernels' view of an arena; the same array is wrapped once."""
+        known = self._arenas.get(id(arena))
+        if known is not None and known[0] is arena:
+            return known[1]
+        view = self._library.wrap(arena)
+        if len(self._arenas) >= _MOST_ARENAS:
+            self._arenas.clear()
+        # The array is kept, so that its identity stays its own.
+        self._arenas[id(arena)] = (arena, view)
+        return view
+
+    def close(self) -> None:
+        """Forget the arenas."""
+        self._arenas.clear()

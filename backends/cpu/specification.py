@@ -1,0 +1,72 @@
+"""What of a request the kernels are compiled for."""
+
+from __future__ import annotations
+
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.model import Model
+from pi2.plan.tensor_names import name_layer_tensor
+
+PLANES = 2
+"""Bytes of a quantised activation, and of a chunk's unless the plan asks for one."""
+
+
+def make_spec(request: BuildRequest) -> KernelSpec:
+    """Return what the kernels for a request depend on."""
+    model, shape = request.model, request.model.shape
+    ranks = {
+        request.tensors[name].rows // model.expert_count
+        for layer in range(shape.layers)
+        if (name := name_layer_tensor(layer, "predictor_in")) in request.tensors
+    }
+    return KernelSpec(
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        epsilon=model.norm.epsilon,
+        activation=model.ffn.activation,
+        threshold=model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0,
+        qkv_bias=model.attention.qkv_bias,
+        window=model.attention.sliding_window,
+        kv=request.kv_type,
+        attention=model.quantization.attention,
+        embedding=model.quantization.embedding,
+        head=model.quantization.embedding if model.tied_head else model.quantization.head,
+        ffn=request.bundle.precision,
+        gate_rows=request.bundle.precision if request.gate_rows is not None else None,
+        predictor=model.quantization.predictor if ranks else None,
+        ranks=tuple(sorted(ranks)),
+        stride=request.bundle.stride,
+        threads=request.threads,
+        planes=PLANES,
+        chunk_planes=1 if request.chunk_type == "int8" else PLANES,
+        # With gates that are known there is less to read in a row: measured in docs/performance.md.
+        phases=request.phases or (1 if request.gate_rows is None else 2),
+        architecture=request.architecture,
+        features=tuple(sorted(request.features)),
+        norm=model.norm.kind,
+        norm_bias=model.norm.bias,
+        parallel=model.residual == "parallel",
+        keeps_input=model.residual == "parallel" or _routes_by_input(model),
+        experts=0 if model.moe is None else model.moe.experts,
+        positions=model.positions is not None,
+        output_bias=model.attention.output_bias,
+        head_norm=model.attention.head_norm,
+        score_scale=model.attention.scale,
+        score_cap=model.attention.softcap,
+        some_full=model.attention.sliding_window is not None
+        and model.attention.window_layers is not None,
+        gated=model.ffn.gated,
+        ffn_bias=model.ffn.bias,
+        embedding_factor=model.multipliers.embedding,
+        residual_factor=model.multipliers.residual,
+        logit_factor=model.multipliers.logits,
+        logit_cap=model.logit_softcap,
+    )
+
+
+def _routes_by_input(model: Model) -> bool:
+    """Whether a router reads what attention reads."""
+    return model.moe is not None and model.moe.router_input == "layer"

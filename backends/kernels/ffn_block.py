@@ -1,0 +1,137 @@
+"""The functions of a layer's FFN: norm, neurons, residual."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.ffn import emit_dense
+from pi2.backends.kernels.gathered import Scratch, emit_gathered
+from pi2.backends.kernels.neurons import emit_leave_lane_order
+from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.plain import emit_plain_gathered
+from pi2.backends.kernels.rows import emit_add_scaled, emit_scale
+from pi2.backends.kernels.schedule import Schedule
+
+
+def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
+    """Normalise and quantise x; set y to zero."""
+    spec = schedule.spec
+    tokens = take.take_number("tokens")
+    x = take.take_array("x", "float32")
+    norm = schedule.take_norm(take)
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
+    y = take.take_array("y", "float32")
+
+    def prepare(token: v.Expr) -> None:
+        emit_normalize(spec, x, token, norm, hidden, token)
+        with T.serial(spec.hidden // 16) as step:
+            place = token * spec.hidden + step * 16
+            v.store(y, place, v.constant(0.0, "float32", 16), 16)
+
+    emit_each_token(tokens, prepare)
+
+
+def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:
+    """Add gathered neurons to y of one token."""
+    _emit_gathered(schedule, take, known=False)
+
+
+def emit_add_open_neurons(schedule: Schedule, take: Parameters) -> None:
+    """Add gathered neurons whose gates `predict_gate` has computed and found open."""
+    _emit_gathered(schedule, take, known=True)
+
+
+def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None:
+    count = take.take_number("count")
+    limit = take.take_number("limit", "float32") if known and schedule.spec.is_smooth else None
+    arena = take.take_array("arena", "uint8")
+    slots = take.take_array("slots", "int32")
+    hidden = schedule.take_hidden(take, count)
+    scratch = Scratch(
+        gates=take.take_array("gates", "float32"),
+        values=take.take_array("values", "float32"),
+        firing=take.take_array("firing", "int32"),
+        partial=take.take_array("partial", "float32"),
+        counts=take.take_array("counts", "int32"),
+    )
+    total = take.take_array("y", "float32")
+    routes = schedule.take_routes(take)
+    gates = None
+    if known:
+        gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
+    emit_gathered(
+        schedule.isa,
+        schedule.spec,
+        hidden,
+        arena,
+        slots,
+        count,
+        scratch,
+        total,
+        known=gates,
+        limit=limit,
+        routes=routes,
+    )
+
+
+def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
+    """Add gathered neurons that have biases or no gate to y of one token."""
+    count = take.take_number("count")
+    arena = take.take_array("arena", "uint8")
+    slots = take.take_array("slots", "int32")
+    emit_plain_gathered(
+        schedule.isa,
+        schedule.spec,
+        schedule.take_hidden(take, count),
+        arena,
+        slots,
+        count,
+        partial=take.take_array("partial", "float32"),
+        counts=take.take_array("counts", "int32"),
+        total=take.take_array("y", "float32"),
+        routes=schedule.take_routes(take),
+    )
+
+
+def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
+    """Add contiguous neurons to y of all tokens."""
+    count = take.take_number("count")
+    tokens = take.take_number("tokens")
+    bundles = take.take_array("bundles", "uint8")
+    spec = schedule.spec
+    hidden = take.take_activations(
+        "hidden", spec.hidden, spec.chunk_planes, count, pairs=schedule.isa.pairs
+    )
+    emit_dense(
+        schedule.isa,
+        schedule.spec,
+        hidden,
+        bundles,
+        values=take.take_array("values", "float32"),
+        masks=take.take_array("masks", "int32"),
+        unpacked=take.take_array("unpacked", "float32"),
+        total=take.take_array("y", "float32"),
+        routes=schedule.take_routes(take),
+        count=count,
+        tokens=tokens,
+    )
+
+
+def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
+    """Add y to x."""
+    spec = schedule.spec
+    tokens = take.take_number("tokens")
+    x = take.take_array("x", "float32")
+    y = take.take_array("y", "float32")
+    bias = take.take_array("down_bias", "float32") if spec.ffn_bias else None
+
+    def finish(token: v.Expr) -> None:
+        base = v.let(token * spec.hidden)
+        emit_scale(y, base, spec.hidden, spec.residual_factor)
+        emit_leave_lane_order(spec.hidden, spec.ffn, y, x, token)
+        if bias is not None:
+            emit_add_scaled(bias, x, base, spec.hidden, spec.residual_factor)
+
+    emit_each_token(tokens, finish)

@@ -1,0 +1,94 @@
+"""The primitive of dot products: unsigned weight bytes times signed activation bytes, summed."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.isa import Isa
+
+
+def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> v.Expr:
+    """Return int32 x ``width`` ``total`` plus 4 products of unsigned and signed bytes each."""
+    return T.call_llvm_pure_intrin(
+        f"int32x{width}",
+        f"llvm.x86.avx512.vpdpbusd.{32 * width}",
+        total,
+        v.reinterpret(weights, "int8", 4 * width),
+        codes,
+    )
+
+
+class Unit:
+    """The primitive ``sum += unsigned weight byte * signed activation byte`` of an ISA."""
+
+    def __init__(self, isa: Isa, width: int) -> None:
+        self.dot = isa.dot
+        self.width = width
+        self.whole_bytes = self.dot in ("vnni", "sdot")
+        self.signed = self.dot == "sdot"
+        self._bits = str(32 * width)
+
+    def start(self) -> v.Expr:
+        """Return the empty sum."""
+        if self.whole_bytes:
+            return v.constant(0, "int32", self.width)
+        return v.constant(0, "int16", self.width * (2 if self.dot == "maddubs" else 4))
+
+    def take_low(self, raw: v.Expr) -> v.Expr:
+        """Return the low nibbles of bytes."""
+        return raw & v.constant(15, "uint8", 4 * self.width)
+
+    def take_high(self, raw: v.Expr) -> v.Expr:
+        """Return the high nibbles of bytes."""
+        # 16-bit shifts: x86 has none for bytes.
+        lanes = 2 * self.width
+        shifted = v.reinterpret(raw, "uint16", lanes) >> v.constant(4, "uint16", lanes)
+        return v.reinterpret(shifted, "uint8", 4 * self.width) & v.constant(
+            15, "uint8", 4 * self.width
+        )
+
+    def add(self, total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
+        """Return ``total`` plus the products of 4 ``width`` bytes."""
+        width, bits = self.width, self._bits
+        if self.dot == "vnni":
+            return emit_vpdpbusd(total, weights, codes, width)
+        if self.dot == "sdot":
+            return T.call_llvm_pure_intrin(
+                "int32x4",
+                "llvm.aarch64.neon.sdot.v4i32.v16i8",
+                total,
+                v.reinterpret(weights, "int8", 16),
+                codes,
+            )
+        if self.dot == "maddubs":
+            name = {
+                "512": "llvm.x86.avx512.pmaddubs.w.512",
+                "256": "llvm.x86.avx2.pmadd.ub.sw",
+                "128": "llvm.x86.ssse3.pmadd.ub.sw.128",
+            }[bits]
+            return total + T.call_llvm_pure_intrin(
+                f"int16x{2 * width}", name, v.reinterpret(weights, "int8", 4 * width), codes
+            )
+        lanes = 4 * width
+        return total + v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
+
+    def finish(self, total: v.Expr) -> v.Expr:
+        """Return the sums of the groups as int32 x ``width``."""
+        width = self.width
+        if self.whole_bytes:
+            return total
+        if self.dot == "maddubs":
+            name = {
+                "512": "llvm.x86.avx512.pmaddw.d.512",
+                "256": "llvm.x86.avx2.pmadd.wd",
+                "128": "llvm.x86.sse2.pmadd.wd",
+            }[self._bits]
+            ones = v.constant(1, "int16", 2 * width)
+            return T.call_llvm_pure_intrin(f"int32x{width}", name, total, ones)
+        # Four int16 of a lane: add neighbours within int32, then within int64.
+        sixteen = v.constant(16, "int32", 2 * width)
+        pairs = v.let(v.reinterpret(total, "int32", 2 * width))
+        pairs = ((pairs << sixteen) >> sixteen) + (pairs >> sixteen)
+        both = v.let(v.reinterpret(pairs, "int64", width))
+        return v.cast(both + (both >> v.constant(32, "int64", width)), "int32", width)

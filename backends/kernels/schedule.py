@@ -1,0 +1,44 @@
+"""What the functions of a library have in common: a spec and the instruction set it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.norms import NormWeights
+from pi2.backends.kernels.parameters import Parameters
+from pi2.backends.kernels.spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Declares parameters as the spec has them."""
+
+    spec: KernelSpec
+    isa: Isa
+
+    def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
+        """Declare the activations of one token; ``count`` is any positive parameter."""
+        spec = self.spec
+        return take.take_activations(
+            "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
+        )
+
+    def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
+        """Declare the activations of one token or a chunk."""
+        spec = self.spec
+        return take.take_activations(
+            name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
+        )
+
+    def take_routes(self, take: Parameters) -> v.Buffer | None:
+        """Declare the weights of a mixture's experts."""
+        return take.take_array("routes", "float32") if self.spec.experts else None
+
+    def take_norm(self, take: Parameters) -> NormWeights:
+        """Declare weight and bias of a norm of the model's width."""
+        weight = take.take_array("norm", "float32")
+        bias = take.take_array("norm_bias", "float32") if self.spec.norm_bias else None
+        return NormWeights(weight=weight, bias=bias)

@@ -1,0 +1,75 @@
+"""The functions at a model's ends: token ids to vectors, vectors to logits."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Vector
+from pi2.backends.kernels.embedding import emit_unpack
+from pi2.backends.kernels.matrix import emit_multiply
+from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.rows import emit_scale
+from pi2.backends.kernels.schedule import Schedule
+from pi2.plan.layout import scale_bytes, weight_bytes
+
+
+def emit_embed(schedule: Schedule, take: Parameters) -> None:
+    """Set x float32 [T, hidden] to rows ``ids`` of the embedding."""
+    spec = schedule.spec
+    tokens = take.take_number("tokens")
+    weights = take.take_array("weights", "uint8")
+    scales = take.take_array("scales", "uint8")
+    ids = take.take_array("ids", "int32")
+    x = take.take_array("x", "float32")
+    with T.serial(tokens) as token:
+        row = v.let(v.wide(ids[token]))
+        vector = Vector(
+            weights=weights,
+            weights_base=v.let(row * weight_bytes(spec.hidden, spec.embedding)),
+            scales=scales,
+            scales_base=v.let(row * scale_bytes(spec.hidden, spec.embedding)),
+            precision=spec.embedding,
+        )
+        base = v.let(token * spec.hidden)
+        emit_unpack(vector, spec.hidden, x, base)
+        emit_scale(x, base, spec.hidden, spec.embedding_factor)
+
+
+def emit_add_positions(schedule: Schedule, take: Parameters) -> None:
+    """Add the learned vectors of the positions to x."""
+    spec = schedule.spec
+    tokens = take.take_number("tokens")
+    position = take.take_number("position")
+    table = take.take_array("table", "uint8")
+    x = take.take_array("x", "float32")
+    with T.serial(tokens) as token, T.serial(spec.hidden // 16) as step:
+        byte = (v.wide(position + token) * spec.hidden + v.wide(step * 16)) * 2
+        place = v.let(token * spec.hidden + step * 16)
+        v.store(x, place, v.load(x, place, 16) + v.load_halves(table, byte, 16), 16)
+
+
+def emit_logits(schedule: Schedule, take: Parameters) -> None:
+    """Set logits float32 [T, vocab] of the tokens from ``first`` on."""
+    spec = schedule.spec
+    first = take.take_number("first")
+    tokens = take.take_number("tokens")
+    x = take.take_array("x", "float32")
+    norm = schedule.take_norm(take)
+    head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
+    # All of them in two planes, however the chunk was computed.
+    hidden = take.take_activations(
+        "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
+    )
+    logits = take.take_array("logits", "float32")
+
+    def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        if spec.logit_factor != 1.0:
+            value = value * v.constant(spec.logit_factor, "float32")
+        if spec.logit_cap is not None:
+            value = v.take_cap(value, spec.logit_cap, 1)
+        v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
+
+    emit_each_token(tokens, lambda t: emit_normalize(spec, x, first + t, norm, hidden, t))
+    emit_multiply(schedule.isa, spec.threads, head, hidden, tokens, keep)
