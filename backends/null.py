@@ -94,6 +94,11 @@ class NullExecutor:
     def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
         return self.predict_low_rank(layer, 0.0)
 
+    def find_open(
+        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_]:
+        return np.ones(len(slots), bool)
+
     def add_neurons(
         self,
         layer: int,

@@ -12,6 +12,7 @@ Order of calls for a chunk of T tokens at ``position``::
         begin_ffn(layer)                            u = norm(x), y = 0
         list_experts (T = 1)                        -> experts that the router chose, in a mixture
         predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
+        find_open, any number (T = 1)               -> of some neurons, those whose gates are open
         add_neurons / add_dense, any number         y += neurons(u)
         end_ffn(layer)                              x += y
     logits(first, T)                                head(norm(x[first:]))
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     U8 = npt.NDArray[np.uint8]
+    Bits = npt.NDArray[np.bool_]
     I32 = npt.NDArray[np.int32]
     I64 = npt.NDArray[np.int64]
     F32 = npt.NDArray[np.float32]
@@ -139,6 +141,11 @@ class Executor(Protocol):
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the layer's first limit."""
+
+    def find_open(self, layer: int, arena: U8, slots: I32) -> Bits:
+        """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
+        open (T = 1): no other has an effect.  Nothing but gates is read.  For neurons without
+        biases that have gates, of an activation that is not smooth."""
 
     def add_neurons(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).

@@ -287,8 +287,7 @@ class ReferenceExecutor:
         if self._model.is_smooth:
             fires = np.abs(activate(self._model, gate, None)) >= self._find_limits(layer)[0]
         else:
-            fatrelu = self._model.ffn.activation == "fatrelu"
-            fires = gate > (self._model.ffn.threshold if fatrelu else 0.0)
+            fires = self._is_open(gate)
         if self._request.expert_neurons is None:
             return np.flatnonzero(fires).astype(np.int32)
         groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
@@ -310,6 +309,17 @@ class ReferenceExecutor:
         if layout.expert_offset is None:
             return active
         return active * self._routes[:, slice_experts(bundles, layout)]
+
+    def find_open(
+        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_]:
+        gates = self._u[0] @ unpack_part(arena[slots], self._request.bundle, 0).T
+        return self._is_open(gates)
+
+    def _is_open(self, gates: _F32) -> npt.NDArray[np.bool_]:
+        """Whether these gates, of an activation that is not smooth, let anything through."""
+        fatrelu = self._model.ffn.activation == "fatrelu"
+        return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
 
     def add_neurons(
         self,

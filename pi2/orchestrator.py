@@ -37,7 +37,7 @@ from pi2.plan.model import Model
 from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
-from pi2.plan.sizes import count_chunks
+from pi2.plan.sizes import count_chunks, count_gate_read_bytes
 from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
@@ -329,7 +329,7 @@ def open_reader(
     """Open the store's neuron files for reading."""
     stride = resolved.bundle.stride
     if store is None:
-        return NullReader(stride)
+        return NullReader(stride, count_gate_read_bytes(resolved))
     files = [
         BundleFile(
             path=layer.path,
@@ -350,6 +350,7 @@ def open_reader(
         merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
         verify=io.verify == "first-read",
+        gate_bytes=count_gate_read_bytes(resolved),
     )
     return FlashReader(files, cache.arena, settings, read_runs=executor.read_runs)
 
@@ -415,6 +416,8 @@ def report_build(
         log.warning("neurons are read through the page cache", reason=reader.fallback)
     if reader.engine_fallback is not None:
         log.info("neurons are read with pread", reason=reader.engine_fallback)
+    if reader.phases_fallback is not None:
+        log.info("neurons are read in one phase", reason=reader.phases_fallback)
 
 
 def _ignore_progress(label: str, share: float) -> None:

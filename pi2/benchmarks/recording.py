@@ -17,6 +17,7 @@ from typing import Any
 from pi2.benchmarks.profile import replace_parts
 from pi2.engine.loaded_model import LoadedModel, Parts
 from pi2.memory.flash import PendingRead
+from pi2.memory.requests import ReadBatch
 from pi2.tracing import Recorder
 
 DRIVER = "driver"
@@ -27,6 +28,7 @@ _KERNELS = frozenset(
         "begin_ffn",
         "predict_low_rank",
         "predict_gate",
+        "find_open",
         "add_neurons",
         "add_dense",
         "end_ffn",
@@ -143,10 +145,20 @@ class _RecordingReader:
         now = self._tape.now()
         pending = self._reader.start(layer, *arguments)
         self._submitted[id(pending)] = now
+        self._count_hits(now)
+        return pending
+
+    def start_rest(self, *arguments: Any) -> PendingRead | None:
+        now = self._tape.now()
+        pending = self._reader.start_rest(*arguments)
+        if pending is not None:
+            self._submitted[id(pending)] = now
+        return pending
+
+    def _count_hits(self, now: float) -> None:
         hits = sum(counters.hits for counters in self._cache.counters)
         misses = sum(counters.misses for counters in self._cache.counters)
         self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
-        return pending
 
     def finish(self, pending: PendingRead, number: int) -> Any:
         tape, start = self._tape, self._tape.now()
@@ -155,9 +167,11 @@ class _RecordingReader:
         finally:
             end = tape.now()
             tape.wait_s += end - start
-            tape.recorder.add_slice(DRIVER, f"wait {pending.layer}.{number}", start, end)
+            name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
+            tape.recorder.add_slice(DRIVER, name, start, end)
         self._note_read(pending, number, end)
-        tape.recorder.add_counter("bytes read", end, bytes=self._reader.read_bytes)
+        saved = {"not read": self._reader.saved_bytes} if self._reader.gate_reads else {}
+        tape.recorder.add_counter("bytes read", end, bytes=self._reader.read_bytes, **saved)
         if number + 1 == len(pending.clusters):
             self._submitted.pop(id(pending), None)
         return slots
@@ -181,23 +195,32 @@ class _RecordingReader:
         vars(future)["result"] = wait
         return future
 
-    def observe(self, batch: object, part: int, start_s: float, end_s: float) -> None:
+    def observe(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
         """Called by the threads of an engine that reads with threads."""
         lane, begin = self._tape.name_reader(), start_s - self._tape.start_s
         end = end_s - self._tape.start_s
         self._exact[id(batch), part] = (lane, end)
-        self._tape.add_read(lane, f"layer {getattr(batch, 'file', '?')}.{part}", begin, end)
+        name = f"layer {_name_read(batch.file, part, batch)}"
+        self._tape.add_read(lane, name, begin, end)
 
     def _note_read(self, pending: PendingRead, number: int, noticed_s: float) -> None:
         """Draw the read if no thread did, and the arrow to the computation that follows."""
         exact = self._exact.pop((id(pending.batch), number), None)
         if exact is None:
-            lane = f"queue {pending.layer % 2}.{number}"
+            place = pending.number + number
+            name = _name_read(pending.layer, place, pending.batch)
+            lane = f"queue {_name_read(pending.layer % 2, place, pending.batch)}"
             start = self._submitted.get(id(pending), noticed_s)
-            self._tape.add_read(lane, f"layer {pending.layer}.{number}", start, noticed_s)
+            self._tape.add_read(lane, f"layer {name}", start, noticed_s)
             exact = (lane, noticed_s)
         lane, ready = exact
         self._tape.recorder.add_flow(lane, ready, DRIVER, self._tape.now())
+
+
+def _name_read(layer: int, number: int, batch: ReadBatch | None) -> str:
+    """What a part of a batch is called: ``3.0``, ``3.0 gates``, ``3.0 rest``."""
+    whole = batch is None or batch.content == "neurons"
+    return f"{layer}.{number}" + ("" if whole or batch is None else f" {batch.content}")
 
 
 def record_run(model: LoadedModel, prompt: list[int], tokens: int) -> tuple[Recorder, TraceSummary]:

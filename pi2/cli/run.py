@@ -149,6 +149,7 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
         "cache_hit_rate": _rounded(statistics.hit_rate),
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
+        "flash_saved_generation_bytes": statistics.flash_saved_bytes,
         "io_engine": model.io_engine,
         "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,

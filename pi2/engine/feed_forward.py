@@ -3,14 +3,15 @@
 Dense (prefill, and decode with ``predictor = "none"``): `pi2.engine.neuron_stream` gives all
 neurons, those on flash in long reads while others are computed.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
-while the missing ones are being read, and these, cluster by cluster, as they arrive.  Where the
-plan looks ahead, the prediction is made before the layer's attention, or while the layer before it
-computes, so that these hide the reads.
+while the missing ones are being read, and these, cluster by cluster, as they arrive.  In two phases
+(``pipeline.phases = 2``) gates are read first, and up and down of those that are open, a cluster's
+while the next one's gates are computed.  Where the plan looks ahead, the prediction is made before
+the layer's attention, or while the layer before it computes, so that these hide the reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -54,6 +55,16 @@ class _Wave:
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
     experts: I32 | None = None
     """Experts that they belong to, where these were guessed ahead."""
+    opened: list[tuple[I32, PendingRead | None]] = field(default_factory=list)
+    """In two phases, of each cluster: slots of those whose gates are open, and what is still read
+    of them."""
+    closed: list[I32] = field(default_factory=list)
+    """Stored indices of those of which only the gate was read."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its reads began before the layer's input was known."""
+        return self.experts is not None
 
 
 class FeedForward:
@@ -225,19 +236,52 @@ class FeedForward:
         return _Wave(layer, found, pending=pending, rest=indices[end:].copy(), held=True)
 
     def _compute_wave(self, wave: _Wave) -> None:
-        found = wave.found
+        found, pending = wave.found, wave.pending
+        in_phases = pending is not None and pending.gates is not None
         try:
+            if in_phases and wave.is_ahead:
+                # Gates have arrived: up and down are read while resident neurons are computed.
+                self._open_gates(wave)
             if len(found.resident_slots):
                 self._add_neurons(wave.layer, found.resident_slots)
-            if wave.pending is not None:
-                for number in range(len(wave.pending.clusters)):
-                    self._add_neurons(wave.layer, self._reader.finish(wave.pending, number))
+            if in_phases and not wave.is_ahead:
+                self._open_gates(wave)
+            if pending is not None:
+                for number in range(len(pending.clusters)):
+                    slots = self._take_cluster(wave, pending, number)
+                    if len(slots):
+                        self._add_neurons(wave.layer, slots)
         except BaseException:
             self._abandon_wave(wave)
             raise
         if wave.held:
             self._cache.release(found.resident_slots)
             self._cache.release(found.missing_slots)
+            if wave.closed:
+                closed = np.concatenate(wave.closed)
+                unread = self._reader.rest_bytes
+                self._cache.forget(wave.layer, closed, unread_bytes=unread)
+
+    def _open_gates(self, wave: _Wave) -> None:
+        """Compute the gates that have been read, and begin to read what follows the open ones."""
+        pending, reader = wave.pending, self._reader
+        assert pending is not None and pending.gates is not None
+        for number, cluster in enumerate(pending.clusters):
+            slots = reader.finish(pending, number)
+            opened = self._executor.find_open(wave.layer, self._cache.arena, slots)
+            rest = reader.start_rest(pending, number, opened)
+            wave.opened.append((slots.compress(opened), rest))
+            closed = pending.gates[cluster] & ~opened
+            wave.closed.append(pending.indices[cluster].compress(closed))
+
+    def _take_cluster(self, wave: _Wave, pending: PendingRead, number: int) -> I32:
+        """Wait for a cluster; return the slots of those of its neurons that may fire."""
+        if pending.gates is None:
+            return self._reader.finish(pending, number)
+        slots, rest = wave.opened[number]
+        if rest is not None:
+            self._reader.finish(rest, 0)
+        return slots
 
     def _add_neurons(self, layer: int, slots: I32) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
@@ -250,7 +294,9 @@ class FeedForward:
         if wave.held:
             self._cache.release(wave.found.resident_slots)
         if wave.pending is not None:
-            self._reader.abandon(wave.pending)
+            for read in (wave.pending, *(rest for _, rest in wave.opened)):
+                if read is not None:
+                    self._reader.abandon(read)
             self._cache.forget(wave.layer, wave.found.missing)
 
     def abandon(self) -> None:

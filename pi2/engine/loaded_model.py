@@ -127,6 +127,8 @@ class LoadedModel:
             flash_read_bytes=self._parts.reader.read_bytes,
             routed_experts=neurons.routed,
             foreseen_experts=neurons.foreseen,
+            gate_reads=self._parts.reader.gate_reads,
+            flash_saved_bytes=self._parts.reader.saved_bytes,
         )
 
     @property

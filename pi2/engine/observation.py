@@ -64,6 +64,7 @@ class ObservedExecutor:
         predict_low_rank: Any
         read_scores: Any
         predict_gate: Any
+        find_open: Any
         add_neurons: Any
         logits: Any
         count_active: Any

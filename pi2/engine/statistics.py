@@ -30,6 +30,10 @@ class RunStatistics:
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
     """Those of them that looking ahead had named."""
+    gate_reads: int = 0
+    """Missing neurons whose gate was read first."""
+    flash_saved_bytes: int = 0
+    """Bytes of up and down that were not read, because gates were closed."""
 
     def __sub__(self, other: RunStatistics) -> RunStatistics:
         return RunStatistics(
@@ -43,6 +47,8 @@ class RunStatistics:
             flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
             routed_experts=self.routed_experts - other.routed_experts,
             foreseen_experts=self.foreseen_experts - other.foreseen_experts,
+            gate_reads=self.gate_reads - other.gate_reads,
+            flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
         )
 
     @property

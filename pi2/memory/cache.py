@@ -280,8 +280,10 @@ class NeuronCache:
         """Undo ``hold``."""
         self._held[slots[slots >= self._first_cold] - self._first_cold] = False
 
-    def forget(self, layer: int, missing: I32) -> None:
-        """Drop ``missing`` [m] after their read failed, so that nobody computes with them."""
+    def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:
+        """Drop ``missing`` [m], which were not read, or but for ``unread_bytes`` each, so that
+        nobody computes with them."""
+        self.counters[layer].read_bytes -= len(missing) * unread_bytes
         slots = self._slot_of[layer, missing] - self._first_cold
         self._owner[slots] = ABSENT
         self._held[slots] = False

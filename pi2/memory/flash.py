@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pi2.diagnostics import UserError
 from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, Observer, PreadEngine, RunRead
-from pi2.memory.requests import Merging, ReadBatch, make_batch
+from pi2.memory.requests import Bits, Merging, ReadBatch, keep_gates, make_batch, make_rest
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 I32 = npt.NDArray[np.int32]
@@ -60,6 +60,9 @@ class ReadSettings:
     """Neurons that are read together before they are computed, at least."""
     verify: bool = False
     """Check every bundle when it is read for the first time."""
+    gate_bytes: int = 0
+    """First bytes of a bundle, its gate among them, that are read before the others; 0 reads
+    bundles whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +77,10 @@ class PendingRead:
     clusters: tuple[slice, ...]
     """Stretches of ``indices``, in their order."""
     batch: ReadBatch | None
+    gates: Bits | None = None
+    """Of which only the gate is read, [n]; None where neurons are read whole."""
+    number: int = 0
+    """Of the first cluster."""
 
 
 def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
@@ -118,7 +125,14 @@ class FlashReader:
         """Why direct reads were given up, if they were."""
         self.engine_fallback: str | None = None
         """Why the plan's engine was given up, if it was."""
+        self.phases_fallback: str | None = None
+        """Why gates are not read first, if the plan wants it."""
         self.read_bytes = 0
+        self.gate_reads = 0
+        """Neurons whose gate was read by itself."""
+        self.saved_bytes = 0
+        """Of up and down that were not read, because the gate was closed."""
+        self._gate_bytes = settings.gate_bytes
         self._fds: list[int] = []
         self._checked: list[npt.NDArray[np.bool_]] = []
         self._checks: list[U32] = []
@@ -156,6 +170,9 @@ class FlashReader:
                 fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self._fds.append(fd)
             size = os.fstat(fd).st_size
+            if self._gate_bytes and direct and flag and not self._accepts_gate(fd, file):
+                self._gate_bytes = 0
+                self.phases_fallback = "the file system refuses O_DIRECT for reads of one gate"
             if file.bytes is not None and size != file.bytes:
                 raise UserError.of(
                     "P506",
@@ -167,9 +184,23 @@ class FlashReader:
         """Try one read at the second bundle: only it shows whether the block size fits."""
         if len(self._arena) == 0 or file.count < 2:
             return True
+        return self._accepts(fd, self._arena[-1], file.bundles_offset + file.stride)
+
+    def _accepts_gate(self, fd: int, file: BundleFile) -> bool:
+        """Try to read the first bundle in two."""
+        if len(self._arena) == 0 or file.count == 0:
+            return True
+        size, slot = self._gate_bytes, self._arena[-1]
+        return all(
+            self._accepts(fd, slot[begin:end], file.bundles_offset + begin)
+            for begin, end in ((0, size), (size, file.stride))
+        )
+
+    @staticmethod
+    def _accepts(fd: int, target: U8, offset: int) -> bool:
         try:
             # The slot's content is overwritten before anybody uses it.
-            os.preadv(fd, [self._arena[-1].data], file.bundles_offset + file.stride)
+            os.preadv(fd, [target.data], offset)
         except OSError:
             return False
         return True
@@ -196,7 +227,8 @@ class FlashReader:
         return Merging(gap=gap, scratch=self._scratch.ctypes.data)
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n]."""
+        """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
+        their gates; what has not been checked yet is read whole."""
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
         addresses = slots.astype(np.int64) * file.stride + self._arena.ctypes.data
@@ -209,15 +241,54 @@ class FlashReader:
             merging=self._merging,
         )
         clusters = divide_clusters(len(indices), self._settings.cluster, 2 * self._settings.threads)
+        gates = None
         if len(indices):
+            if self._gate_bytes:
+                unknown = np.zeros(len(indices), bool)
+                if self._checked:
+                    unknown = ~self._checked[layer][indices]
+                batch, gates = keep_gates(batch, self._gate_bytes, unknown)
+                self.gate_reads += int(np.count_nonzero(gates))
             clusters, parts = divide_requests(clusters, batch.requests)
             batch = replace(batch, parts=parts)
-            try:
-                self._engine.submit(batch)
-            except BaseException:
-                self._engine.abandon(batch)
-                raise
-        return PendingRead(layer, indices, slots, clusters, batch)
+            self._submit(batch)
+        return PendingRead(layer, indices, slots, clusters, batch, gates)
+
+    def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
+        """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
+        open; None if there is nothing left to read."""
+        assert pending.gates is not None
+        cluster, file = pending.clusters[number], self._files[pending.layer]
+        gates = pending.gates[cluster]
+        self.saved_bytes += int(np.count_nonzero(gates & ~opened)) * self.rest_bytes
+        wanted = gates & opened
+        indices, slots = pending.indices[cluster][wanted], pending.slots[cluster][wanted]
+        if len(indices) == 0:
+            return None
+        batch = make_rest(
+            pending.layer,
+            indices,
+            slots.astype(np.int64) * file.stride + self._arena.ctypes.data,
+            base=file.bundles_offset,
+            stride=file.stride,
+            gate_bytes=self._gate_bytes,
+        )
+        self._submit(batch)
+        whole = (slice(0, len(indices)),)
+        return PendingRead(pending.layer, indices, slots, whole, batch, number=number)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of a bundle that follow those which are read first."""
+        stride: int = self._arena.shape[1]
+        return stride - self._gate_bytes
+
+    def _submit(self, batch: ReadBatch) -> None:
+        try:
+            self._engine.submit(batch)
+        except BaseException:
+            self._engine.abandon(batch)
+            raise
 
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Wait for a cluster and return its slots.
@@ -347,19 +418,37 @@ class NullReader:
 
     fallback: str | None = None
     engine_fallback: str | None = None
+    phases_fallback: str | None = None
     engine: EngineName = "pread"
 
-    def __init__(self, stride: int) -> None:
+    def __init__(self, stride: int, gate_bytes: int = 0) -> None:
         self._stride = stride
+        self._gate_bytes = gate_bytes
         self.read_bytes = 0
+        self.gate_reads = 0
+        self.saved_bytes = 0
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Count the reads."""
-        return PendingRead(layer, indices, slots, (slice(0, len(indices)),), None)
+        gates = np.ones(len(indices), bool) if self._gate_bytes else None
+        size = self._gate_bytes or self._stride
+        self.read_bytes += len(indices) * size
+        self.gate_reads += len(indices) if self._gate_bytes else 0
+        return PendingRead(layer, indices, slots, (slice(0, len(indices)),), None, gates)
+
+    def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
+        """Count the reads of up and down."""
+        self.saved_bytes += int(np.count_nonzero(~opened)) * self.rest_bytes
+        self.read_bytes += int(np.count_nonzero(opened)) * self.rest_bytes
+        return None
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of up and down."""
+        return self._stride - self._gate_bytes
 
     def finish(self, pending: PendingRead, number: int) -> I32:
-        """Add their bytes."""
-        self.read_bytes += len(pending.indices) * self._stride
+        """Nothing is waited for."""
         return pending.slots
 
     def abandon(self, pending: PendingRead) -> None:

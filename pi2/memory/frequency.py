@@ -138,7 +138,8 @@ class LeastFrequentlyUsed:
         """See `pi2.memory.policy.Policy`."""
         self._scores[slots] = _EMPTY
         self._used_at[slots] = 0
-        self._candidates = np.empty(0, np.int32)
+        others = self._candidates[~np.isin(self._candidates, slots)]
+        self._candidates = np.concatenate([slots, others])
 
     def list_order(self) -> I32:
         """See `pi2.memory.policy.Policy`."""

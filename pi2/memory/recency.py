@@ -30,6 +30,7 @@ class LeastRecentlyUsed:
         self._last_use[order] = np.arange(capacity) - capacity
         self._slots[:capacity] = order
         self._times[:capacity] = np.arange(capacity) - capacity
+        self._first_time = -capacity
         self._head, self._tail = 0, capacity
         self._clock = 0
 
@@ -75,6 +76,15 @@ class LeastRecentlyUsed:
 
     def drop(self, slots: I32) -> None:
         """Put ``slots`` at the head of the queue."""
+        first = self._head - len(slots)
+        if first >= 0:
+            # Where others were taken from.  Times before all others, and no two alike.
+            self._first_time -= len(slots)
+            times = np.arange(self._first_time, self._first_time + len(slots))
+            self._slots[first : self._head], self._times[first : self._head] = slots, times
+            self._last_use[slots] = times
+            self._head = first
+            return
         order = self.list_order()
         dropped = np.zeros(len(self._last_use), bool)
         dropped[slots] = True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.bool_]
+
+Content = Literal["neurons", "gates", "rest"]
+"""Whole neurons; the gates of those that are read alone; up and down of these."""
 
 PENDING = -(2**62)
 """Result of a read that is not over."""
@@ -42,6 +47,8 @@ class ReadBatch:
 
     parts: tuple[slice, ...] = ()
     """Requests that are issued and waited for together; empty: all of them."""
+    content: Content = "neurons"
+    """What is read of each."""
 
     def count_pending(self, part: slice = slice(None)) -> int:
         """Requests of a part that are not over."""
@@ -130,4 +137,37 @@ def _make_merged(
         sizes=counts.astype(np.int64) * stride,
         requests=(np.cumsum(begins) - 1).astype(np.int32),
         results=np.full(len(starts), PENDING, np.int64),
+    )
+
+
+def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatch, Bits]:
+    """Let a request for one bundle read its first ``gate_bytes`` only; return whether each [b] is
+    read so.
+
+    Neighbours, which share a request, are read whole, and so is what ``whole`` [b] says.
+    """
+    gates = (batch.counts == 1)[batch.requests] & ~whole
+    requests = batch.requests[gates]
+    batch.vectors[batch.firsts[requests], 1] = gate_bytes
+    batch.sizes[requests] = gate_bytes
+    return replace(batch, content="gates"), gates
+
+
+def make_rest(
+    file: int, indices: I32, addresses: I64, *, base: int, stride: int, gate_bytes: int
+) -> ReadBatch:
+    """Plan reads of what follows the first ``gate_bytes`` of the bundles ``indices`` [b]
+    (ascending), whose beginnings lie at ``addresses`` [b]: one request each."""
+    count, size = len(indices), stride - gate_bytes
+    return ReadBatch(
+        file=file,
+        vectors=np.stack([addresses + gate_bytes, np.full(count, size, np.int64)], axis=1),
+        firsts=np.arange(count, dtype=np.int32),
+        counts=np.ones(count, np.int32),
+        offsets=indices.astype(np.int64) * stride + (base + gate_bytes),
+        sizes=np.full(count, size, np.int64),
+        requests=np.arange(count, dtype=np.int32),
+        results=np.full(count, PENDING, np.int64),
+        parts=(slice(0, count),),
+        content="rest",
     )

@@ -229,8 +229,8 @@ class Sampling(Table):
 class Pipeline(Table):
     """How reading and computing go together while a token is generated.
 
-    The engine heeds ``cluster`` and ``prefill``; the rest is read by `pi2 simulate` only.  It lets
-    a plan describe other engines, so that they can be compared on the same device.
+    The engine heeds ``phases``, ``cluster`` and ``prefill``; ``policy`` is read by `pi2 simulate`
+    only.  It lets a plan describe other engines, so that they can be compared on the same device.
     """
 
     policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
@@ -239,7 +239,8 @@ class Pipeline(Table):
     file and waits for every page that is not in memory."""
     phases: Literal[1, 2] = 1
     """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
-    open, up and down (2)."""
+    open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which
+    share a request, are read whole in either case.  2 reads fewer bytes in more requests."""
     cluster: Count = 64
     """Neurons that are read and computed together, at least."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"

@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.plan.layout import GROUP, matrix_bytes, round_up, scale_bytes, weight_bytes
+from pi2.plan.layout import (
+    GROUP,
+    matrix_bytes,
+    round_up,
+    scale_bytes,
+    vector_bytes,
+    weight_bytes,
+)
 from pi2.plan.quantities import approximate_bytes
 
 if TYPE_CHECKING:
@@ -325,6 +332,24 @@ def find_block_bytes(device: Device) -> int:
     if block is None or block <= 0 or block % DEFAULT_BLOCK_BYTES:
         return DEFAULT_BLOCK_BYTES
     return block
+
+
+def count_gate_read_bytes(resolved: Resolved) -> int:
+    """Bytes that are read of a missing neuron, in whole blocks, before it is known whether its gate
+    is open; 0 where neurons are read whole.
+
+    ``pipeline.phases = 2`` wants it.  There is nothing to wait for where gates are known (predictor
+    ``gate``), where a neuron has none, or where no gate is ever closed; and a bias of the gate
+    comes with the end of the neuron.
+    """
+    model, plan, bundle = resolved.model, resolved.plan, resolved.bundle
+    if plan.pipeline.phases == 1 or plan.decode.predictor != "low-rank":
+        return 0
+    if not model.ffn.gated or bundle.biases or model.is_smooth:
+        return 0
+    block = find_block_bytes(resolved.device)
+    size = round_up(vector_bytes(bundle.hidden, bundle.precision), block)
+    return size if size < round_up(bundle.used_bytes, block) else 0
 
 
 def round_for_people(size: int) -> int:

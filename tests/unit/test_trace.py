@@ -11,12 +11,12 @@ import pytest
 
 from pi2.benchmarks.recording import _measure_union
 from pi2.cli.main import run
-from tests.helpers.models import make_tiny
+from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
 
-def trace(folder: Path, *settings: str) -> dict[str, Any]:
-    plan = write_plan(folder, make_tiny(folder))
+def trace(folder: Path, *settings: str, tiny: TinyModel | None = None) -> dict[str, Any]:
+    plan = write_plan(folder, tiny or make_tiny(folder))
     output = folder / "trace.json"
     arguments = ["trace", str(plan), "-o", str(output), "-p", "abc", "-n", "2", "--warm-up", "2"]
     for setting in ("layers.hot=0.25", *settings):

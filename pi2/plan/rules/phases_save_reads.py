@@ -1,8 +1,11 @@
 """Reads in two phases read less than reads in one.
 
 Why: ``pipeline.phases = 2`` reads the gate first, and up and down only where the gate is open.
-Reads begin and end at the device's blocks: where the gate's block is also the bundle's last one, or
-where neurons have no gate, the first read is the whole bundle and the second is for nothing.
+Reads begin and end at the device's blocks: where the gate's block is also the bundle's last one,
+or where neurons have no gate, the first read is the whole bundle and the second is for nothing.
+Nor is there anything to wait for where gates are in memory (``decode.predictor = "gate"``), where
+no gate is ever closed (SiLU, GELU), where the gate's bias comes with the end of the bundle, or
+where no predictor names what is missing.
 
 Example: ``phases = 2`` for bundles of 432 bytes and blocks of 512.
 
@@ -14,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
-from pi2.plan.layout import round_up, vector_bytes
-from pi2.plan.sizes import find_block_bytes
+from pi2.plan.sizes import count_gate_read_bytes, find_block_bytes
 
 CODE = "P222"
 SEVERITY = "warning"
@@ -23,19 +25,24 @@ NEEDS = ("resolved",)
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Compare the gate with the bundle, in blocks."""
+    """Ask whether gates decide about reads, and compare the gate with the bundle, in blocks."""
     resolved = facts.resolved
-    if resolved.plan.pipeline.phases == 1:
+    if resolved.plan.pipeline.phases == 1 or count_gate_read_bytes(resolved):
         return
-    block = find_block_bytes(resolved.device)
-    bundle, model = resolved.bundle, resolved.model
-    whole = round_up(bundle.used_bytes, block)
+    bundle, model, predictor = resolved.bundle, resolved.model, resolved.plan.decode.predictor
     if not model.ffn.gated:
         reason = "the model's neurons have no gate"
-    elif round_up(vector_bytes(bundle.hidden, bundle.precision), block) >= whole:
-        reason = f"gate and bundle end in the same block of {block} bytes"
+    elif model.is_smooth:
+        reason = f"no gate of {model.ffn.activation} is ever closed"
+    elif predictor == "gate":
+        reason = "gates are in memory"
+    elif predictor == "none":
+        reason = "all neurons are computed"
+    elif bundle.biases:
+        reason = "a gate's bias comes with the end of the bundle"
     else:
-        return
+        block = find_block_bytes(resolved.device)
+        reason = f"gate and bundle end in the same block of {block} bytes"
     yield Finding(
         path=("pipeline", "phases"),
         message=f"two phases read no less than one: {reason}",
