@@ -178,6 +178,10 @@ class CpuExecutor:
         assert self._prediction.has_gates, "gate rows were not given to build"
         return self._prediction.find_open(layer, self.list_experts())
 
+    def find_open(self, layer: int, arena: _U8, slots: _I32) -> npt.NDArray[np.bool_]:
+        """Return whether the gates of gathered neurons are open."""
+        return self._neurons.find_open(arena, slots)
+
     def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
         """Add gathered neurons for one token."""
         self._neurons.add_gathered(layer, arena, slots, indices)

@@ -46,8 +46,10 @@ class Neurons:
         self._counts = space.make("int32", spec.threads + 1)
         every = space.make("int32", neurons)
         every[:] = np.arange(neurons)
+        self._gates = space.make("float32", neurons)
         lists = [
-            space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "float32", "int32")
+            space.wrap(self._gates),
+            *(space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "int32")),
         ]
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
         gathers = {True: "add_plain_neurons", False: "add_neurons"}
@@ -59,6 +61,9 @@ class Neurons:
         self._gather_slots = space.wrap(self._slots)
         self._gather_every = space.wrap(every)
         scratch = (*hidden, *lists, partial) if spec.has_gathered_ffn else (*hidden, partial)
+        self._find_gates = library.find("find_gates") if spec.closes_gates else None
+        self._find_gates_rest = (*hidden, lists[0])
+        self._least_gate = spec.threshold
         self._gather_rest = (*scratch, space.wrap(self._counts), y, *routes)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
@@ -90,6 +95,16 @@ class Neurons:
             *self._gather_rest,
             *self._prediction.known_gates,
         )
+
+    def find_open(self, arena: _U8, slots: _I32) -> npt.NDArray[np.bool_]:
+        """Return whether the gates of the neurons in ``slots`` are open."""
+        assert self._find_gates is not None, "every neuron counts whatever its gate is"
+        count = len(slots)
+        self._slots[:count] = slots
+        view = self._wrap_arena(arena)
+        self._find_gates(count, view, self._gather_slots, *self._find_gates_rest)
+        opened: npt.NDArray[np.bool_] = self._gates[:count] > self._least_gate
+        return opened
 
     def add_neighbours(self, bundles: _U8, tokens: int, one: Arguments, several: Arguments) -> None:
         """Add contiguous neurons for all tokens."""

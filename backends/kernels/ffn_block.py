@@ -6,6 +6,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.ffn import emit_dense
+from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Scratch, emit_gathered
 from pi2.backends.kernels.neurons import emit_leave_lane_order
 from pi2.backends.kernels.norms import emit_normalize
@@ -31,6 +32,16 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
             v.store(y, place, v.constant(0.0, "float32", 16), 16)
 
     emit_each_token(tokens, prepare)
+
+
+def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
+    """Compute the gates of gathered neurons."""
+    count = take.take_number("count")
+    arena = take.take_array("arena", "uint8")
+    slots = take.take_array("slots", "int32")
+    hidden = schedule.take_hidden(take, count)
+    gates = take.take_array("gates", "float32")
+    emit_gathered_gates(schedule.isa, schedule.spec, hidden, arena, slots, count, gates)
 
 
 def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:

@@ -19,6 +19,7 @@ function                parameters: numbers, then arrays
                         qa (hidden), qa (R), scores, indices, found
 ``predict_gate``        neurons, [smooth: limit float32]; gate weights, scales, [biases], qa
                         (hidden), scores, indices, found
+``find_gates``          n; arena, slots, qa (hidden), gates
 ``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y, [routes]
 ``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
@@ -45,6 +46,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_add_plain_neurons,
     emit_begin_ffn,
     emit_end_ffn,
+    emit_find_gates,
 )
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.parameters import Parameters, make_function
@@ -76,6 +78,8 @@ class Program:
         }
         if spec.has_gathered_ffn:
             functions["add_neurons"] = emit_add_neurons
+        if spec.closes_gates:
+            functions["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:
             functions["add_plain_neurons"] = emit_add_plain_neurons
         if spec.positions:

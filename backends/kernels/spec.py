@@ -146,6 +146,11 @@ class KernelSpec:
         """Whether `pi2.backends.kernels.gathered` computes the neurons that a predictor names."""
         return self.gated and not self.ffn_bias
 
+    @property
+    def closes_gates(self) -> bool:
+        """Whether a gate alone tells that a gathered neuron has no effect."""
+        return self.has_gathered_ffn and not self.is_smooth
+
     def to_json(self) -> str:
         """Return canonical JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))

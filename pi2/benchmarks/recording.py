@@ -170,8 +170,8 @@ class _RecordingReader:
             name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
             tape.recorder.add_slice(DRIVER, name, start, end)
         self._note_read(pending, number, end)
-        saved = {"not read": self._reader.saved_bytes} if self._reader.gate_reads else {}
-        tape.recorder.add_counter("bytes read", end, bytes=self._reader.read_bytes, **saved)
+        read, saved = self._reader.read_bytes, self._reader.saved_bytes
+        tape.recorder.add_counter("bytes read", end, **{"bytes": read, "left out": saved})
         if number + 1 == len(pending.clusters):
             self._submitted.pop(id(pending), None)
         return slots

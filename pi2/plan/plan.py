@@ -240,7 +240,8 @@ class Pipeline(Table):
     phases: Literal[1, 2] = 1
     """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
     open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which
-    share a request, are read whole in either case.  2 reads fewer bytes in more requests."""
+    share a request, are read whole in either case, and so are neurons whose gates are known, with
+    ``predictor = "gate"``.  2 reads fewer bytes in more requests."""
     cluster: Count = 64
     """Neurons that are read and computed together, at least."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"

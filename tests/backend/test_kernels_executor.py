@@ -280,3 +280,33 @@ def test_nothing_stands_in_the_way_here() -> None:
     assert cpu.find_obstacles(frozenset(), "x86-64") == []
     assert cpu.find_obstacles(frozenset(), "aarch64") == []
     assert cpu.find_obstacles(frozenset(), "riscv64") == ["no kernels for architecture riscv64"]
+
+
+def test_gates_that_are_read_first_tell_which_neurons_count() -> None:
+    for name in ("demo-like", "halves"):
+        model = RandomModel(**MODELS[name])
+        executor, truth = cpu.build(model.request), reference.build(model.request)
+        arena, size = model.bundles[1], model.request.threads
+        every = np.arange(len(arena), dtype=np.int32)[::-1].copy()
+        for each in (executor, truth):
+            each.embed(np.array([5], np.int32))
+            each.begin_ffn(1)
+        opened = executor.find_open(1, arena, every)
+        assert np.array_equal(opened, truth.find_open(1, arena, every))
+        assert executor.find_open(1, arena, every[:0]).tolist() == []
+        # As many closed ones as there are threads after as many open ones, which keep their
+        # threads so.
+        few = every[opened][: 2 * size].reshape(2, size)
+        slots = np.stack([few, every[~opened][: 2 * size].reshape(2, size)], axis=1).reshape(-1)
+        # What follows closed gates need not have been read.
+        unread = arena.copy()
+        unread[every[~opened], model.request.bundle.parts[1].weights_offset :] = 255
+        outputs = []
+        for seen, given in ((arena, slots), (unread, few.reshape(-1))):
+            executor.embed(np.array([5], np.int32))
+            executor.begin_ffn(1)
+            executor.add_neurons(1, seen, given)
+            executor.end_ffn(1)
+            outputs.append(executor.logits(0).copy())
+        assert np.array_equal(outputs[0], outputs[1]), "to the bit"
+        executor.close()

@@ -186,5 +186,5 @@ def test_a_trace_shows_both_phases(tmp_path: Path) -> None:
     reads = [name for lane in lanes if lane.startswith("read ") for _, _, name in lanes[lane]]
     assert any(name.endswith(" gates") for name in reads)
     assert any(name.endswith(" rest") for name in reads)
-    saved = [e["args"]["not read"] for e in document["traceEvents"] if e["name"] == "bytes read"]
+    saved = [e["args"]["left out"] for e in document["traceEvents"] if e["name"] == "bytes read"]
     assert 0 < saved[-1] == max(saved)

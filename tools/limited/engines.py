@@ -43,13 +43,13 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
             "flash_bytes_token": (model.stats.flash_read_bytes - loaded) / job["prefill"],
             "peak_rss_bytes": read_peak_rss_bytes(),
         }
-    spent = {"start": 0.0, "finish": 0.0}
+    spent = {"start": 0.0, "start_rest": 0.0, "finish": 0.0}
     for name in spent:
         setattr(parts.reader, name, time_calls(getattr(parts.reader, name), name, spent))
     parts.forward.reset()
     parts.forward.prefill(source.take(PROMPT_TOKENS))
     before = model.stats
-    spent.update(start=0.0, finish=0.0)
+    spent.update(start=0.0, start_rest=0.0, finish=0.0)
     times = []
     for token in source.take(job["tokens"]).tolist():
         start = time.perf_counter()
@@ -60,12 +60,15 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_s": len(times) / sum(times),
         "p99_over_mean": float(np.quantile(times, 0.99) / np.mean(times)),
         "wait_share": spent["finish"] / sum(times),
-        "submit_share": spent["start"] / sum(times),
+        "submit_share": (spent["start"] + spent["start_rest"]) / sum(times),
         "active": counters.active_share,
         "predicted": counters.predicted_share,
         "hits": counters.hit_rate,
         "skips": counters.cache_skips / max(1, counters.predicted_neurons + counters.cache_skips),
         "flash_bytes_token": counters.flash_read_bytes / len(times),
+        "saved_bytes_token": counters.flash_saved_bytes / len(times),
+        "gate_reads_token": counters.gate_reads / len(times),
+        "misses_token": counters.cache_misses / len(times),
         "routing": counters.routing_recall,
         "peak_rss_bytes": read_peak_rss_bytes(),
         "load_s": model.load_s,

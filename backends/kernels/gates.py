@@ -1,0 +1,41 @@
+"""Gates of gathered neurons, for those of which nothing but the gate has been read."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.dots import Activations, emit_dots
+from pi2.backends.kernels.gathered import TOGETHER
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.matrix import emit_shared, emit_split
+from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.layout import vector_bytes
+
+
+def emit_gathered_gates(
+    isa: Isa,
+    spec: KernelSpec,
+    activations: Activations,
+    arena: v.Buffer,
+    slots: v.Buffer,
+    count: v.Expr,
+    gates: v.Buffer,
+) -> None:
+    """Set ``gates`` float32 [count] to the gates of the neurons ``slots`` int32 [count] of
+    ``arena`` uint8 [., stride], the same bits as `gathered` computes."""
+
+    def emit(thread: v.Expr) -> None:
+        begin, end = emit_split(thread, spec.threads, count)
+        with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
+            top = v.let(begin + turn * TOGETHER)
+            # A repeated neuron writes the same value again.
+            places = [v.let(T.min(top + index, end - 1)) for index in range(TOGETHER)]
+            bases = [v.let(v.wide(slots[place]) * spec.stride) for place in places]
+            rows = [take_part(spec, arena, base, "gate") for base in bases]
+            found = emit_dots(isa, rows, activations, [T.int32(0)])
+            for place, gate in zip(places, found, strict=True):
+                v.store(gates, place, gate[0], 1)
+
+    emit_shared(spec.threads, v.wide(count) * vector_bytes(spec.hidden, spec.ffn), emit)
