@@ -13,11 +13,12 @@ from pi2.plan.model import Moe
 F32 = npt.NDArray[np.float32]
 
 
-def route(moe: Moe, inputs: F32, router: F32) -> F32:
+def route(moe: Moe, inputs: F32, router: F32, shared_router: F32 | None = None) -> F32:
     """Weights float32 [T, experts] of all experts, 0 for those that do not compute a token.
 
     ``inputs`` float32 [T, hidden], ``router`` float32 [experts, hidden].  ``softmax`` is taken over
-    all experts before the best are chosen, as Mixtral does.
+    all experts before the best are chosen, as Mixtral does.  Shared experts follow the others: 1,
+    or the sigmoid of the score by ``shared_router`` float32 [1, hidden].
     """
     scores = inputs @ router.T
     chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : moe.active_experts]
@@ -31,6 +32,11 @@ def route(moe: Moe, inputs: F32, router: F32) -> F32:
     if moe.normalise_weights:
         best /= best.sum(axis=-1, keepdims=True)
     np.put_along_axis(weights, chosen, best, axis=-1)
+    if moe.shared_experts:
+        shared = np.ones((len(inputs), moe.shared_experts), np.float32)
+        if shared_router is not None:
+            shared /= 1 + np.exp(-(inputs @ shared_router.T))
+        weights = np.concatenate([weights, shared], axis=-1)
     return np.asarray(weights, np.float32)
 
 

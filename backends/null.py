@@ -69,8 +69,9 @@ class NullExecutor:
 
     def begin_ffn(self, layer: int) -> None:
         if self._moe is not None:
-            order = self._random.permutation(self._moe.experts)
-            self._experts = order[: self._moe.active_experts].astype(np.int32)
+            order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
+            shared = np.arange(self._moe.experts, self._request.model.expert_count)
+            self._experts = np.concatenate([order, shared]).astype(np.int32)
 
     def list_experts(self) -> npt.NDArray[np.int32]:
         return np.sort(self._experts)
@@ -82,9 +83,9 @@ class NullExecutor:
         fires = self._random.random(neurons) < self._chances
         if self._moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.
-            chosen = np.zeros(self._moe.experts, bool)
+            chosen = np.zeros(self._request.model.expert_count, bool)
             chosen[self._experts if experts is None else experts] = True
-            fires &= chosen[np.arange(neurons) % self._moe.experts]
+            fires &= chosen[np.arange(neurons) % len(chosen)]
         return np.flatnonzero(fires).astype(np.int32)
 
     def read_scores(self) -> npt.NDArray[np.float32]:

@@ -20,7 +20,14 @@ from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model, Norm
 from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
+from pi2.plan.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_BIAS,
+    POSITIONS,
+    name_layer_tensor,
+)
 
 NAME = "reference"
 
@@ -141,9 +148,11 @@ class ReferenceExecutor:
         self._model = request.model
         shape = self._model.shape
         self._kv = KvCache(request)
-        self._cosines, self._sines = compute_rope_tables(
-            self._model.rope, shape.head_dim, request.context
-        )
+        self._ropes = [
+            compute_rope_tables(rope, shape.head_dim, request.context)
+            for rope in (self._model.rope, self._model.other_rope)
+            if rope is not None
+        ]
         self._x = np.zeros((0, shape.hidden), np.float32)
         self._input = self._x
         self._u = self._x
@@ -207,7 +216,8 @@ class ReferenceExecutor:
             norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
             query = normalize(norm, query, self._layer(layer, "query_norm"))
             key = normalize(norm, key, self._layer(layer, "key_norm"))
-        cos, sin = self._cosines[position:end], self._sines[position:end]
+        other = self._model.find_rope(layer) is self._model.other_rope
+        cos, sin = (table[position:end] for table in self._ropes[other])
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         self._kv.keep(0, layer, position, key)
         self._kv.keep(1, layer, position, value.reshape(count, shape.kv_heads, shape.head_dim))
@@ -231,6 +241,12 @@ class ReferenceExecutor:
             mixed[:, head] = weights @ values[:, kv_head]
         output = mixed.reshape(count, query_width) @ self._layer(layer, "output").T
         output = output + self._bias(layer, "output_bias", attention.output_bias)
+        self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
+
+    def _add_output(self, output: _F32, norm: str) -> None:
+        """Add what attention or the FFN gives to x."""
+        if self._model.norm.outputs:
+            output = normalize(self._model.norm, output, self._matrix(norm))
         self._x = self._x + output * np.float32(self._model.multipliers.residual)
 
     def begin_ffn(self, layer: int) -> None:
@@ -239,7 +255,8 @@ class ReferenceExecutor:
         moe = self._model.moe
         if moe is not None:
             read = self._input if moe.router_input == "layer" else self._u
-            self._routes = route(moe, read, self._layer(layer, "router"))
+            shared = self._layer(layer, "shared_router") if moe.shared_gate else None
+            self._routes = route(moe, read, self._layer(layer, "router"), shared)
         self._y = np.zeros_like(self._x)
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
@@ -342,7 +359,7 @@ class ReferenceExecutor:
         self._y = self._y + active @ unpack_part(bundles, layout, len(layout.parts) - 1)
 
     def end_ffn(self, layer: int) -> None:
-        self._x = self._x + self._y * np.float32(self._model.multipliers.residual)
+        self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
 
     def read_ffn_input(self) -> _F32:
         """See `pi2.backends.protocol.InputReader`."""
@@ -351,7 +368,10 @@ class ReferenceExecutor:
     def logits(self, first: int) -> _F32:
         head = EMBEDDING if self._model.tied_head else HEAD
         x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
-        logits = (x @ self._matrix(head).T) * np.float32(self._model.multipliers.logits)
+        logits = x @ self._matrix(head).T
+        if self._model.head_bias:
+            logits = logits + self._matrix(HEAD_BIAS)
+        logits = logits * np.float32(self._model.multipliers.logits)
         return cap(logits, self._model.logit_softcap)
 
     def count_active(self) -> int:

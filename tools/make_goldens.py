@@ -44,6 +44,7 @@ COMMON: Options = {
 }
 UNKNOWN = {
     "Falcon": ("num_key_value_heads", "intermediate_size"),
+    "GPTJ": ("num_key_value_heads", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads",),
     "OPT": ("num_key_value_heads", "intermediate_size"),
 }
@@ -115,6 +116,31 @@ MODELS: dict[str, tuple[str, Options]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -126,7 +152,20 @@ MODELS: dict[str, tuple[str, Options]] = {
     ),
     "phi3": ("Phi3", {"sliding_window": 12}),
     "glm": ("Glm", {"head_dim": 32, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16, "num_attention_heads": 6, "hidden_size": 64}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.5, "num_hidden_layers": 4, "sliding_window": 7}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+    "phi": ("Phi", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
+    "gptj": (
+        "GPTJ",
+        {
+            "n_inner": 96,
+            "rotary_dim": 4,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": False,
+        },
+    ),
     "stablelm": (
         "StableLm",
         {
@@ -173,6 +212,26 @@ MODELS: dict[str, tuple[str, Options]] = {
         "Mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36},
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 40,
+            "intermediate_size": 48,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+        },
+    ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }
@@ -186,7 +245,7 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     config = getattr(transformers, f"{family}Config")(**common | options)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     tied = config.tie_word_embeddings
     with torch.no_grad():
         for name, values in model.named_parameters():
@@ -198,7 +257,7 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
                 drawn *= 0.1
             elif values.dim() == 1:
                 drawn *= 0.2
-                if "norm" in name and name.endswith("weight") and family != "Gemma":
+                if "norm" in name and name.endswith("weight") and not family.startswith("Gemma"):
                     drawn += 1.0
                 if "ln_" in name and name.endswith("weight"):
                     drawn += 1.0

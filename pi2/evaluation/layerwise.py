@@ -17,7 +17,7 @@ from pi2.backends.reference import ReferenceExecutor, activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
 from pi2.plan.model import Model
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD
+from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS
 from pi2.statistics.texts import Window
 
 F32 = npt.NDArray[np.float32]
@@ -67,15 +67,16 @@ def score_layerwise(
 def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Scores:
     """Losses of ``targets`` [n] after normalised ``inputs`` [n, hidden], by blocks of the head."""
     name, vocab = (EMBEDDING if model.tied_head else HEAD), model.shape.vocab
-    count = len(inputs)
+    count, bias = len(inputs), weights.read(HEAD_BIAS)[0] if model.head_bias else None
     best = np.full(count, -np.inf)
     choices = np.zeros(count, np.int64)
     sums, wanted = np.zeros(count), np.zeros(count)
     for start in range(0, vocab, _BLOCK):
         head = weights.read(name, slice(start, min(start + _BLOCK, vocab)))
-        logits = cap(
-            inputs @ head.T * np.float32(model.multipliers.logits), model.logit_softcap
-        ).astype(np.float64)
+        scores = inputs @ head.T + (0.0 if bias is None else bias[start : start + len(head)])
+        logits = cap(scores * np.float32(model.multipliers.logits), model.logit_softcap).astype(
+            np.float64
+        )
         top = logits.argmax(axis=1)
         value = logits[np.arange(count), top]
         choices = np.where(value > best, start + top, choices)

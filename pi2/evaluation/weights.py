@@ -106,11 +106,10 @@ class CheckpointWeights:
     def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
         layout = self._model.lay_out_bundle()
         names = [str(part.name) for part in layout.parts]
-        experts = 1 if self._model.moe is None else self._model.moe.experts
-        for expert in range(experts):
+        for expert in range(self._model.expert_count):
             sources = [self._find(name, layer, expert) for name in names]
             biases = [self._find(f"{bias.name}_bias", layer).read() for bias in layout.biases]
-            down = sources[-1].tensor.read_turned()
+            down = sources[-1].read_turned()
             for start in range(0, sources[0].count, PIECE_NEURONS):
                 stop = min(start + PIECE_NEURONS, sources[0].count)
                 owners = np.full(stop - start, expert, np.int32)

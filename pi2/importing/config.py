@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,10 @@ class Config:
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
         self._values = values
+
+    def change(self, values: Mapping[str, Any]) -> Config:
+        """The same with other values."""
+        return Config(self.file, {**self._values, **values})
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated and not null."""
@@ -108,21 +112,40 @@ def read_activation(config: Config, *keys: str) -> str:
     return ACTIVATIONS[name]
 
 
-def read_rope(config: Config, context: int, share: float = 1.0) -> dict[str, Any]:
+ROTATED_SHARE = "gguf_rotated_share"
+"""Key of a configuration that pi2 makes of a GGUF file: it counts whatever the family is."""
+
+
+def read_rope(config: Config, context: int, share: float | None = None) -> dict[str, Any]:
     """The ``[rope]`` table: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` before.
 
-    ``share`` is the rotated part of a head where the configuration states none.
+    ``share`` is the rotated part of a head where the configuration states none; None for families
+    whose code rotates whole heads, whatever the configuration says.
     """
     scaling = config.read_table("rope_parameters")
     if not scaling.has("rope_type") and not scaling.has("rope_theta"):
         scaling = config.read_table("rope_scaling")
     theta = scaling.read("rope_theta", float, config.read("rope_theta", float, 10000.0))
-    for key in ("rope_pct", "rotary_pct", "partial_rotary_factor"):
-        share = scaling.read(key, float, config.read(key, float, share))
-    rope: dict[str, Any] = {"theta": theta}
-    if share != 1.0:
-        rope["share"] = share
+    return scale_rope(config, scaling, theta, context, share)
+
+
+def scale_rope(
+    config: Config, scaling: Config, theta: float, context: int, share: float | None = None
+) -> dict[str, Any]:
+    """The same from a table of ``config`` that states the scaling."""
     kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
+    stated = share
+    for key in ("rope_pct", "rotary_pct", "partial_rotary_factor"):
+        stated = _read_share(scaling, key, _read_share(config, key, stated))
+    if share is None:
+        if kind != "default" and stated not in (None, 1.0):
+            # Frequencies for a part of a head, and a whole head to rotate: nobody can.
+            raise config.refuse(f"partial_rotary_factor is {stated}, but this family has none")
+        stated = None
+    stated = _read_share(config, ROTATED_SHARE, stated)
+    rope: dict[str, Any] = {"theta": theta}
+    if stated not in (None, 1.0):
+        rope["share"] = stated
     if kind == "default":
         return rope
     original = scaling.read(
@@ -150,6 +173,10 @@ def read_rope(config: Config, context: int, share: float = 1.0) -> dict[str, Any
     raise config.refuse(f"the position scaling {kind!r} is unknown")
 
 
+def _read_share(config: Config, key: str, default: float | None) -> float | None:
+    return config.read(key, float) if config.has(key) else default
+
+
 def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
     factor = scaling.read("factor", float, context / original)
     yarn: dict[str, Any] = {"kind": "yarn", "factor": factor, "original_context": original}
@@ -167,20 +194,30 @@ def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
     return yarn
 
 
-def read_window(config: Config, layers: int) -> dict[str, Any]:
-    """Sliding window and its layers, for the ``[attention]`` table."""
-    if not config.has("sliding_window") or not config.read("use_sliding_window", bool, True):
+def read_whole_window(config: Config) -> dict[str, Any]:
+    """Sliding window of all layers, for the ``[attention]`` table: of families whose code looks
+    for nothing but its width."""
+    if not config.has("sliding_window"):
         return {}
-    window: dict[str, Any] = {"sliding_window": config.read("sliding_window", int)}
+    return {"sliding_window": config.read("sliding_window", int)}
+
+
+def read_window(
+    config: Config, layers: int, has_window: Callable[[int], bool], width: int | None = None
+) -> dict[str, Any]:
+    """Sliding window and its layers: those of ``layer_types``, else those of ``has_window``.
+
+    ``width`` is the family's where none is stated.
+    """
+    if not config.has("sliding_window") and width is None:
+        return {}
+    window: dict[str, Any] = {"sliding_window": config.read("sliding_window", int, width)}
     kinds = config.read_list("layer_types")
-    if kinds:
-        if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
-            raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
-        chosen = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-    elif config.has("max_window_layers"):
-        chosen = list(range(min(layers, config.read("max_window_layers", int)), layers))
-    else:
-        chosen = list(range(layers))
+    if not kinds:
+        kinds = ["sliding_attention" if has_window(n) else "full_attention" for n in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
+    chosen = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
     if not chosen:
         return {}
     return window if len(chosen) == layers else window | {"window_layers": chosen}

@@ -173,8 +173,8 @@ class _Conversion:
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
         """Matrices of a layer's FFN by expert."""
-        experts = 1 if self._model.moe is None else self._model.moe.experts
-        return [[self._find(name, layer, expert) for name in names] for expert in range(experts)]
+        experts = range(self._model.expert_count)
+        return [[self._find(name, layer, expert) for name in names] for expert in experts]
 
     def _pack_layer(
         self,
@@ -228,7 +228,7 @@ class _Conversion:
         for source in group:
             self._advance(source)
         # Columns become rows once, in a narrow type: gathering columns would be far slower.
-        return [*(source.read_raw() for source in inner), down.tensor.read_turned()]
+        return [*(source.read_raw() for source in inner), down.read_turned()]
 
     def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
         """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
+from pi2.importing.config import ROTATED_SHARE
 from pi2.importing.gguf_names import Architecture
 
 F32 = npt.NDArray[np.float32]
@@ -97,8 +98,7 @@ def make_config(
         "rope_theta": read("{arch}.rope.freq_base", float, 10000.0),
     }
     rotated = read("{arch}.rope.dimension_count", int, head_dim)
-    if rotated != head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
+    config[ROTATED_SHARE] = rotated / head_dim
     if metadata.has("{arch}.attention.layer_norm_rms_epsilon"):
         config["rms_norm_eps"] = read("{arch}.attention.layer_norm_rms_epsilon", float)
     else:

@@ -63,6 +63,12 @@ def _list_absent(model: Model) -> Iterator[str]:
         yield "output_bias"
     if not model.attention.head_norm:
         yield from ("query_norm", "key_norm")
+    if not model.norm.outputs:
+        yield "ffn_output_norm"
+    if not model.head_bias:
+        yield "head_bias"
+    if model.moe is not None and not model.moe.shared_experts:
+        yield "shared_up"
     if not model.ffn.bias:
         yield from ("gate_bias", "up_bias", "down_bias")
     if not model.norm.bias:

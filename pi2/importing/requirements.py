@@ -53,6 +53,8 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
         yield _require(model, key, size)
     if not model.tied_head:
         yield _require(model, "head", (model.shape.vocab, hidden))
+    if model.head_bias:
+        yield _require(model, "head_bias", (model.shape.vocab,))
 
 
 def _require(
@@ -92,8 +94,16 @@ def _list_ffn(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's FFN by key of ``model.tensors``."""
     hidden, ffn = model.shape.hidden, model.shape.ffn
     needs: dict[str, tuple[int, ...]] = {"ffn_norm": (hidden,)}
+    if model.norm.outputs:
+        needs |= {"attention_output_norm": (hidden,), "ffn_output_norm": (hidden,)}
     if model.moe is not None:
         needs["router"] = (model.moe.experts, hidden)
+        shared = model.moe.shared_experts * ffn
+        if shared:
+            needs |= {"shared_up": (shared, hidden), "shared_down": (hidden, shared)}
+            needs |= {"shared_gate": (shared, hidden)} if model.ffn.gated else {}
+        if model.moe.shared_gate:
+            needs["shared_router"] = (1, hidden)
     if model.norm.bias:
         needs["ffn_norm_bias"] = (hidden,)
     if model.ffn.gated and model.tensors.fused_gate_up is not None:
@@ -184,6 +194,12 @@ def _check_sizes(model: Model) -> Iterator[Diagnostic]:
             )
 
 
+def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
+    """Key of the configuration that states the neurons of an FFN."""
+    own = "moe_intermediate_size"
+    return own if model.moe is not None and own in checkpoint.config else "intermediate_size"
+
+
 def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:
     """Compare ``config.json`` with the document where it states a value."""
     shape = model.shape
@@ -192,7 +208,7 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
     document: dict[str, tuple[str, Any]] = {
         "num_hidden_layers": ("shape.layers", shape.layers),
         "hidden_size": ("shape.hidden", shape.hidden),
-        "intermediate_size": ("shape.ffn", shape.ffn),
+        _name_ffn_size(checkpoint, model): ("shape.ffn", shape.ffn),
         "num_attention_heads": ("shape.heads", shape.heads),
         "num_key_value_heads": ("shape.kv_heads", shape.kv_heads),
         "head_dim": ("shape.head_dim", shape.head_dim),

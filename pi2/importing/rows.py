@@ -55,6 +55,11 @@ class Rows:
         """Rows ``start`` to ``stop`` in float32."""
         return self.tensor.widen(self.read_raw(start, stop))
 
+    def read_turned(self) -> Raw:
+        """What `SourceTensor.read_turned` gives of a matrix whose columns are the rows here."""
+        turned = self.tensor.read_turned()
+        return turned if self.index is None else turned[self.index]
+
 
 def fill_name(pattern: str, layer: int, expert: int = 0) -> str:
     """Put the numbers of layer and expert into a name pattern of ``model.tensors``."""
@@ -74,17 +79,31 @@ def name_source(model: Model, key: str) -> tuple[str, str]:
     return key, getattr(names, key)
 
 
+def name_shared(model: Model, key: str, expert: int) -> str | None:
+    """Key of ``model.tensors`` for the FFN matrix ``key`` of a shared expert; None for others."""
+    if model.moe is None or expert < model.moe.experts:
+        return None
+    return f"shared_{key}"
+
+
 def find_rows(
     tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int = 0, expert: int = 0
 ) -> Rows:
     """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked."""
+    shared = name_shared(model, key, expert)
+    if shared is not None:
+        assert model.moe is not None
+        ffn, first = model.shape.ffn, expert - model.moe.experts
+        name = fill_name(getattr(model.tensors, shared), layer)
+        return Rows(tensor=tensors[name], index=np.arange(first * ffn, (first + 1) * ffn))
     source, pattern = name_source(model, key)
     return Rows(
-        tensor=tensors[fill_name(pattern, layer, expert)], index=_choose_rows(model, key, source)
+        tensor=tensors[fill_name(pattern, layer, expert)],
+        index=_choose_rows(model, key, source, layer),
     )
 
 
-def _choose_rows(model: Model, key: str, source: str) -> I64 | None:
+def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
     shape = model.shape
     if key == "positions":
         assert model.positions is not None
@@ -94,7 +113,7 @@ def _choose_rows(model: Model, key: str, source: str) -> I64 | None:
     part, _, rest = key.partition("_")
     if part not in _QKV:
         return None
-    turned = order_head(model) if part != "value" else None
+    turned = order_head(model, layer) if part != "value" else None
     if rest == "norm":
         return turned
     heads = shape.heads if part == "query" else shape.kv_heads
@@ -108,14 +127,14 @@ def _choose_rows(model: Model, key: str, source: str) -> I64 | None:
     return (places[:, None] + inside).reshape(-1)
 
 
-def order_head(model: Model) -> I64 | None:
+def order_head(model: Model, layer: int = 0) -> I64 | None:
     """Element of the checkpoint's head at every place of the store's; None if they are equal."""
-    size = model.shape.head_dim
-    rotated = model.rope.count_rotated(size)
-    if rotated == 0 or (rotated == size and model.rope.pairs == "halves"):
+    size, rope = model.shape.head_dim, model.find_rope(layer)
+    rotated = rope.count_rotated(size)
+    if rotated == 0 or (rotated == size and rope.pairs == "halves"):
         return None
     pairs = np.arange(rotated).reshape((2, -1))
-    if model.rope.pairs == "neighbours":
+    if rope.pairs == "neighbours":
         pairs = np.arange(rotated).reshape((-1, 2)).T
     rest = np.arange(rotated, size).reshape((2, -1))
     return np.concatenate([pairs, rest], axis=1).reshape(-1)

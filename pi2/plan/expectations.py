@@ -45,7 +45,7 @@ def count_absent(resolved: Resolved, layer: ResolvedLayer) -> float | None:
     if active is None:
         return None
     model = resolved.model
-    computed = model.shape.ffn * (model.moe.active_experts if model.moe is not None else 1)
+    computed = model.token_neurons
     return active * computed * (1 - estimate_hot_part(model, layer.hot))
 
 

@@ -58,6 +58,8 @@ class Norm(Table):
     weight_offset: float = 0.0
     """What the checkpoint leaves out of its weights: 1 for Gemma, whose norms multiply by
     1 + weight."""
+    outputs: bool = False
+    """Whether what attention and the FFN give is normalised too, before it is added (Gemma 2)."""
 
 
 class Rope(Table):
@@ -92,6 +94,13 @@ class Rope(Table):
     def count_rotated(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
         return 0 if self.kind == "none" else int(head_dim * self.share)
+
+
+class OtherRope(Rope):
+    """Rotary positions of some layers, where they are not those of ``rope``."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
+    """The layers that have them."""
 
 
 class Positions(Table):
@@ -157,6 +166,11 @@ class Moe(Table):
     """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
     normalise_weights: bool = True
     """Whether the weights of the active experts are scaled to add up to 1."""
+    shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
+    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
+    as many neurons is four."""
+    shared_gate: bool = False
+    """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
 
 
 class Tokenizer(Table):
@@ -232,6 +246,10 @@ class Tensors(Table):
     """Norm before the FFN [hidden]; the one before attention where both share it."""
     ffn_norm_bias: str = "model.layers.{layer}.post_attention_layernorm.bias"
     """Bias of the norm before the FFN."""
+    attention_output_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    """Norm of what attention gives [hidden], with ``norm.outputs``."""
+    ffn_output_norm: str = "model.layers.{layer}.post_feedforward_layernorm.weight"
+    """Norm of what the FFN gives [hidden], with ``norm.outputs``."""
     gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
     """Gate projection [ffn, hidden]."""
     up: str = "model.layers.{layer}.mlp.up_proj.weight"
@@ -256,8 +274,18 @@ class Tensors(Table):
     """Learned position vectors [context + offset, hidden]."""
     head: str = "lm_head.weight"
     """Output head [vocab, hidden], where it is not tied."""
+    head_bias: str = "lm_head.bias"
+    """Bias of the output head [vocab]."""
     router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
     """Router of a mixture of experts [experts, hidden]."""
+    shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
+    """Gate projection of the shared experts [shared experts x ffn, hidden]."""
+    shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"
+    """Up projection of the shared experts [shared experts x ffn, hidden]."""
+    shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj.weight"
+    """Down projection of the shared experts [hidden, shared experts x ffn]."""
+    shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
+    """Router of the shared experts [1, hidden]."""
     predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
     """First matrix of the activation predictor [rank, hidden]."""
     predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
@@ -303,6 +331,8 @@ class Model(Document):
     """Normalisation."""
     rope: Rope = Rope.default()
     """Positions."""
+    other_rope: OtherRope | None = None
+    """Rotary positions of some layers, if they differ."""
     positions: Positions | None = None
     """Learned position vectors, if the model has them."""
     attention: Attention = Attention.default()
@@ -319,6 +349,8 @@ class Model(Document):
     """Logits x become c tanh(x / c), where it is stated."""
     tied_head: bool = False
     """Whether the head is the embedding table."""
+    head_bias: bool = False
+    """Whether the head has a bias."""
     tokenizer: Tokenizer = Tokenizer.default()
     """Tokenizer."""
     quantization: Quantization = Quantization.default()
@@ -337,13 +369,18 @@ class Model(Document):
 
     @property
     def expert_count(self) -> int:
-        """FFNs of a layer: 1 without experts."""
-        return 1 if self.moe is None else self.moe.experts
+        """FFNs of a layer, shared experts last: 1 without experts."""
+        return 1 if self.moe is None else self.moe.experts + self.moe.shared_experts
+
+    @property
+    def active_experts(self) -> int:
+        """FFNs of a layer that compute a token: 1 without experts."""
+        return 1 if self.moe is None else self.moe.active_experts + self.moe.shared_experts
 
     @property
     def token_neurons(self) -> int:
         """FFN neurons of a layer that may compute a token: those of its active experts."""
-        return self.shape.ffn * (1 if self.moe is None else self.moe.active_experts)
+        return self.shape.ffn * self.active_experts
 
     @property
     def is_smooth(self) -> bool:
@@ -366,3 +403,8 @@ class Model(Document):
         """Tokens that queries of ``layer`` look back, themselves included; None means all."""
         layers = self.attention.window_layers
         return self.attention.sliding_window if layers is None or layer in layers else None
+
+    def find_rope(self, layer: int) -> Rope:
+        """Rotary positions of ``layer``."""
+        other = self.other_rope
+        return self.rope if other is None or layer not in other.layers else other

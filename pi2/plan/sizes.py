@@ -102,10 +102,10 @@ def _need_attention(model: Model) -> Need:
     """Dense weights.
 
     embedding V x d; per layer qkv (h + 2k) w x d, output d x h w, two norms of d floats, and
-    (h + 2k) w floats of bias, two norms of w floats for heads, d floats for each other bias and a
-    router of e x d floats where the model has them; final norm d floats; learned positions of 2 d
-    bytes for each token of the model's context; head V x d if untied.  Every tensor is rounded up
-    to 64 bytes.
+    (h + 2k) w floats of bias, two norms of w floats for heads, d floats for each other bias and
+    each norm of outputs, routers of e x d and d floats where the model has them; final norm d
+    floats; learned positions of 2 d bytes for each token of the model's context; head V x d if
+    untied, and V floats of its bias.  Every tensor is rounded up to 64 bytes.
     """
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -120,11 +120,13 @@ def _need_attention(model: Model) -> Need:
     if model.attention.head_norm:
         layer += 2 * _align(4 * shape.head_dim)
     if model.moe is not None:
-        layer += _align(4 * model.moe.experts * shape.hidden)
+        layer += _align(4 * model.moe.experts * shape.hidden) + norm * model.moe.shared_gate
+    layer += 2 * norm * model.norm.outputs
     embedding = _align(matrix_bytes(shape.vocab, shape.hidden, precision.embedding))
     head = 0
     if not model.tied_head:
         head = _align(matrix_bytes(shape.vocab, shape.hidden, precision.head))
+    head += _align(4 * shape.vocab) * model.head_bias
     positions = 0
     if model.positions is not None:
         positions = _align(matrix_bytes(shape.context, shape.hidden, "fp16"))
@@ -214,7 +216,7 @@ def _need_cold(resolved: Resolved) -> Need:
     if plan.decode.predictor == "none":
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
     share = _expect_active(resolved)
-    computed = model.shape.ffn * (model.moe.active_experts if model.moe is not None else 1)
+    computed = model.token_neurons
     wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
     absent = max(model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     neurons = min(absent, wanted)
@@ -245,8 +247,9 @@ def _need_workspace(resolved: Resolved) -> Need:
     h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
     floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
     a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
-    floats), 16 spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in
-    a mixture nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.
+    floats, twice where layers differ), 16 spans of attention of w + 2 floats per head, eight
+    numbers per neuron of a layer (in a mixture nine), d floats and 33 KiB per thread.  Two staging
+    buffers of min(f, 512) neurons.
     On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even
     number of tokens.
     """
@@ -260,12 +263,13 @@ def _need_workspace(resolved: Resolved) -> Need:
     inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
     activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
-    tables = 4 * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
+    ropes = 1 if model.other_rope is None else 2
+    tables = 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.hidden
     if model.moe is not None:
-        activations += chunk * 4 * model.moe.experts
+        activations += chunk * 4 * model.expert_count
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
     tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
@@ -295,7 +299,7 @@ def count_chunks(resolved: Resolved) -> int:
     if model.residual == "parallel" or model.moe is not None:
         own += 4 * hidden
     if model.moe is not None:
-        own += 4 * model.moe.experts
+        own += 4 * model.expert_count
     # Every array is rounded up.
     own_bytes = (chunk + 1) * own + 8 * ALIGNMENT
     room = plan.memory.segments.workspace - resolved.needs.workspace.bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 EMBEDDING = "embedding"
 HEAD = "head"
+HEAD_BIAS = "head_bias"
+"""Float32 [1, vocab], of models that have one."""
 FINAL_NORM = "final_norm"
 FINAL_NORM_BIAS = "final_norm_bias"
 POSITIONS = "positions"
@@ -17,8 +19,9 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     of them added), with ``_bias`` their biases; ``qkv`` [(heads + 2 kv_heads) head_dim, hidden],
     query rows first, then key, then value; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm``
     and ``key_norm`` float32 [1, head_dim]; ``output`` [hidden, heads head_dim] and ``output_bias``
-    float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``router`` float32 [experts, hidden];
-    ``predictor_in`` [rank, hidden],
+    float32 [1, hidden]; ``down_bias`` float32 [1, hidden]; ``attention_output_norm`` and
+    ``ffn_output_norm`` float32 [1, hidden]; ``router`` float32 [experts, hidden] and
+    ``shared_router`` [1, hidden]; ``predictor_in`` [rank, hidden],
     ``predictor_out`` [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored
     order.  In a mixture every expert has a predictor: ``predictor_in`` [experts rank, hidden],
     ``predictor_out`` [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those of

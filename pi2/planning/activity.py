@@ -174,7 +174,7 @@ def _describe_single(
     model: Model, mode: PredictorMode, store: Path | None, constants: Constants | None
 ) -> tuple[tuple[LayerActivity, ...], str]:
     constants = constants or Constants()
-    chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
+    chosen = model.active_experts / model.expert_count
     known = read_statistics(store, model.shape.layers) if store is not None else None
     counts = None
     if known is not None and store is not None and mode != "none":

@@ -171,7 +171,7 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
-    active = 1 if model.moe is None else model.moe.active_experts
+    active = model.active_experts
     projections = matrix_bytes(qkv, shape.hidden, precision.attention)
     projections += matrix_bytes(shape.hidden, query, precision.attention)
     bundle = model.lay_out_bundle(stride)
@@ -444,7 +444,7 @@ def cost_prefill(resolved: Resolved, rates: Rates, sizes: Sizes) -> float | None
     if ops is None or project_ops is None:
         return None
     tokens = plan.prefill.chunk
-    active = 1 if model.moe is None else model.moe.active_experts
+    active = model.active_experts
     ffn_weights = active * model.shape.ffn * sizes.hidden * 3
     total = 0.0
     for layer in resolved.layers:

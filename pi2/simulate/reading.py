@@ -198,8 +198,6 @@ class _Reader:
         precision = model.quantization
         query = shape.heads * shape.head_dim
         qkv = query + 2 * shape.kv_heads * shape.head_dim
-        experts = model.moe.experts if model.moe is not None else 1
-        active_experts = model.moe.active_experts if model.moe is not None else 1
         attention = matrix_bytes(qkv, shape.hidden, precision.attention)
         attention += matrix_bytes(shape.hidden, query, precision.attention)
         head = precision.embedding if model.tied_head else precision.head
@@ -207,11 +205,11 @@ class _Reader:
             layers=shape.layers,
             hidden=shape.hidden,
             ffn=shape.ffn,
-            experts=experts,
-            active_experts=active_experts,
+            experts=model.expert_count,
+            active_experts=model.active_experts,
             attention_bytes=attention,
             kv_token_bytes=2 * shape.kv_heads * shape.head_dim * 2,
-            predictor_bytes=self._read_predictor(active_experts),
+            predictor_bytes=self._read_predictor(model.active_experts),
             head_bytes=matrix_bytes(shape.vocab, shape.hidden, head),
             neuron_bytes=self._resolved.bundle.used_bytes,
             dense_neuron_bytes=self._size_dense_neuron(),

@@ -13,6 +13,7 @@ _PARTS = (
     "shape",
     "norm",
     "rope",
+    "other_rope",
     "positions",
     "attention",
     "residual",
@@ -21,14 +22,16 @@ _PARTS = (
     "multipliers",
     "logit_softcap",
     "tied_head",
+    "head_bias",
     "quantization",
 )
 _NEWER = {
-    "norm": ("bias", "weight_offset"),
+    "norm": ("bias", "weight_offset", "outputs"),
     "rope": ("share", "pairs", "fast_rotations", "slow_rotations", "whole_pairs"),
     "attention": ("output_bias", "head_norm"),
     "ffn": ("gated", "bias"),
     "multipliers": ("embedding", "residual", "logits"),
+    "moe": ("shared_experts", "shared_gate"),
 }
 """Options that came after the first stores were written: described where they are used."""
 
@@ -41,6 +44,8 @@ def describe_weights(model: Model) -> dict[str, Any]:
     """
     parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
     for table, options in _NEWER.items():
+        if table not in parts:
+            continue
         fields = type(getattr(model, table)).model_fields
         for option in options:
             if parts[table][option] == fields[option].default:
@@ -49,6 +54,8 @@ def describe_weights(model: Model) -> dict[str, Any]:
             del parts[table]
     if model.residual == "sequential":
         del parts["residual"]
+    if not model.head_bias:
+        del parts["head_bias"]
     if model.predictor is not None:
         parts["predictor"] = {"rank": model.predictor.rank}
     return parts

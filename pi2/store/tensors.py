@@ -13,6 +13,7 @@ from pi2.plan.tensor_names import (
     FINAL_NORM,
     FINAL_NORM_BIAS,
     HEAD,
+    HEAD_BIAS,
     POSITIONS,
     name_layer_tensor,
 )
@@ -47,6 +48,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
     shape, precision = model.shape, model.quantization
     queries = shape.heads * shape.head_dim
     rows_of_qkv = queries + 2 * shape.kv_heads * shape.head_dim
+    outputs = model.norm.outputs
     tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.hidden)]
     if model.positions is not None:
         tensors.append(_quantized(POSITIONS, "fp16", shape.context, shape.hidden))
@@ -67,16 +69,20 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         tensors.append(_quantized(name("output"), precision.attention, shape.hidden, queries))
         if model.attention.output_bias:
             tensors.append(_vector(name("output_bias"), shape.hidden))
+        tensors += [_vector(name("attention_output_norm"), shape.hidden)] if outputs else []
         tensors.append(_vector(name("ffn_norm"), shape.hidden))
         if model.norm.bias:
             tensors.append(_vector(name("ffn_norm_bias"), shape.hidden))
         if model.ffn.bias:
             tensors.append(_vector(name("down_bias"), shape.hidden))
+        tensors += [_vector(name("ffn_output_norm"), shape.hidden)] if outputs else []
         if model.moe is not None:
             rows, length = model.moe.experts, shape.hidden
             tensors.append(
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)
             )
+            if model.moe.shared_gate:
+                tensors.append(_vector(name("shared_router"), shape.hidden))
         if ranks is not None:
             rank, kind, neurons = ranks[layer], precision.predictor, model.layer_neurons
             rows = rank * model.expert_count
@@ -88,6 +94,8 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         tensors.append(_vector(FINAL_NORM_BIAS, shape.hidden))
     if not model.tied_head:
         tensors.append(_quantized(HEAD, precision.head, shape.vocab, shape.hidden))
+    if model.head_bias:
+        tensors.append(_vector(HEAD_BIAS, shape.vocab))
     return tensors
 
 

@@ -27,7 +27,7 @@ from pi2.importing.synthesis.randomness import F32, draw_normals, draw_signs
 from pi2.plan.layout import Precision
 from pi2.plan.packing import quantize
 from pi2.plan.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
+from pi2.plan.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 
@@ -44,7 +44,7 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         return _quantize(tensor, lambda first, count: _make_head(blueprint, first, count))
     if tensor.name == FINAL_NORM:
         return [(_make_final_norm(blueprint), None)]
-    if tensor.name == FINAL_NORM_BIAS:
+    if tensor.name in (FINAL_NORM_BIAS, HEAD_BIAS):
         return [(np.zeros((1, tensor.length), np.float32), None)]
     if tensor.name == POSITIONS:
         # All alike: what a token adds to the stream decides what fires.
@@ -52,7 +52,9 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
     _, number, kind = tensor.name.split(".")
     layer = int(number)
     match kind:
-        case "attention_norm" | "ffn_norm" | "query_norm" | "key_norm":
+        case "attention_norm" | "ffn_norm" | "query_norm" | "key_norm" | "shared_router":
+            return [(np.ones((1, tensor.length), np.float32), None)]
+        case "attention_output_norm" | "ffn_output_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "qkv" | "output":
             return _draw_projection(blueprint, tensor, layer, kind)

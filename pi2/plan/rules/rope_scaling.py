@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
+from pi2.plan.model import Rope
 
 CODE = "P248"
 SEVERITY = "error"
@@ -21,13 +22,19 @@ NEEDS = ("model",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare kind and factors."""
-    rope = facts.model.rope
-    kind = Origin(document="model", path=("rope", "kind"), text=f'kind = "{rope.kind}"')
+    model = facts.model
+    yield from _check_rope("rope", model.rope, model.shape.head_dim)
+    if model.other_rope is not None:
+        yield from _check_rope("other_rope", model.other_rope, model.shape.head_dim)
+
+
+def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
+    kind = Origin(document="model", path=(table, "kind"), text=f'kind = "{rope.kind}"')
     if rope.kind in ("plain", "none") and rope.factor != 1.0:
         subject = "plain positions ignore" if rope.kind == "plain" else "no rotation ignores"
         yield Finding(
             document="model",
-            path=("rope", "factor"),
+            path=(table, "factor"),
             message=f"{subject} the factor {rope.factor:g}",
             help='write kind = "linear" or "llama3", or remove the factor',
             origins=(kind,),
@@ -35,22 +42,22 @@ def check(facts: Facts) -> Iterator[Finding]:
     if rope.kind == "yarn" and rope.fast_rotations <= rope.slow_rotations:
         yield Finding(
             document="model",
-            path=("rope", "fast_rotations"),
+            path=(table, "fast_rotations"),
             message=f"fast_rotations is {rope.fast_rotations:g}, expected more than "
             f"slow_rotations, {rope.slow_rotations:g}",
         )
-    rotated = rope.count_rotated(facts.model.shape.head_dim)
+    rotated = rope.count_rotated(head_dim)
     if rope.share < 1.0 and (rotated == 0 or rotated % 2):
         yield Finding(
             document="model",
-            path=("rope", "share"),
+            path=(table, "share"),
             message=f"{rotated} elements of a head are rotated, expected an even number",
             help="take the share from the checkpoint's configuration",
         )
     if rope.kind == "llama3" and rope.high_frequency_factor <= rope.low_frequency_factor:
         yield Finding(
             document="model",
-            path=("rope", "high_frequency_factor"),
+            path=(table, "high_frequency_factor"),
             message=f"high_frequency_factor is {rope.high_frequency_factor:g}, expected more than "
             f"low_frequency_factor, {rope.low_frequency_factor:g}",
         )

@@ -20,7 +20,7 @@ CODE = "P247"
 SEVERITY = "error"
 NEEDS = ("model",)
 
-_ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head"})
+_ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"})
 _PER_EXPERT = frozenset({"gate", "up", "down", "predictor_in", "predictor_out", "predictor_bias"})
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
