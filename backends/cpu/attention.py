@@ -10,6 +10,7 @@ from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.rope import compute_rope_tables
+from pi2.plan.model import Rope
 from pi2.plan.tensor_names import name_layer_tensor
 
 
@@ -19,11 +20,11 @@ def bind_attention(
     """Return the arrays of ``attend`` for each layer; the cache holds ``context`` tokens."""
     mixed = space.make_activations(request.chunk, spec.width, spec.planes, tiles=count_tiles(spec))
     qkv = space.wrap(space.make("float32", request.chunk, spec.qkv_rows))
-    rope = []
-    for table in compute_rope_tables(request.model.rope, spec.head_dim, request.context):
-        copy = space.make("float32", *table.shape)
-        copy[:] = table
-        rope.append(space.wrap(copy))
+    model = request.model
+    rope = _make_tables(space, spec, model.rope, request.context)
+    other = rope
+    if model.other_rope is not None:
+        other = _make_tables(space, spec, model.other_rope, request.context)
     spans = tuple(
         space.wrap(space.make("float32", spec.heads, SPANS, *size))
         for size in ((spec.head_dim,), (), ())
@@ -33,15 +34,25 @@ def bind_attention(
         (
             *inputs,
             *_wrap_weights(space, spec, layer),
-            *rope,
+            *(other if model.find_rope(layer) is model.other_rope else rope),
             *_make_cache(space, spec, context),
             qkv,
             *arrays.hidden,
             *mixed,
             *spans,
         )
-        for layer in range(request.model.shape.layers)
+        for layer in range(model.shape.layers)
     ]
+
+
+def _make_tables(space: Workspace, spec: KernelSpec, rope: Rope, context: int) -> Arguments:
+    """Return views of cosines and sines."""
+    views = []
+    for table in compute_rope_tables(rope, spec.head_dim, context):
+        copy = space.make("float32", *table.shape)
+        copy[:] = table
+        views.append(space.wrap(copy))
+    return tuple(views)
 
 
 def _wrap_weights(space: Workspace, spec: KernelSpec, layer: int) -> Arguments:
@@ -56,6 +67,7 @@ def _wrap_weights(space: Workspace, spec: KernelSpec, layer: int) -> Arguments:
         *wrap_if(spec.head_norm, "query_norm", "key_norm"),
         *space.wrap_tensor(name_layer_tensor(layer, "output")),
         *wrap_if(spec.output_bias, "output_bias"),
+        *wrap_if(spec.norm_outputs, "attention_output_norm"),
     )
 
 

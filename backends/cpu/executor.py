@@ -19,7 +19,14 @@ from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.layout import round_up
 from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, name_layer_tensor
+from pi2.plan.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_BIAS,
+    POSITIONS,
+    name_layer_tensor,
+)
 
 _U8 = npt.NDArray[np.uint8]
 _I32 = npt.NDArray[np.int32]
@@ -44,11 +51,11 @@ class CpuExecutor:
         self._prediction = Prediction(request, space, spec, library, arrays.hidden)
         self._neurons = Neurons(request, space, spec, library, arrays, self._prediction)
         self._moe = model.moe
+        kinds = ["router"] if spec.experts else []
+        kinds += ["shared_router"] if model.moe is not None and model.moe.shared_gate else []
         self._routers = [
-            np.asarray(request.tensors[name_layer_tensor(layer, "router")].weights)
-            .view(np.float32)
-            .reshape(-1, spec.hidden)
-            for layer in (layers if spec.experts else ())
+            tuple(_read_rows(request, name_layer_tensor(layer, kind)) for kind in kinds)
+            for layer in layers
         ]
         self._embed = library.find("embed")
         self._positions = library.find("add_positions") if spec.positions else None
@@ -92,19 +99,25 @@ class CpuExecutor:
             ],
             dense=self._neurons.dense,
             gather=self._neurons.dense_one,
-            end=[
-                (x, y, *space.wrap_tensor(name_layer_tensor(layer, "down_bias")))
-                if spec.ffn_bias
-                else (x, y)
-                for layer in layers
-            ],
+            end=[self._bind_end(layer, arrays) for layer in layers],
             head=(
                 x,
                 *space.wrap_norm(FINAL_NORM, spec.norm_bias),
                 *space.wrap_tensor(EMBEDDING if request.model.tied_head else HEAD),
+                *(space.wrap_tensor(HEAD_BIAS) if spec.head_bias else ()),
                 *hidden,
             ),
         )
+
+    def _bind_end(self, layer: int, arrays: Arrays) -> Arguments:
+        """Return the arguments of ``end_ffn``."""
+        wrap, spec = self._space.wrap_tensor, self._spec
+        bias = wrap(name_layer_tensor(layer, "down_bias")) if spec.ffn_bias else ()
+        norm: Arguments = ()
+        if spec.norm_outputs:
+            # What the FFN has read is not needed any more.
+            norm = (*wrap(name_layer_tensor(layer, "ffn_output_norm")), arrays.hidden[3])
+        return (arrays.x, arrays.y, *bias, *norm)
 
     def _add_chunk(self, first: ChunkState, own: Arguments) -> ChunkState:
         """Make room for another chunk; ``own`` are the views of what ``first`` has for itself."""
@@ -158,7 +171,7 @@ class CpuExecutor:
             if self._moe.router_input == "layer" and now.layer_input is not None:
                 read = now.layer_input
             tokens = slice(0, now.tokens)
-            now.routes[tokens] = route(self._moe, read[tokens], self._routers[layer])
+            now.routes[tokens] = route(self._moe, read[tokens], *self._routers[layer])
 
     def list_experts(self) -> _I32:
         """Return the experts that the router chose."""
@@ -232,3 +245,9 @@ class CpuExecutor:
         for state in self._chunks:
             state.attend.clear()
             state.begin.clear()
+
+
+def _read_rows(request: BuildRequest, name: str) -> _F32:
+    """Rows of a tensor in float32 [rows, length]."""
+    tensor = request.tensors[name]
+    return np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)

@@ -48,9 +48,10 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         features=tuple(sorted(request.features)),
         norm=model.norm.kind,
         norm_bias=model.norm.bias,
+        norm_outputs=model.norm.outputs,
         parallel=model.residual == "parallel",
         keeps_input=model.residual == "parallel" or _routes_by_input(model),
-        experts=0 if model.moe is None else model.moe.experts,
+        experts=0 if model.moe is None else model.expert_count,
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
         head_norm=model.attention.head_norm,
@@ -64,6 +65,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         residual_factor=model.multipliers.residual,
         logit_factor=model.multipliers.logits,
         logit_cap=model.logit_softcap,
+        head_bias=model.head_bias,
     )
 
 

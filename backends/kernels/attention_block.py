@@ -14,7 +14,7 @@ from pi2.backends.kernels.attention import (
 )
 from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
 from pi2.backends.kernels.matrix import emit_multiply, emit_shared
-from pi2.backends.kernels.norms import emit_head_norms, emit_normalize
+from pi2.backends.kernels.norms import emit_add_normalized, emit_head_norms, emit_normalize
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
@@ -39,6 +39,7 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
         head_norms = (query_norm, take.take_array("key_norm", "float32"))
     output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
     output_bias = take.take_array("output_bias", "float32") if spec.output_bias else None
+    output_norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
     cosines = take.take_array("cosines", "float32")
     sines = take.take_array("sines", "float32")
     keys = take.take_array("keys", KV_DTYPES[spec.kv])
@@ -62,6 +63,10 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
     def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
         place = v.let(token * spec.hidden + row)
         total = value if output_bias is None else value + output_bias[row]
+        if output_norm is not None:
+            # What attention has read is not needed any more.
+            v.store(hidden.values, place, total, 1)
+            return
         if spec.residual_factor != 1.0:
             total = total * v.constant(spec.residual_factor, "float32")
         v.store(x, place, x[place] + total, 1)
@@ -108,3 +113,6 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
                 emit_chunk_attention(spec, qkv, cache, output_values, tokens, position, tile, head)
     emit_each_token(tokens, lambda t: emit_quantize(mixed, t))
     emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
+    if output_norm is not None:
+        norms = (output_norm, hidden.once)
+        emit_each_token(tokens, lambda t: emit_add_normalized(spec, hidden.values, x, *norms, t))

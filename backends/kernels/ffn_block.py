@@ -9,10 +9,10 @@ from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Scratch, emit_gathered
 from pi2.backends.kernels.neurons import emit_leave_lane_order
-from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
-from pi2.backends.kernels.rows import emit_add_scaled, emit_scale
+from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
 
 
@@ -131,15 +131,24 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Add y to x."""
+    """Add y to x; with norms of outputs, through ``whole`` [T, hidden]."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = take.take_array("x", "float32")
     y = take.take_array("y", "float32")
     bias = take.take_array("down_bias", "float32") if spec.ffn_bias else None
+    norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
+    whole = take.take_array("whole", "float32") if spec.norm_outputs else None
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)
+        if norm is not None and whole is not None:
+            emit_fill(whole, base, spec.hidden, 0.0)
+            emit_leave_lane_order(spec.hidden, spec.ffn, y, whole, token)
+            if bias is not None:
+                emit_add_scaled(bias, whole, base, spec.hidden, 1.0)
+            emit_add_normalized(spec, whole, x, norm, T.min(tokens, 1), token)
+            return
         emit_scale(y, base, spec.hidden, spec.residual_factor)
         emit_leave_lane_order(spec.hidden, spec.ffn, y, x, token)
         if bias is not None:

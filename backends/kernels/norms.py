@@ -42,11 +42,7 @@ def emit_normalize(
     zero = v.constant(0.0, "float32", 16)
     mean = v.constant(0.0, "float32")
     if spec.norm == "layernorm":
-        total = v.Cell(zero)
-        with T.serial(length // 16 * target.once) as step:
-            total.set(total.get() + v.load(source, base + step * 16, 16))
-        sum_ = v.add_lanes(total.get(), "float32", 16)
-        mean = v.let(sum_ * v.constant(1.0 / length, "float32"))
+        mean = _average(source, base, length, target.once)
     squares = v.Cell(zero)
     with T.serial(length // 16 * target.once) as step:
         part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
@@ -59,6 +55,45 @@ def emit_normalize(
             part = part + v.load(norm.bias, step * 16, 16)
         v.store(target.values, token * length + step * 16, part, 16)
     emit_quantize(target, token)
+
+
+def emit_add_normalized(
+    spec: KernelSpec,
+    source: v.Buffer,
+    target: v.Buffer,
+    weight: v.Buffer,
+    once: v.Expr,
+    token: v.Expr,
+) -> None:
+    """Add the norm of ``source[token]`` [hidden], scaled as outputs are, to ``target[token]``.
+
+    ``source`` may change.
+    """
+    length = spec.hidden
+    base = v.let(token * length)
+    mean = v.constant(0.0, "float32")
+    if spec.norm == "layernorm":
+        mean = _average(source, base, length, once)
+    squares = v.Cell(v.constant(0.0, "float32", 16))
+    with T.serial(length // 16 * once) as step:
+        part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
+        squares.set(T.fma(part, part, squares.get()))
+    inverse = _invert_root(spec, squares.get(), length, 16)
+    factor = v.let(inverse * v.constant(spec.residual_factor, "float32"))
+    with T.serial(length // 16 * once) as step:
+        place = v.let(base + step * 16)
+        part = (v.load(source, place, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
+        part = part * v.load(weight, step * 16, 16)
+        v.store(target, place, v.load(target, place, 16) + part, 16)
+
+
+def _average(source: v.Buffer, base: v.Expr, length: int, once: v.Expr) -> v.Expr:
+    """Mean of ``source[base : base + length]``."""
+    total = v.Cell(v.constant(0.0, "float32", 16))
+    with T.serial(length // 16 * once) as step:
+        total.set(total.get() + v.load(source, base + step * 16, 16))
+    sum_ = v.add_lanes(total.get(), "float32", 16)
+    return v.let(sum_ * v.constant(1.0 / length, "float32"))
 
 
 def emit_head_norms(

@@ -12,8 +12,8 @@ function                parameters: numbers, then arrays
 ``add_positions``       T, position; table fp16, x
 ``attend``              T, position, context; x, [before], norm, [bias], qkv weights, scales,
                         [bias], [norms of query and key heads], output weights, scales, [bias],
-                        scales, cosines, sines, keys, values, [key scales, value scales: int8],
-                        qkv, qa (hidden), qa (width), span sums, tops, totals
+                        [norm], scales, cosines, sines, keys, values, [key scales, value
+                        scales: int8], qkv, qa (hidden), qa (width), span sums, tops, totals
 ``begin_ffn``           T; x, norm, qa (hidden), y
 ``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
                         qa (hidden), qa (R), scores, indices, found
@@ -23,8 +23,8 @@ function                parameters: numbers, then arrays
 ``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y, [routes]
 ``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
 ``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
-``end_ffn``             T; x, y
-``logits``              first, T; x, norm, weights, scales, qa (hidden), logits
+``end_ffn``             T; x, y, [bias], [norm, whole]
+``logits``              first, T; x, norm, weights, scales, [bias], qa (hidden), logits
 ``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,
                         results int64
 ======================  ==========================================================================

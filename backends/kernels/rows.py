@@ -14,6 +14,12 @@ def emit_copy(source: v.Buffer, target: v.Buffer, base: v.Expr, length: int) -> 
         v.store(target, place, v.load(source, place, 16), 16)
 
 
+def emit_fill(target: v.Buffer, base: v.Expr, length: int, value: float) -> None:
+    """Set ``target[base : base + length]`` to ``value``."""
+    with T.serial(length // 16) as step:
+        v.store(target, base + step * 16, v.constant(value, "float32", 16), 16)
+
+
 def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: float) -> None:
     """Multiply ``target[base : base + length]`` by ``factor``."""
     if factor == 1.0:

@@ -78,6 +78,8 @@ class KernelSpec:
     """Loops over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = False
+    norm_outputs: bool = False
+    """Whether what attention and the FFN give is normalised before it is added."""
     parallel: bool = False
     """Whether the FFN reads the layer's input."""
     positions: bool = False
@@ -94,13 +96,14 @@ class KernelSpec:
     gated: bool = True
     ffn_bias: bool = False
     experts: int = 0
-    """Of a mixture; 0 without."""
+    """Of a mixture, shared ones too; 0 without."""
     keeps_input: bool = False
     """Whether the layer's input is kept: for the FFN, or for the router."""
     embedding_factor: float = 1.0
     residual_factor: float = 1.0
     logit_factor: float = 1.0
     logit_cap: float | None = None
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)

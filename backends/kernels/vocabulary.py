@@ -58,6 +58,7 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     x = take.take_array("x", "float32")
     norm = schedule.take_norm(take)
     head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
+    bias = take.take_array("head_bias", "float32") if spec.head_bias else None
     # All of them in two planes, however the chunk was computed.
     hidden = take.take_activations(
         "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
@@ -65,6 +66,8 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     logits = take.take_array("logits", "float32")
 
     def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        if bias is not None:
+            value = value + bias[row]
         if spec.logit_factor != 1.0:
             value = value * v.constant(spec.logit_factor, "float32")
         if spec.logit_cap is not None:

@@ -115,6 +115,58 @@ def test_tensors_that_the_config_denies(
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"), [("llama", 1.0), ("qwen3", 1.0), ("gemma", 1.0), ("phi3", 0.5), ("glm", 0.5)]
+)
+def test_a_part_of_heads_is_rotated_where_the_family_does_so(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / name)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    change_config(checkpoint, rope_parameters=rope)
+    assert describe_checkpoint(checkpoint).model.rope.share == share
+
+
+def test_a_part_of_a_head_and_a_scaling_do_not_go_together_in_llama(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    change_config(checkpoint, rope_parameters=rope)
+    with pytest.raises(UserError, match=r"P544.*partial_rotary_factor is 0\.5"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("shared", "problem"),
+    [(50, "shared_expert_intermediate_size is 50"), (40, "mlp_only_layers names")],
+)
+def test_mixtures_that_cannot_be_described(tmp_path: Path, shared: int, problem: str) -> None:
+    checkpoint = copy_checkpoint("qwen2-moe", tmp_path / "mixture")
+    change_config(checkpoint, shared_expert_intermediate_size=shared)
+    if shared == 40:
+        change_config(checkpoint, mlp_only_layers=[0])
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert problem in str(caught.value)
+
+
+def test_layers_without_a_window_have_other_positions(tmp_path: Path) -> None:
+    """As hub configurations said it before transformers 5."""
+    checkpoint = copy_checkpoint("gemma3", tmp_path / "gemma3")
+    change_config(
+        checkpoint,
+        rope_parameters=None,
+        layer_types=None,
+        sliding_window_pattern=3,
+        rope_theta=50000.0,
+        rope_local_base_freq=300.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    expected = describe_checkpoint(copy_checkpoint("gemma3", tmp_path / "newer")).model
+    made = describe_checkpoint(checkpoint).model
+    assert (made.rope, made.other_rope) == (expected.rope, expected.other_rope)
+    assert made.attention == expected.attention
+
+
 def test_a_tied_head_may_be_written_out(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("qwen3", tmp_path / "qwen3")
     file = checkpoint / "model.safetensors"
