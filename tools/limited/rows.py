@@ -46,6 +46,15 @@ ROWS: Mapping[str, Row] = {
         prefill=512,
         steps={"pi2": PROMPT},
     ),
+    "phases-7b-50": Row(
+        model="bamboo-7b",
+        limit=-0.5,
+        goal="two phases read fewer bytes in more requests",
+        steps={
+            "one phase": AHEAD,
+            "two phases": {**AHEAD, "pipeline.phases": 2},
+        },
+    ),
     "ablation-7b-50": Row(
         model="bamboo-7b",
         limit=-0.5,
