@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,31 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
             " end other programs and measure again",
             err=True,
         )
+    for line in describe_units(device, found.accelerators.notes):
+        click.echo(line, err=True)
     if output is not None:
-        _write(output, write_device(device))
+        _write(output, write_device(device, found.accelerators.notes))
+
+
+def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
+    """A line about each unit beside the processor: what was measured, or why it was not."""
+    from pi2.plan.quantities import format_bytes
+
+    for name, unit in device.units.items():
+        if unit.kind == "cpu":
+            continue
+        own = unit.memory.read_bandwidth if unit.memory is not None else None
+        bandwidth = unit.read_bandwidth or own
+        rates = [f"{item.giga_ops:.4g} GOP/s for many tokens" for item in unit.compute]
+        if bandwidth is not None:
+            rates.insert(0, f"{bandwidth.value / 1e9:.3g} GB/s for one")
+        what = f"{name}: {unit.model}"
+        if unit.emulated:
+            what += ", which is the processor itself: plans do not count with it"
+        if unit.memory is not None and unit.memory.capacity is not None:
+            what += f", {format_bytes(unit.memory.capacity)} of its own"
+        yield f"{what}; {', '.join(rates)}"
+    yield from notes
 
 
 def _check_output(output: Path | None, force: bool) -> str:

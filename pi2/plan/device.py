@@ -143,6 +143,9 @@ class Unit(Table):
     """Times of pi2's own kernels, as `pi2 probe` measures them."""
     power: PowerFigure | None = None
     """Power drawn while the unit works."""
+    emulated: bool | None = None
+    """Whether the processor's own cores play this unit's part, as PoCL does for OpenCL: planner
+    and simulator do not take it for another unit."""
 
 
 class ReadFigure(Origin):

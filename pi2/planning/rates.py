@@ -241,15 +241,29 @@ class _Reader:
         """The NPU, else the GPU, if it reads main memory and somebody stated how fast."""
         for kind in ("npu", "gpu"):
             for name, unit in self._device.units.items():
-                if unit.kind == kind and unit.memory is None and unit.read_bandwidth is not None:
+                usable = unit.memory is None and unit.read_bandwidth is not None
+                if unit.kind == kind and usable and not unit.emulated:
                     best = max((item.giga_ops for item in unit.compute), default=None)
                     return DenseUnit(
                         name=name,
                         bytes_s=self._read_bandwidth(unit, self._constants.dense_of_peak, name),
-                        launch_s=self._constants.dense_launch_s,
+                        launch_s=self._find_launch(unit),
                         ops_s=None if best is None else best * 1e9,
                     )
         return None
+
+    def _find_launch(self, unit: Unit) -> float:
+        """Seconds until the unit has started: what a small matrix takes beside its bytes."""
+        found = sorted(
+            (item for item in unit.kernels if item.kernel == "multiply" and item.bytes),
+            key=lambda item: item.size,
+        )
+        if len(found) < 2:
+            return self._constants.dense_launch_s
+        small, large = found[0], found[-1]
+        assert small.bytes is not None and large.bytes is not None
+        byte_s = max(float(large.time - small.time), 0.0) / max(large.bytes - small.bytes, 1)
+        return max(float(small.time) - small.bytes * byte_s, 0.0)
 
     def _read_power(self) -> float | None:
         """The processor's, else the whole device's."""

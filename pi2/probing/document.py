@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pi2.machine import Machine
@@ -18,6 +19,7 @@ from pi2.plan.quantities import (
     format_quantity,
 )
 from pi2.plan.writing import write_document
+from pi2.probing.accelerators import UnitMeasurements
 from pi2.probing.kernels import StepFacts
 from pi2.probing.probe import Measurements
 from pi2.probing.series import round_digits, summarise
@@ -35,7 +37,7 @@ def make_device(name: str, found: Measurements) -> Device:
         "id": name,
         "name": name,
         "description": describe(found),
-        "units": {"cpu": _describe_cpu(found)},
+        "units": {"cpu": _describe_cpu(found), **dict(_describe_others(found))},
         "memory": _describe_memory(found),
         "storage": _describe_storage(found),
         "noise": {
@@ -46,8 +48,8 @@ def make_device(name: str, found: Measurements) -> Device:
     return Device.model_validate_json(json.dumps(values))
 
 
-def write_device(device: Device) -> str:
-    """The document as text."""
+def write_device(device: Device, notes: Sequence[str] = ()) -> str:
+    """The document as text; ``notes``: of units that were found and not measured."""
     noise = device.noise
     lines = [
         "# Written by `pi2 probe`.  A kind of machine: no serial numbers, host names or accounts.",
@@ -55,6 +57,7 @@ def write_device(device: Device) -> str:
     ]
     if noise is not None and noise.value > NOISY:
         lines.append(f"# NOISY: equal work took times that differ by {noise.value:.0%}.")
+    lines += [f"# {note}" for note in notes]
     return "\n".join(lines) + "\n" + write_document(device)
 
 
@@ -128,6 +131,49 @@ def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
         values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
     what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden 4096"
     return {**values, **_origin(what, summary.samples), "spread": summary.spread}
+
+
+def _describe_others(found: Measurements) -> Iterator[tuple[str, dict[str, Any]]]:
+    """GPUs by name: ``gpu``, ``gpu2``; a processor that plays one is ``opencl-cpu``."""
+    counts: Counter[str] = Counter()
+    for item in found.accelerators.units:
+        base = "opencl-cpu" if item.facts.is_processor else "gpu"
+        counts[base] += 1
+        name = base if counts[base] == 1 else f"{base}{counts[base]}"
+        yield name, _describe_unit(item)
+
+
+def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
+    facts = item.facts
+    values: dict[str, Any] = {"kind": "gpu", "model": facts.name, "architecture": "opencl"}
+    what = f"OpenCL ({facts.platform}), int4 weights, float32 arithmetic, width 4096"
+    if facts.is_processor:
+        values["emulated"] = True
+        what = f"emulated by the processor: {what}"
+    values["kernels"] = []
+    for step in item.steps:
+        summary = summarise(item.step_s[step.key])
+        origin = {**_origin(what, summary.samples), "spread": summary.spread}
+        kernel: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
+        kernel |= {"time": _write_seconds(summary.value), "bytes": f"{step.read_bytes} B"}
+        if step.operations is not None:
+            rate = round_digits(step.operations / summary.value / 1e9)
+            kernel["giga_ops"] = rate
+            values["compute"] = [{"giga_ops": rate, "precision": "fp32", **origin}]
+        values["kernels"].append({**kernel, **origin})
+    largest = max(
+        (step for step in item.steps if step.kernel == "multiply"), key=lambda step: step.size
+    )
+    rates = [largest.read_bytes / seconds for seconds in item.step_s[largest.key]]
+    bandwidth = _rate(rates, f"a matrix of {largest.size} rows, {what}")
+    if facts.memory_bytes is None:
+        values["read_bandwidth"] = bandwidth
+    else:
+        values["memory"] = {
+            "capacity": f"{facts.memory_bytes // MIB} MiB",
+            "read_bandwidth": bandwidth,
+        }
+    return values
 
 
 def _describe_memory(found: Measurements) -> dict[str, Any]:

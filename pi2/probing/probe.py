@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pi2.benchmarks.bandwidth import MeterRecipe
 from pi2.benchmarks.worker import Worker
 from pi2.diagnostics import UserError
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
+from pi2.probing.accelerators import Accelerators, measure_accelerators
 from pi2.probing.kernels import KernelRecipe, StepFacts
 from pi2.probing.series import Key, Progress
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
@@ -38,6 +39,8 @@ class Measurements:
     """Part of the shorter one of reading and computing that is saved where both go on at once."""
     steady_s: list[float]
     """Times of the same piece of work."""
+    accelerators: Accelerators = field(default_factory=Accelerators)
+    """GPUs and NPUs."""
 
 
 def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) -> Measurements:
@@ -90,6 +93,7 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
         latency_s=latency,
         overlap=overlap,
         steady_s=steady,
+        accelerators=measure_accelerators(progress, rounds=rounds),
     )
 
 
