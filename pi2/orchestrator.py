@@ -220,7 +220,8 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
         raise UserError.of(
             "P520",
             f"the store's bundles are {stride} bytes apart, the plan says {resolved.bundle.stride}",
-            help=f'set bundle.stride = "{stride} B", or convert the model again',
+            help=f'set bundle.stride = "{stride} B", or write the store anew: `pi2 store repack '
+            f"{resolved.store_path} --stride '{resolved.bundle.stride} B'`",
             file=str(resolved.path),
         )
 

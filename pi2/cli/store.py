@@ -1,4 +1,4 @@
-"""Look into a neuron store, check its files, or change their order."""
+"""Look into a neuron store, check its files, or write it in another order or distance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1024 * 1024
 
 @click.group("store")
 def command() -> None:
-    """Look into a neuron store, check its files, or change their order."""
+    """Look into a neuron store, check its files, or write it in another order or distance."""
 
 
 @command.command("info")
@@ -120,6 +120,46 @@ def reorder(
     with ProgressBar() as progress:
         reorder_store(path, orders, kind, output=output, replace=replace, progress=progress)
     click.echo(f"{output or path}: {len(orders)} layers in order of {kind}", err=True)
+
+
+@command.command("repack")
+@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+@click.option("--stride", required=True, help="From one neuron to the next, such as '8 KiB'.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="STORE",
+    type=click.Path(path_type=Path),
+    help="Folder of the new store.  [default: in place of the old one]",
+)
+@click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
+def repack(path: Path, stride: str, output: Path | None, replace: bool) -> None:
+    """Write STORE with its neurons another distance apart.
+
+    A plan's bundle.stride has to be that of its store; `pi2 plan` says which one suits a device.
+    The model computes the same.  It needs room for a second store while it runs; the old one is
+    there until the new one is complete.  After Ctrl-C the same command goes on where it was.
+    """
+    from pi2.cli.progress import ProgressBar
+    from pi2.store.reordering import repack_store
+
+    size = _parse_stride(stride)
+    with ProgressBar() as progress:
+        repack_store(path, size, output=output, replace=replace, progress=progress)
+    click.echo(f"{output or path}: neurons lie {size} bytes apart", err=True)
+
+
+def _parse_stride(text: str) -> int:
+    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+
+    try:
+        size = parse_quantity(text, BYTE_UNITS)
+    except QuantityError as error:
+        help_text = error.hint or "for example --stride '8 KiB'"
+        raise UserError.of("P105", f"--stride {text!r}: {error}", help=help_text) from None
+    if not 0 < size <= 1 << 30:
+        raise UserError.of("P105", f"--stride {text!r} is no distance of neurons")
+    return int(size)
 
 
 def print_tables(path: Path, manifest: Manifest) -> None:

@@ -1,4 +1,5 @@
-"""Writes a store again with its neurons in another order, a layer at a time."""
+"""Writes a store again with its neurons in another order, or another distance apart, a layer at a
+time."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
+STEP_BYTES = 512
+"""Bundles lie a multiple of it apart: the smallest block that drives have."""
 _PIECE_BYTES = 16 << 20
 """Bundles that are gathered together."""
 
@@ -36,12 +39,13 @@ def reorder_store(
     *,
     output: Path | None = None,
     replace: bool = False,
+    stride: int | None = None,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> Manifest:
     """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
 
-    ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.  The
-    rows of predictors follow.  Other files come along: those that the manifest lists as they are
+    ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.
+    ``stride``: bytes from one neuron to the next, which hold a bundle; None leaves it.  The rows of predictors follow.  Other files come along: those that the manifest lists as they are
     (statistics count neurons as the checkpoint does), others, such as plans, as copies.  Raises
     `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store may not or
     cannot be written; then nothing has changed.  A job that was killed or interrupted goes on where
@@ -64,14 +68,14 @@ def reorder_store(
             ranks=None if manifest.predictor is None else manifest.predictor.rank,
             order=kind,
             synthetic=manifest.synthetic,
-            stride=manifest.bundle.stride,
+            stride=stride or manifest.bundle.stride,
             replace=replace or output is None,
-            job=_describe_job(manifest, orders, kind),
+            job=_describe_job(manifest, orders, kind, stride),
         ) as writer:
             for number, (layer, order) in enumerate(zip(old.layers, orders, strict=True)):
-                writer.write_layer(number, order, _gather(layer, places[number]))
+                writer.write_layer(number, order, _gather(layer, places[number], stride))
                 layer.forget()
-                progress("reordering", (number + 1) / len(old.layers))
+                progress("rewriting", (number + 1) / len(old.layers))
             if manifest.predictor is None:
                 entry = manifest.find_file(DENSE_FILE)
                 assert entry is not None
@@ -93,7 +97,44 @@ def _find_places(original: I32, order: I32) -> I64:
     return place_of[order]
 
 
-def _gather(layer: StoredLayer, places: I64) -> Iterator[U8]:
+def repack_store(
+    path: Path,
+    stride: int,
+    *,
+    output: Path | None = None,
+    replace: bool = False,
+    progress: Callable[[str, float], None] = lambda label, share: None,
+) -> Manifest:
+    """Write the store ``path`` with bundles ``stride`` bytes apart, in the order that they have.
+
+    Raises as `reorder_store` does, and `UserError` P105 for a stride that holds no bundle.
+    """
+    if not path.exists():
+        recover_replaced(Path(os.path.realpath(path)))
+    with NeuronStore.open(path) as store:
+        manifest = store.manifest
+        orders = np.stack([layer.original for layer in store.layers])
+    used = manifest.bundle.used_bytes
+    if stride < used or stride % STEP_BYTES:
+        fitting = -(-used // STEP_BYTES) * STEP_BYTES
+        raise UserError.of(
+            "P105",
+            f"neurons of {used} bytes cannot lie {stride} bytes apart: it takes a multiple of "
+            f"{STEP_BYTES} that holds one",
+            help=f"--stride '{fitting} B' is the least",
+        )
+    return reorder_store(
+        path,
+        orders,
+        manifest.order,
+        output=output,
+        replace=replace,
+        stride=stride,
+        progress=progress,
+    )
+
+
+def _gather(layer: StoredLayer, places: I64, stride: int | None) -> Iterator[U8]:
     """Bundles in their new order; UserError P507 if one is not as it was written."""
     bundles, checks = layer.bundles, layer.checks
     step = max(1, _PIECE_BYTES // layer.stride)
@@ -107,6 +148,12 @@ def _gather(layer: StoredLayer, places: I64) -> Iterator[U8]:
                     f"neuron {place} in {layer.path} is damaged: its checksum differs",
                     help="make the store again, or copy it again as a whole",
                 )
+        if stride is not None and stride != piece.shape[1]:
+            # What a bundle does not use is zero.
+            spread = np.zeros((len(piece), stride), np.uint8)
+            common = min(stride, piece.shape[1])
+            spread[:, :common] = piece[:, :common]
+            piece = spread
         yield piece
 
 
@@ -144,11 +191,12 @@ def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:
     }
 
 
-def _describe_job(manifest: Manifest, orders: I32, kind: Order) -> str:
+def _describe_job(manifest: Manifest, orders: I32, kind: Order, stride: int | None) -> str:
     fields = {
         "version": version("pi2"),
         "files": [[entry.path, entry.sha256] for entry in manifest.files],
         "order": hashlib.sha256(orders.astype("<i4").tobytes()).hexdigest(),
         "kind": kind,
+        "stride": stride,
     }
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
