@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.diagnostics import UserError
+
 if TYPE_CHECKING:
     from pi2.store.manifest import Manifest
 

@@ -22,10 +22,11 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
-from pi2.plan.layout import matrix_bytes, weight_bytes
+from pi2.plan.layout import matrix_bytes, round_up, vector_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved, ResolvedPlan
+from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import (
     LayerActivity,
     Policy,
@@ -41,7 +42,8 @@ from pi2.planning.rates import (
     find_stream_rate,
     read_rates,
 )
-from pi2.planning.storage_choice import Reads, find_reads
+from pi2.planning.storage_choice import Phases, Reads, find_reads
+from pi2.simulate.constants import Constants
 
 LookAhead = Literal["none", "attention", "layer"]
 RUNTIME_BYTES = 81 << 20
@@ -404,6 +406,7 @@ def read_settings(resolved: Resolved, rates: Rates) -> Settings:
                 depth=plan.io.depth,
                 cluster=plan.pipeline.cluster,
                 overlap=rates.overlap,
+                phases=_divide_bundle(resolved, rates),
             )
     return Settings(
         predictor=plan.decode.predictor,
@@ -416,6 +419,18 @@ def read_settings(resolved: Resolved, rates: Rates) -> Settings:
         position=min(POSITION, plan.kv.context),
         batch=plan.decode.batch,
     )
+
+
+def _divide_bundle(resolved: Resolved, rates: Rates) -> Phases | None:
+    """Two reads of a neuron, where the plan has them; pi2's own engine reads it at once."""
+    bundle = resolved.bundle
+    if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
+        return None
+    gate = vector_bytes(bundle.hidden, bundle.precision)
+    first = round_up(gate, find_block_bytes(resolved.device))
+    if first >= bundle.stride:
+        return None
+    return Phases(gate_bytes=first, open_share=Constants().up_down_share)
 
 
 def share_cold(resolved: Resolved) -> list[float]:

@@ -10,6 +10,15 @@ from pi2.diagnostics import UserError
 from pi2.plan.layout import round_up
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolved import Resolved
+from pi2.plan.sizes import find_block_bytes
+from pi2.planning.bundle_layout import (
+    REWRITE_GAIN,
+    LayoutDecision,
+    LayoutOption,
+    StoredLayout,
+    list_strides,
+    read_stored,
+)
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import MIB, Problem, pose_problem
 from pi2.planning.program import Goal, Program, Solution
@@ -35,6 +44,8 @@ class PlannedPlan:
     cost: Cost
     decisions: tuple[Decision, ...] = ()
     """Settings that were tried around the program's plan."""
+    layout: LayoutDecision | None = None
+    """Distance of neurons in the store, where others were tried."""
 
 
 def plan(wish: Wish) -> PlannedPlan:
@@ -46,20 +57,57 @@ def plan(wish: Wish) -> PlannedPlan:
     rates = read_rates(wish.device)
     if wish.objective == "energy":
         check_power(rates, wish.device)
-    found: list[tuple[Problem, PlannedPlan]] = []
-    programs = []
-    for choice in list_units(rates):
-        problem = pose_problem(wish, choice)
-        program = Program(problem)
-        programs.append((problem, program))
-        solution = program.solve(
-            choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
-        )
-        if solution is not None:
-            found.append((problem, finish_plan(problem, solution)))
-    if not found:
+    stored = read_stored(wish.store)
+    programs: list[tuple[Problem, Program]] = []
+    best: list[PlannedPlan] = []
+    for stride in list_strides(wish.device, wish.model, stored):
+        found: list[tuple[Problem, PlannedPlan]] = []
+        for choice in list_units(rates):
+            problem = pose_problem(wish, choice, stride)
+            program = Program(problem)
+            programs.append((problem, program))
+            solution = program.solve(
+                choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
+            )
+            if solution is not None:
+                found.append((problem, finish_plan(problem, solution)))
+        if found:
+            best.append(refine_plan(*min(found, key=lambda item: score_plan(wish, item[1]))))
+    if not best:
         raise _explain_impossible(*programs[0])
-    return refine_plan(*min(found, key=lambda item: score_plan(wish, item[1])))
+    return _choose_layout(wish, best, stored)
+
+
+def _choose_layout(
+    wish: Wish, plans: Sequence[PlannedPlan], stored: StoredLayout | None
+) -> PlannedPlan:
+    """The best of the plans for several distances of neurons; what a store has is preferred."""
+
+    def score(item: PlannedPlan) -> tuple[float, float]:
+        slow, value = score_plan(wish, item)
+        if stored is not None and item.resolved.bundle.stride != stored.stride:
+            value *= 1.0 + REWRITE_GAIN
+        return slow, value
+
+    chosen = min(plans, key=score)
+    bundle = chosen.resolved.bundle
+    decision = LayoutDecision(
+        chosen=bundle.stride,
+        used_bytes=bundle.used_bytes,
+        block_bytes=find_block_bytes(wish.device),
+        others=tuple(
+            LayoutOption(
+                stride=item.resolved.bundle.stride,
+                tokens_s=item.cost.tokens_s,
+                memory_bytes=item.cost.memory_bytes,
+            )
+            for item in plans
+            if item is not chosen
+        ),
+        stored=stored,
+        store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
+    )
+    return replace(chosen, layout=decision)
 
 
 def list_units(rates: Rates) -> list[Rates]:

@@ -137,10 +137,14 @@ class Problem:
         return round_up(count_runtime(self.wish.model) + SPARE_BYTES, MIB)
 
 
-def pose_problem(wish: Wish, rates: Rates) -> Problem:
-    """Collect the choices that the device and the model leave, with their costs."""
+def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem:
+    """Collect the choices that the device and the model leave, with their costs.
+
+    ``stride``: distance of neurons in the store, by default the least that the device can read.
+    """
     model = wish.model
-    stride = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
+    if stride is None:
+        stride = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
     modes, ahead = _list_predictors(wish)
     activities = {
         mode: describe_activity(model, mode, wish.store, batch=wish.batch) for mode in modes

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pi2.plan.layout import round_up, vector_bytes
+from pi2.plan.sizes import find_block_bytes
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
 from pi2.planning.resolving import resolve_values
@@ -51,7 +53,7 @@ def refine_values(
     decisions: dict[str, Decision] = {}
     for _ in range(_ROUNDS):
         before = score(cost)
-        for key, options in _list_dimensions(problem, cost):
+        for key, options in _list_dimensions(problem, best, cost):
             tried = []
             for option in options:
                 changed = _apply(best, option)
@@ -71,7 +73,9 @@ def refine_values(
     return best, cost, tuple(decisions.values())
 
 
-def _list_dimensions(problem: Problem, cost: Cost) -> Iterator[tuple[str, Sequence[_Option]]]:
+def _list_dimensions(
+    problem: Problem, values: Values, cost: Cost
+) -> Iterator[tuple[str, Sequence[_Option]]]:
     """Settings that matter to this plan."""
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
@@ -92,6 +96,11 @@ def _list_dimensions(problem: Problem, cost: Cost) -> Iterator[tuple[str, Sequen
                 _Option(label=item, changes={"decode": {"look_ahead": item}})
                 for item in problem.look_aheads
             ],
+        )
+    if cost.predictor == "low-rank" and _has_two_reads(problem, values):
+        yield (
+            "pipeline.phases",
+            [_Option(label=str(n), changes={"pipeline": {"phases": n}}) for n in (1, 2)],
         )
     ios = problem.ios
     yield (
@@ -117,6 +126,19 @@ def _list_dimensions(problem: Problem, cost: Cost) -> Iterator[tuple[str, Sequen
         "pipeline.cluster",
         [_Option(label=str(size), changes={"pipeline": {"cluster": size}}) for size in CLUSTERS],
     )
+
+
+def _has_two_reads(problem: Problem, values: Values) -> bool:
+    """Whether a neuron may be read in two parts: where its gate ends in an earlier block, by an
+    engine that other units need as well; pi2's own reads it at once."""
+    units = problem.wish.device.units
+    layers = values["layers"]
+    splits = [layers["split"], *(item.get("split", {}) for item in layers.get("overrides", ()))]
+    if all(units[name].kind == "cpu" for split in splits for name in split):
+        return False
+    bundle = problem.wish.model.lay_out_bundle(problem.stride)
+    gate = vector_bytes(bundle.hidden, bundle.precision)
+    return bundle.is_gated and round_up(gate, find_block_bytes(problem.wish.device)) < bundle.stride
 
 
 def _apply(values: Values, option: _Option) -> Values:

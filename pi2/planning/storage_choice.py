@@ -7,10 +7,11 @@ time for every read.  Both follow from rates of few and of many reads at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
+from pi2.planning.bundle_layout import find_touched_bytes
 from pi2.simulate.flash import Flash, FlashPoint
 
 Engine = Literal["pread", "io_uring"]
@@ -62,6 +63,16 @@ class Reads:
         return self.call_s + missing * self.find_neuron_s(missing) if missing > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Two reads of a neuron: its gate, then the rest of those whose gate is open."""
+
+    gate_bytes: int
+    """Of the first read, in whole blocks."""
+    open_share: float
+    """Part of the neurons that need the second."""
+
+
 def list_io_choices(flash: Flash, stride: int, range_bytes: int) -> list[IoChoice]:
     """The settings that somebody measured, each with a neuron's time, the fastest first.
 
@@ -91,12 +102,15 @@ def find_reads(
     depth: int,
     cluster: int,
     overlap: float,
+    phases: Phases | None = None,
 ) -> Reads:
     """A plan's reads: those of the nearest settings that were measured.
 
-    ``overlap``: of engines for which none was measured.
+    ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two.
     """
     choices = list_io_choices(flash, stride, range_bytes)
+    if phases is not None:
+        choices = _divide_reads(flash, choices, stride, range_bytes, phases)
     same = [item for item in choices if item.engine == engine] or choices
 
     def distance(item: IoChoice) -> tuple[int, int]:
@@ -118,6 +132,31 @@ def find_reads(
     )
 
 
+def _divide_reads(
+    flash: Flash,
+    whole: Iterable[IoChoice],
+    stride: int,
+    range_bytes: int,
+    phases: Phases,
+) -> list[IoChoice]:
+    """The same settings where every neuron takes a read, and most of them a second one."""
+    first, rest = phases.gate_bytes, stride - phases.gate_bytes
+    found = []
+    for item in whole:
+        gate_s, rest_s = (
+            next(
+                other.neuron_s
+                for other in list_io_choices(flash, size, range_bytes)
+                if (other.engine, other.threads, other.depth)
+                == (item.engine, item.threads, item.depth)
+            )
+            for size in (first, rest)
+        )
+        seconds = gate_s + phases.open_share * rest_s
+        found.append(replace(item, neuron_s=seconds, call_s=2.0 * item.call_s))
+    return found
+
+
 def _make_choice(
     flash: Flash, stride: int, range_bytes: int, depth: int | None, threads: int | None
 ) -> IoChoice:
@@ -125,7 +164,11 @@ def _make_choice(
     queued = depth is not None or threads is None
     points = [item for item in flash.points if (item.depth, item.threads) == (depth, threads)]
     own = [item for item in points if item.pattern == "random"]
-    best = _find_rate(flash, flash.points, stride, range_bytes)
+    read_bytes = float(stride)
+    if not any(item.block_bytes == stride for item in flash.points):
+        # Rates are of reads that begin with a page; others touch more pages than they fill.
+        read_bytes = find_touched_bytes(stride)
+    best = _find_rate(flash, flash.points, round(read_bytes), range_bytes)
     share = 1.0
     common = {item.block_bytes for item in own}
     ratios = [
@@ -136,7 +179,7 @@ def _make_choice(
     if ratios:
         share = min(1.0, sum(ratios) / len(ratios))
     penalty = 1.0 - flash.reader_penalty if (threads or 1) > 1 else 1.0
-    many_s = stride / (best * share * penalty)
+    many_s = read_bytes / (best * share * penalty)
     call_s = _find_call_s(flash, own, threads)
     overlaps = [item.overlap for item in own if item.overlap is not None]
     return IoChoice(

@@ -8,6 +8,7 @@ from typing import Any
 from pi2.plan.quantities import approximate_bytes
 from pi2.plan.sizes import count_ffn_bytes
 from pi2.plan.toml_text import write_key, write_value
+from pi2.planning.bundle_layout import describe_layout
 from pi2.planning.cost import Cost
 from pi2.planning.planner import PlannedPlan
 
@@ -104,6 +105,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
                 )
                 + f": {read_s / missing * 1e6:.1f} us a neuron."
             )
+    if planned.layout is not None:
+        yield from describe_layout(planned.layout)
     for decision in planned.decisions:
         others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
         if others:

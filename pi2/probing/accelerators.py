@@ -64,7 +64,7 @@ def measure_accelerators(
     """Measure every OpenCL device; ``root``: where to look for device files of others."""
     survey = _Survey()
     opencl = detect_opencl(root)
-    if opencl.loader is not None and opencl.drivers:
+    if opencl.drivers:
         if importlib.util.find_spec("pyopencl") is None:
             drivers = ", ".join(opencl.drivers)
             survey.notes.append(f"OpenCL ({drivers}) is there, but not measured: {EXTRA}")

@@ -105,7 +105,7 @@ class OpenClBench:
         Raises `ArithmeticError` if the device computes something else.
         """
         context = self._cl.Context([self._devices[number]])
-        bench = _DeviceBench(self._cl, context, self._devices[number])
+        bench = DeviceBench(self._cl, context, self._devices[number])
         calls = {step.key: bench.prepare(step) for step in STEPS}
         found: dict[Key, list[float]] = {key: [] for key in calls}
         for _ in range(rounds):
@@ -128,7 +128,7 @@ class OpenClBench:
         )
 
 
-class _DeviceBench:
+class DeviceBench:
     """Buffers and kernels of one device."""
 
     def __init__(self, cl: Any, context: Any, device: Any) -> None:

@@ -69,7 +69,8 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
             progress("kernels", (number + 1) / rounds)
         with open_sample(place) as (path, size):
             bench.call("open_storage", str(path), size)
-            reads = list_reads(size)
+            align = inspect_storage(place).direct.align_bytes
+            reads = list_reads(size, align or 512)
             rates: dict[Key, list[float]] = {}
             for number in range(rounds):
                 _extend(rates, bench.call("measure_reads", reads, 1))

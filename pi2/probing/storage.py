@@ -36,6 +36,7 @@ BURST = 16
 _LONG_BYTES = 4 * MIB
 """Most bytes of one sequential read: about what the prefill reads at once."""
 _BATCH_BYTES = 8 * MIB
+_PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
 _MOST_BATCH = 128
 """Reads that are issued together: about what a layer misses, and the queue drains after each."""
@@ -68,13 +69,19 @@ class ReadSpec:
         )
 
 
-def list_reads(file_bytes: int) -> list[ReadSpec]:
-    """What is measured: the rate over each setting, the others being usual."""
+def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
+    """What is measured: the rate over each setting, the others being usual.
+
+    ``align_bytes``: what direct reads here begin and end at.
+    """
     kib = 1024
     sizes = (4, 128, 1024, 4096)
     specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in sizes]
     blocks = [4, 8, 16, 64, 512]
     specs += [ReadSpec(pattern="random", block_bytes=size * kib, depth=128) for size in blocks]
+    if _PACKED_BYTES % align_bytes == 0:
+        # Neurons of a 7B that lie as close as blocks let them: reads that begin anywhere in a page.
+        specs.append(ReadSpec(pattern="random", block_bytes=_PACKED_BYTES, depth=128))
     depths = [1, 8, 32]
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, depth=depth) for depth in depths]
     counts = [1, 4, 16]

@@ -67,6 +67,13 @@ class _Reader:
                 code=UNSUPPORTED_SPLIT,
             )
 
+        if self._dense_name is not None and self._device.units[self._dense_name].emulated:
+            self._report(
+                f"the unit {self._dense_name!r} is the processor itself, emulating another one",
+                "give the layers to `cpu`",
+                code=UNSUPPORTED_SPLIT,
+            )
+
     def _find_unit(self, kind: str) -> tuple[str, Unit]:
         for name, unit in self._device.units.items():
             if unit.kind == kind:

@@ -45,7 +45,8 @@ def reorder_store(
     """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
 
     ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.
-    ``stride``: bytes from one neuron to the next, which hold a bundle; None leaves it.  The rows of predictors follow.  Other files come along: those that the manifest lists as they are
+    ``stride``: bytes from one neuron to the next, which hold a bundle; None leaves it.  The rows of
+    predictors follow.  Other files come along: those that the manifest lists as they are
     (statistics count neurons as the checkpoint does), others, such as plans, as copies.  Raises
     `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store may not or
     cannot be written; then nothing has changed.  A job that was killed or interrupted goes on where

@@ -14,14 +14,21 @@ import numpy as np
 import pytest
 
 from pi2.cli.main import run
+from pi2.cli.probe import describe_units
 from pi2.diagnostics import UserError
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
+from pi2.machine.software import OpenCl
 from pi2.machine.storage import DirectReads
 from pi2.plan.check import check_file
 from pi2.plan.device import Device
+from pi2.planning.rates import read_rates
+from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
 from pi2.probing.comparison import compare_devices, write_rows
 from pi2.probing.document import make_device, write_device
 from pi2.probing.kernels import StepFacts
+from pi2.probing.opencl import STEPS as OPENCL_STEPS
+from pi2.probing.opencl import DeviceBench, DeviceFacts
+from pi2.probing.opencl_kernels import write_kernel
 from pi2.probing.probe import Measurements
 from pi2.probing.series import collect_rounds, round_digits, summarise
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
@@ -251,3 +258,121 @@ def test_an_output_that_cannot_be_is_refused_before_measuring(
     (tmp_path / "my.device.toml").write_text("kept")
     assert run(["probe", "-o", str(tmp_path / "my.device.toml")]) == 2
     assert (tmp_path / "my.device.toml").read_text() == "kept"
+
+
+# ------------------------------------------------------------------ other units
+
+
+def make_unit(**changes: Any) -> UnitMeasurements:
+    facts = DeviceFacts(
+        name="Adreno (TM) 750", platform="QUALCOMM", is_processor=False, memory_bytes=None
+    )
+    seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in OPENCL_STEPS}
+    seconds[OPENCL_STEPS[0].key] = [1e-4, 1.1e-4, 1.2e-4]
+    return UnitMeasurements(
+        facts=dataclasses.replace(facts, **changes), steps=OPENCL_STEPS, step_s=seconds
+    )
+
+
+def make_device_with(*units: UnitMeasurements) -> Device:
+    return make_device("my", make_measurements(accelerators=Accelerators(units=units)))
+
+
+def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path) -> None:
+    device = make_device_with(make_unit())
+    path = tmp_path / "my.device.toml"
+    report = check_file(path, text=write_device(device, ["an NPU was found"]))
+    assert report.is_sound and not report.diagnostics
+    assert report.document == device
+    assert "# an NPU was found" in write_device(device, ["an NPU was found"])
+    gpu = device.units["gpu"]
+    assert (gpu.kind, gpu.architecture, gpu.emulated) == ("gpu", "opencl", None)
+    assert {(item.kernel, item.size) for item in gpu.kernels} == {
+        ("multiply", 256),
+        ("multiply", 16384),
+        ("dense", 128),
+    }
+    rates = read_rates(device)
+    assert rates.dense is not None and rates.dense.name == "gpu"
+    largest = OPENCL_STEPS[1].read_bytes
+    assert rates.dense.bytes_s == pytest.approx(largest / 2.1e-3, rel=1e-3)
+    assert 0 < rates.dense.launch_s < 1.1e-4, "what the small matrix takes beside its bytes"
+    (line,) = describe_units(device, ())
+    assert line.startswith("gpu: Adreno (TM) 750; ") and "GB/s for one" in line
+
+
+def test_a_processor_that_plays_a_gpu_is_labelled_and_left_alone() -> None:
+    device = make_device_with(make_unit(is_processor=True, name="pthread-haswell"))
+    unit = device.units["opencl-cpu"]
+    assert unit.emulated and unit.read_bandwidth is not None
+    assert unit.read_bandwidth.source.count("emulated by the processor") == 1
+    assert read_rates(device).dense is None
+    assert "which is the processor itself" in next(iter(describe_units(device, ())))
+
+
+def test_a_card_with_memory_of_its_own_does_not_read_ours() -> None:
+    device = make_device_with(make_unit(memory_bytes=8 << 30), make_unit(memory_bytes=8 << 30))
+    assert set(device.units) == {"cpu", "gpu", "gpu2"}
+    gpu = device.units["gpu"]
+    assert gpu.memory is not None and gpu.memory.capacity == 8 << 30
+    assert gpu.read_bandwidth is None and read_rates(device).dense is None
+
+
+def test_units_that_cannot_be_measured_are_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dev/kgsl-3d0", "dev/adsprpc-smd", "dev/dri/renderD128"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = measure_accelerators(lambda *_: None, rounds=1, root=tmp_path)
+    assert [note.split(",")[0] for note in found.notes] == [
+        "an Adreno GPU was found (/dev/kgsl-3d0)",
+        "a Hexagon NPU was found (/dev/adsprpc-smd)",
+    ]
+    assert all("not measured" in note for note in found.notes)
+    (tmp_path / "usr/lib").mkdir(parents=True)
+    (tmp_path / "usr/lib/libOpenCL.so.1").touch()
+    (tmp_path / "etc/OpenCL/vendors").mkdir(parents=True)
+    (tmp_path / "etc/OpenCL/vendors/adreno.icd").write_text("libOpenCL_adreno.so")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = measure_accelerators(lambda *_: None, rounds=1, root=tmp_path)
+    assert "pip install 'pi2[opencl]'" in found.notes[0]
+
+
+def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crashing:
+        def __init__(self, *_: object) -> None:
+            raise UserError.of("P640", "the measured process was ended by SIGSEGV")
+
+    loader = OpenCl(loader=Path("/usr/lib/libOpenCL.so.1"), drivers=("bad.so",))
+    monkeypatch.setattr("pi2.probing.accelerators.detect_opencl", lambda root: loader)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("pi2.probing.accelerators.Worker", Crashing)
+    found = measure_accelerators(lambda *_: None, rounds=1, root=Path("/none"))
+    assert found.units == ()
+    assert found.notes == (
+        "OpenCL device 0 was found, but not measured: the measured process was ended by SIGSEGV",
+    )
+
+
+def test_kernels_for_opencl_compute_what_numpy_does() -> None:
+    """On whatever OpenCL this machine has; PoCL is the processor itself."""
+    cl = pytest.importorskip("pyopencl", reason="the extra `opencl` is not installed")
+    try:
+        device = cl.get_platforms()[0].get_devices()[0]
+    except (cl.LogicError, IndexError):
+        pytest.skip("no OpenCL driver: Debian's pocl-opencl-icd is one")
+    bench = DeviceBench(cl, cl.Context([device]), device)
+    bench.prepare(OPENCL_STEPS[0])()  # compares the result with numpy's
+    small = dataclasses.replace(OPENCL_STEPS[-1], size=8)
+    bench.prepare(small)()
+
+
+@pytest.mark.parametrize("family", ["generic", "adreno", "mali"])
+def test_kernels_are_scheduled_for_every_family_of_gpus(family: Any) -> None:
+    for tokens in (1, 64):
+        source = write_kernel(tokens, 512, 1024, family, 128)
+        assert "__kernel void" in source.text and source.name in source.text
+        assert sorted(source.parameters) == ["inputs", "outputs", "scales", "weights"]
+        assert 1 < source.items[0] * source.items[1] * source.items[2] <= 128
+        assert source.groups[0] * source.groups[1] > 1

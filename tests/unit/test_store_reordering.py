@@ -22,7 +22,7 @@ from pi2.statistics.ordering import BANDS, chain_neurons, order_by_coactivation,
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
+from pi2.store.reordering import reorder_store, repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_counts
 from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
@@ -237,3 +237,33 @@ def test_the_command_reorders(tmp_path: Path, tiny: TinyModel) -> None:
         assert (np.diff(counts[0][store.layers[0].original]) <= 0).all()
     (stats / "coactivations.parquet").unlink()
     assert run([*command, "--by", "coactivation"]) == 2
+
+
+def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> None:
+    old = read_manifest(tiny.store).bundle
+    wanted = old.stride + 512
+    new = tmp_path / "new"
+    arguments = ["store", "repack", str(tiny.store), "--stride", f"{wanted} B", "-o", str(new)]
+    assert run(arguments) == 0
+    assert read_manifest(new).bundle.stride == wanted
+    assert verify_store(new) == []
+    plan = write_plan(tmp_path, tiny)
+    with pi2.load(plan) as model:
+        before = model.logits(TOKENS)
+    settings = {"store": "new", "bundle.stride": f"{wanted} B"}
+    with pi2.load(plan, set=settings) as model:
+        assert np.array_equal(model.logits(TOKENS), before)
+    with pytest.raises(UserError, match="pi2 store repack") as caught:
+        pi2.load(plan, set={"store": "new"})
+    assert caught.value.diagnostics[0].code == "P520"
+    repack_store(new, old.stride)
+    assert (new / "layers").exists() and read_manifest(new).bundle.stride == old.stride
+    with NeuronStore.open(new) as packed, NeuronStore.open(tiny.store) as first:
+        assert np.array_equal(packed.layers[0].bundles, first.layers[0].bundles)
+
+
+@pytest.mark.parametrize("stride", [0, 64, 700, 1000])
+def test_a_distance_that_holds_no_neuron_is_refused(tiny: TinyModel, stride: int) -> None:
+    with pytest.raises(UserError, match="is the least") as caught:
+        repack_store(tiny.store, stride)
+    assert caught.value.diagnostics[0].code == "P105"

@@ -1,0 +1,125 @@
+"""How far apart a layer's neurons lie in the store: the choices, and what a store has already.
+
+A direct read begins and ends at the device's blocks, so that the distance (stride) is a multiple of
+them.  Flash moves whole pages: neurons that begin anywhere take more pages to read than neurons
+that begin with one, but fewer bytes of memory.  Which is better depends on the device and on what
+the plan waits for; the planner makes a plan for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from pi2.diagnostics import UserError
+from pi2.plan.device import Device
+from pi2.plan.layout import round_up
+from pi2.plan.model import Model
+from pi2.plan.quantities import approximate_bytes, format_bytes
+from pi2.plan.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
+from pi2.store.manifest import Order, read_manifest
+
+PAGE_BYTES = 4096
+"""What flash reads at least."""
+MOST_PADDING = 1.25
+"""Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
+REWRITE_GAIN = 0.02
+"""By how much a plan must be better before a store that exists is written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayout:
+    """What a neuron store has."""
+
+    stride: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOption:
+    """The best plan with a distance of neurons."""
+
+    stride: int
+    tokens_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutDecision:
+    """The distance that was chosen, what others would make, and what the store has."""
+
+    chosen: int
+    used_bytes: int
+    block_bytes: int
+    others: tuple[LayoutOption, ...]
+    stored: StoredLayout | None
+    store: str
+
+
+def read_stored(store: Path | None) -> StoredLayout | None:
+    """Layout of a store; None where there is none, or one that cannot be read."""
+    if store is None:
+        return None
+    try:
+        manifest = read_manifest(store)
+    except UserError:
+        return None
+    return StoredLayout(stride=manifest.bundle.stride, order=manifest.order)
+
+
+def list_strides(device: Device, model: Model, stored: StoredLayout | None) -> list[int]:
+    """Distances that the device can read, the smallest first."""
+    used, block = model.lay_out_bundle().used_bytes, find_block_bytes(device)
+    least = round_up(used, block)
+    found = {least}
+    paged = round_up(used, PAGE_BYTES)
+    if paged % block == 0 and paged <= MOST_PADDING * least:
+        found.add(paged)
+    if stored is not None and stored.stride >= used and stored.stride % block == 0:
+        found.add(stored.stride)
+    return sorted(found)
+
+
+def find_touched_bytes(stride: int) -> float:
+    """Mean bytes of the pages that a neuron's read touches, over all neurons of a layer."""
+    step = gcd(stride, PAGE_BYTES)
+    count = PAGE_BYTES // step
+    pages = sum(-(-(start * step + stride) // PAGE_BYTES) for start in range(count))
+    return pages * PAGE_BYTES / count
+
+
+def describe_layout(decision: LayoutDecision) -> Iterator[str]:
+    """The choice with its reason, and how a store comes to have it."""
+    chosen, block = decision.chosen, decision.block_bytes
+    stored = decision.stored
+    why = f"the least multiple of the device's {format_bytes(block)} blocks"
+    if chosen % PAGE_BYTES == 0 and block < PAGE_BYTES:
+        why = "whole pages of flash"
+    if stored is not None and stored.stride == chosen:
+        why += ", as in the store"
+    yield (
+        f"Bundles: neurons lie {format_bytes(chosen)} apart, {decision.used_bytes} bytes are used: "
+        f"{why}."
+    )
+    if decision.others:
+        shown = "; ".join(
+            f"{format_bytes(item.stride)} apart makes {item.tokens_s:.3g} tokens/s in "
+            f"{approximate_bytes(item.memory_bytes)}"
+            for item in decision.others
+        )
+        yield f"The best plan with neurons {shown}."
+    usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
+    has = usual if stored is None else stored.stride
+    if has != chosen:
+        who = "`pi2 convert` puts them" if stored is None else "The store has them"
+        yield (
+            f"{who} {format_bytes(has)} apart: `pi2 store repack {decision.store} --stride "
+            f"'{format_bytes(chosen)}'` changes that."
+        )
+    if stored is not None and stored.order == "index":
+        yield (
+            "The store's neurons lie as in the checkpoint, hot or not: `pi2 store reorder "
+            f"{decision.store} --by hotness --statistics STATS` puts the most active ones first."
+        )

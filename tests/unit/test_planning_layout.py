@@ -1,0 +1,163 @@
+"""How far apart neurons lie in the store is a choice of the plan, with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.plan.device import Device
+from pi2.plan.model import Model
+from pi2.planning.bundle_layout import (
+    LayoutDecision,
+    StoredLayout,
+    describe_layout,
+    find_touched_bytes,
+    list_strides,
+    read_stored,
+)
+from pi2.planning.documents import read_document
+from pi2.planning.planner import plan
+from pi2.planning.text import describe_choices
+from pi2.planning.wish import Wish
+from tests.helpers.models import make_tiny
+
+pytest.importorskip("scipy")
+GIB = 1 << 30
+ORIGIN = {"status": "estimated", "source": "a test"}
+
+
+def read(kind: str, name: str) -> Any:
+    return read_document(name, kind).document  # type: ignore[arg-type]
+
+
+def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
+    """``rates`` of random reads by block."""
+    values = {
+        "schema_version": 1,
+        "id": "box",
+        "units": {
+            "cpu": {
+                "kind": "cpu",
+                "clusters": [{"id": "cores", "cores": 4}],
+                "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
+            }
+        },
+        "storage": {
+            "block_size": block,
+            "reads": [
+                {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN},
+                *(
+                    {"pattern": "random", "block": size, "rate": rate, "depth": 64, **ORIGIN}
+                    for size, rate in rates.items()
+                ),
+            ],
+        },
+    }
+    return Device.model_validate_json(json.dumps(values))
+
+
+def make_wish(device: Device, **changes: Any) -> Wish:
+    model = read("model", "bamboo-7b")
+    assert isinstance(model, Model)
+    return dataclasses.replace(
+        Wish(device=device, model=model, memory_bytes=3 * GIB, context=512), **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("stride", "touched"),
+    [(4096, 4096), (8192, 8192), (7168, 10240), (512, 4096), (6144, 8192)],
+)
+def test_neurons_that_begin_anywhere_touch_more_pages(stride: int, touched: float) -> None:
+    assert find_touched_bytes(stride) == touched
+
+
+def test_distances_are_multiples_of_the_devices_blocks() -> None:
+    model = read("model", "bamboo-7b")  # 6912 bytes a neuron
+    assert list_strides(make_device({"8 KiB": "1 GB/s"}), model, None) == [7168, 8192]
+    ufs = make_device({"8 KiB": "1 GB/s"}, block="4 KiB")
+    assert list_strides(ufs, model, None) == [8192]
+    stored = StoredLayout(stride=7168, order="hotness")
+    assert list_strides(ufs, model, stored) == [8192], "the device cannot read what the store has"
+    demo = read("model", "pi2-demo")  # 432 bytes: whole pages would be mostly empty
+    assert list_strides(make_device({"8 KiB": "1 GB/s"}), demo, None) == [512]
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen", "reason"),
+    [
+        # A read that begins anywhere takes as long as one that begins with a page: memory decides.
+        ({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"}, 7168, "the least multiple of the device's"),
+        # It takes three times as long: pages decide.
+        ({"7 KiB": "93 MB/s", "8 KiB": "320 MB/s"}, 8192, "whole pages of flash"),
+    ],
+)
+def test_memory_and_reads_are_weighed(rates: Mapping[str, str], chosen: int, reason: str) -> None:
+    planned = plan(make_wish(make_device(rates)))
+    assert planned.resolved.bundle.stride == chosen
+    text = "\n".join(describe_choices(planned))
+    assert reason in text
+    other = {7168: "8 KiB", 8192: "7 KiB"}[chosen]
+    assert f"The best plan with neurons {other} apart makes" in text
+    assert planned.layout is not None
+    assert planned.layout.others[0].tokens_s < planned.cost.tokens_s
+
+
+def test_a_store_is_not_written_anew_for_little() -> None:
+    device = make_device({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"})
+    free = plan(make_wish(device, memory_bytes=8 * GIB))  # nothing is read: both are equal
+    assert free.resolved.bundle.stride == 7168
+    decision = free.layout
+    assert decision is not None
+    stored = StoredLayout(stride=8192, order="index")
+    lines = list(describe_layout(dataclasses.replace(decision, stored=stored)))
+    assert any("pi2 store repack stores/bamboo-7b --stride '7 KiB'" in line for line in lines)
+    assert any("pi2 store reorder" in line for line in lines)
+
+
+def test_a_stored_layout_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = StoredLayout(stride=8192, order="hotness")
+    monkeypatch.setattr("pi2.planning.planner.read_stored", lambda store: stored)
+    device = make_device({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"})
+    kept = plan(make_wish(device, memory_bytes=8 * GIB, store=tmp_path))
+    assert kept.resolved.bundle.stride == 8192
+    text = "\n".join(describe_choices(kept))
+    assert "as in the store" in text and "repack" not in text
+
+
+def test_the_layout_of_a_store_is_read(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    found = read_stored(tiny.store)
+    assert found is not None and found.order == "hotness" and found.stride % 512 == 0
+    assert read_stored(tmp_path / "none") is None and read_stored(None) is None
+
+
+def test_what_convert_makes_is_said_where_it_is_not_what_the_plan_wants() -> None:
+    decision = LayoutDecision(
+        chosen=8192, used_bytes=6912, block_bytes=4096, others=(), stored=None, store="stores/x"
+    )
+    lines = list(describe_layout(decision))
+    assert any("`pi2 convert` puts them 7 KiB apart" in line for line in lines)
+
+
+def test_two_reads_are_chosen_where_they_are_quicker() -> None:
+    """Only where another unit computes as well: pi2's own engine reads a neuron at once."""
+    phone = read("device", "oneplus-12")
+    assert isinstance(phone, Device)
+    slow = [
+        item.model_copy(update={"rate": item.rate / 30}) if item.block > 4096 else item
+        for item in phone.storage.reads
+    ]
+    storage = phone.storage.model_copy(update={"reads": tuple(slow)})
+    memory = int(3.6 * GIB)
+    one = plan(make_wish(phone, memory_bytes=memory))
+    two = plan(make_wish(phone.model_copy(update={"storage": storage}), memory_bytes=memory))
+    assert one.resolved.plan.pipeline.phases == 1
+    assert any("npu" in layer.split for layer in two.resolved.layers)
+    assert two.resolved.plan.pipeline.phases == 2
+    assert "pipeline.phases: 2; tokens/s would be" in "\n".join(describe_choices(two))
