@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tomli
 
-from pi2.cli.main import run
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
@@ -24,86 +21,8 @@ from tests.helpers.sharing import (
     Server,
     make_repository,
     run_git,
-    start_server,
 )
-
-NAME = "acme-12.device.toml"
-
-
-class User:
-    """Somebody at a command line of their own: folder, home and cache."""
-
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.folder = folder / "project"
-        self.cache = folder / "cache"
-        self.folder.mkdir(parents=True)
-        self._home = folder
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-        self.variables: dict[str, str] = {}
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Run ``pi2``: exit code, standard output, standard error."""
-        values = {
-            "HOME": str(self._home),
-            "XDG_CACHE_HOME": "",
-            "PI2_CACHE": str(self.cache),
-            "PI2_TAP": "",
-            "PI2_GITHUB": "",
-            "GIT_CONFIG_GLOBAL": os.devnull,
-            "GIT_AUTHOR_NAME": "User",
-            "GIT_AUTHOR_EMAIL": "user@example.com",
-            "GIT_COMMITTER_NAME": "User",
-            "GIT_COMMITTER_EMAIL": "user@example.com",
-            **self.variables,
-        }
-        for name, value in values.items():
-            self._monkeypatch.setenv(name, value)
-        self._monkeypatch.chdir(self.folder)
-        self._capsys.readouterr()
-        code = run(list(arguments))
-        out, err = self._capsys.readouterr()
-        return code, out, err
-
-    def succeed(self, *arguments: str) -> str:
-        code, out, err = self.run(*arguments)
-        assert code == 0, (arguments, out, err)
-        return out
-
-    def fail(self, *arguments: str) -> list[str]:
-        """Codes of the findings that a command ends with."""
-        code, _, err = self.run(*arguments)
-        assert code in (1, 2), (arguments, code, err)
-        return [line[6:10] for line in err.splitlines() if line.startswith("error[")]
-
-    def read_lock(self) -> list[dict[str, object]]:
-        values = tomli.loads((self.folder / "pi2.lock").read_text("utf-8"))
-        sources: list[dict[str, object]] = values["sources"]
-        return sources
-
-
-@pytest.fixture
-def bob(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> User:
-    return User(tmp_path / "bob", monkeypatch, capsys)
-
-
-@pytest.fixture
-def tap(tmp_path: Path) -> Repository:
-    return make_repository(tmp_path / "tap")
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
-
-
-def refer(tap: Repository, revision: str = "v1", path: str = f"devices/{NAME}") -> str:
-    return f"git+file://{tap.folder}//{path}@{revision}"
+from tests.helpers.sharing_user import NAME, User, refer
 
 
 class TestTheWholeWay:
@@ -331,159 +250,6 @@ class TestTampering:
         blob.unlink()
         blob.symlink_to("/etc/passwd")
         assert bob.fail("profile", "verify", "--offline") == ["P715"]
-
-
-class TestPlans:
-    """What plans make of references: found, or pointed at where they stand."""
-
-    def write_plan(self, user: User, device: str) -> None:
-        plan = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
-        text = plan.replace('device = "host"', f'device = "{device}"')
-        (user.folder / "my.plan.toml").write_text(text)
-
-    def find(self, user: User, *options: str) -> list[tuple[str, str]]:
-        """Code and source line of every finding."""
-        _, out, _ = user.run("validate", "my.plan.toml", "--output-format", "json", *options)
-        lines = (user.folder / "my.plan.toml").read_text().split("\n")
-        return [
-            (item["code"], lines[item["span"]["line"] - 1].partition(" ")[0])
-            for item in json.loads(out)
-        ]
-
-    def test_what_is_not_locked_is_a_finding_at_its_place(self, bob: User, tap: Repository) -> None:
-        self.write_plan(bob, refer(tap))
-        assert self.find(bob) == [("P710", "device")]
-        bob.succeed("profile", "add", refer(tap, "main"))
-        assert self.find(bob) == [("P710", "device")]
-        bob.succeed("profile", "add", refer(tap))
-        assert self.find(bob) == []
-        shutil.rmtree(bob.cache)
-        assert self.find(bob) == [("P715", "device")]
-
-    @pytest.mark.parametrize(
-        ("reference", "code"),
-        [
-            ("gh:acme/profiles/x.device.toml@v1", "P701"),
-            ("oci:acme/x.device.toml", "P702"),
-            ("gh:acme/profiles//../x.device.toml@v1", "P705"),
-            ("https://alice:pw@h.example/x.device.toml", "P703"),
-        ],
-    )
-    def test_what_is_no_reference_is_a_finding_at_its_place(
-        self, bob: User, tap: Repository, reference: str, code: str
-    ) -> None:
-        bob.succeed("profile", "add", refer(tap))
-        self.write_plan(bob, reference)
-        assert (code, "device") in self.find(bob)
-
-    def test_a_model_is_no_device(self, bob: User, tap: Repository) -> None:
-        shipped = Path(__file__).parents[2] / "plans/models/pi2-demo.model.toml"
-        tap.write("models/pi2-demo.model.toml", shipped.read_text())
-        tap.commit()
-        reference = refer(tap, "main", "models/pi2-demo.model.toml")
-        bob.succeed("profile", "add", reference)
-        self.write_plan(bob, reference)
-        assert self.find(bob) == [("P014", "device")]
-
-    def test_locked_refuses_what_has_changed(self, bob: User, tmp_path: Path) -> None:
-        shared = tmp_path / "shared" / NAME
-        shared.parent.mkdir()
-        shared.write_text(DEVICE)
-        reference = f"file:../../shared/{NAME}"
-        bob.succeed("profile", "add", reference)
-        self.write_plan(bob, reference)
-        assert self.find(bob, "--locked") == []
-        shared.write_text(DEVICE + "# changed\n")
-        assert self.find(bob) == []
-        assert self.find(bob, "--locked", "--offline") == [("P714", "device")]
-        run_it = ("run", "my.plan.toml", "--set", "backends.cpu=null", "--prompt", "x", "--locked")
-        assert bob.fail(*run_it) == ["P714"]
-        bob.succeed("profile", "update")
-        assert self.find(bob, "--locked") == []
-
-    def test_locked_refuses_a_local_tag_that_has_moved(self, bob: User, tap: Repository) -> None:
-        bob.succeed("profile", "add", refer(tap))
-        self.write_plan(bob, refer(tap))
-        tap.commit("second")
-        tap.tag("v1", move=True)
-        assert self.find(bob) == []
-        assert self.find(bob, "--locked") == [("P714", "device")]
-
-    def test_locked_refuses_another_tap(self, bob: User, tap: Repository, tmp_path: Path) -> None:
-        bob.variables["PI2_TAP"] = f"git+file://{tap.folder}"
-        bob.succeed("profile", "add", "acme-12")
-        for name in ("acme-12", "tap:acme-12"):
-            self.write_plan(bob, name)
-            assert self.find(bob, "--locked") == []
-        bob.succeed("profile", "show", "acme-12")
-        bob.variables["PI2_TAP"] = f"git+file://{tmp_path}/other"
-        assert self.find(bob) == []
-        assert self.find(bob, "--locked") == [("P714", "device")]
-
-    def test_a_name_means_the_one_revision_that_is_locked(self, bob: User, tap: Repository) -> None:
-        bob.variables["PI2_TAP"] = f"git+file://{tap.folder}"
-        bob.succeed("profile", "add", "acme-12@v1")
-        self.write_plan(bob, "acme-12")
-        assert self.find(bob) == []
-        tap.tag("v2")
-        bob.succeed("profile", "add", "tap:acme-12@v2")
-        assert self.find(bob) == [("P015", "device")]
-
-    def test_a_device_extends_another_of_its_repository(self, bob: User, tap: Repository) -> None:
-        tap.write("common/base.device.toml", DEVICE.replace("acme-12", "base"))
-        tap.write(
-            "devices/acme-13.device.toml",
-            'schema_version = 1\nextends = ["../common/base.device.toml"]\nid = "acme-13"\n',
-        )
-        tap.commit()
-        reference = refer(tap, "main", "devices/acme-13.device.toml")
-        bob.succeed("profile", "add", reference)
-        assert [item["path"] for item in bob.read_lock()] == [
-            "common/base.device.toml",
-            "devices/acme-13.device.toml",
-        ]
-        self.write_plan(bob, reference)
-        assert self.find(bob, "--locked") == []
-        bob.succeed("profile", "vendor")
-        shutil.rmtree(bob.cache)
-        assert self.find(bob, "--offline") == []
-        bob.succeed("profile", "verify", "--offline")
-
-    def test_a_plan_extends_another_with_its_device(self, bob: User, tap: Repository) -> None:
-        plan = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
-        tap.write(
-            "plans/base.plan.toml",
-            plan.replace('device = "host"', f'device = "../devices/{NAME}"'),
-        )
-        tap.commit()
-        reference = refer(tap, "main", "plans/base.plan.toml")
-        out = bob.succeed("profile", "add", reference)
-        assert f'use it: extends = ["{reference}"]' in out
-        assert len(bob.read_lock()) == 2
-        text = f'schema_version = 1\nextends = ["{reference}"]\nname = "Mine"\n'
-        (bob.folder / "my.plan.toml").write_text(text)
-        shutil.rmtree(tap.folder)
-        assert self.find(bob, "--locked", "--offline") == []
-
-    def test_a_device_that_needs_its_authors_files_is_not_taken(
-        self, bob: User, tap: Repository, server: Server
-    ) -> None:
-        text = 'schema_version = 1\nextends = ["{}"]\nid = "acme-12"\n'
-        server.serve(f"/{NAME}", text.format("file:/srv/base.device.toml"))
-        assert bob.fail("profile", "add", server.locate(f"/{NAME}")) == ["P732"]
-        tap.write(f"devices/{NAME}", text.format("../../base.device.toml"))
-        tap.commit()
-        assert bob.fail("profile", "add", refer(tap, "main")) == ["P705"]
-
-    def test_documents_that_extend_each_other_end(self, bob: User, tap: Repository) -> None:
-        for one, other in (("a", "b"), ("b", "a")):
-            tap.write(
-                f"devices/{one}.device.toml",
-                f'schema_version = 1\nextends = ["{other}.device.toml"]\nid = "{one}"\n',
-            )
-        tap.commit()
-        found = bob.fail("profile", "add", refer(tap, "main", "devices/a.device.toml"))
-        assert found[:2] == ["P731", "P021"]
 
 
 class TestOffline:

@@ -1,0 +1,165 @@
+"""A plan under test: what is timed, what is counted, and the command `pi2 bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pi2.benchmarks.bandwidth import BandwidthMeter
+from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
+from pi2.benchmarks.workloads import Workload
+from pi2.cli import main
+from pi2.diagnostics import UserError
+from pi2.plan.resolve import load_plan
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+
+def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
+    recipe = PlanRecipe(path=path, overrides=overrides, text=text)
+    return recipe(lambda label, share: None)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    return write_plan(tmp_path, make_tiny(tmp_path))
+
+
+def test_a_plan_is_timed_and_its_counters_are_those_of_the_timed_tokens(plan: Path) -> None:
+    contestant = load_contestant(plan)
+    try:
+        description = contestant.describe()
+        assert (description.backend, description.predictor) == ("reference", "low-rank")
+        assert description.digest == load_plan(plan).digest
+        prompt = contestant.run(Workload("pp", 12, 4))
+        assert (prompt.tokens, prompt.seconds > 0) == (12, True)
+        assert prompt.counters is not None and prompt.counters.possible_neurons == 0
+        answer = contestant.run(Workload("tg", 5, 7))
+        assert answer.counters is not None
+        assert answer.counters.possible_neurons == 5 * 3 * 96
+    finally:
+        contestant.close()
+
+
+def test_a_dry_run_says_so_and_claims_no_bytes(plan: Path) -> None:
+    contestant = load_contestant(plan, backends={"cpu": "null"})
+    assert contestant.describe().notes == ("dry run: nothing is computed or read",)
+    assert contestant.count_bytes(Workload("tg", 4, 0), 0.1) is None
+    contestant.close()
+
+
+def test_more_tokens_than_the_context_holds_are_refused(plan: Path) -> None:
+    contestant = load_contestant(plan)
+    with pytest.raises(UserError) as caught:
+        contestant.run(Workload("tg", 32, 40))
+    assert caught.value.diagnostics[0].code == "P642"
+    assert "72 tokens of context, the plan has 64" in caught.value.diagnostics[0].message
+    contestant.close()
+
+
+def test_tokens_may_come_from_a_text(plan: Path) -> None:
+    contestant = load_contestant(plan, text="ab")
+    tokens = contestant._tokens.take(5)
+    expected = contestant._model.encode("ab")
+    assert list(tokens) == [*expected, *expected][:5]
+    contestant.close()
+
+
+def test_a_profile_divides_the_time_and_leaves_nothing_behind(plan: Path) -> None:
+    contestant = load_contestant(plan)
+    model = contestant._model
+    before = [dict(vars(item)) for item in (model._parts.forward, model._parts.feed_forward)]
+    profile = contestant.profile(Workload("tg", 6, 0))
+    assert profile is not None and profile.level == "executor calls"
+    assert profile.calls["attend"][0] == 6 * 3
+    assert profile.calls["logits"][0] == 6
+    assert profile.kernels_s == pytest.approx(sum(s for _, s in profile.calls.values()))
+    assert 0 < profile.kernels_s < profile.total_s
+    assert profile.io_wait_s > 0, "cold neurons had to be waited for"
+    assert 0 < profile.python_s < profile.total_s
+    after = [dict(vars(item)) for item in (model._parts.forward, model._parts.feed_forward)]
+    for old, new in zip(before, after, strict=True):
+        assert old["_executor"] is new["_executor"]
+        assert old.get("_reader") is new.get("_reader")
+    contestant.close()
+
+
+def test_waiting_for_long_reads_of_a_prompt_is_counted(plan: Path) -> None:
+    contestant = load_contestant(plan)
+    profile = contestant.profile(Workload("pp", 16, 0))
+    assert profile is not None and profile.io_wait_s > 0
+    contestant.close()
+
+
+# The limit
+
+
+def test_bandwidth_is_measured_with_a_compiled_loop_that_reads_every_number() -> None:
+    pytest.importorskip("tvm")
+    from pi2.benchmarks.read_kernel import CompiledReader
+
+    buffer = np.arange(64 * 1000, dtype=np.uint64)
+    reader = CompiledReader(buffer, threads=2)
+    reader()
+    assert reader.sums.sum(dtype=np.int32) == buffer.view(np.int32).sum(dtype=np.int32)
+
+
+def test_bandwidth_falls_back_to_numpy_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pi2.benchmarks.read_kernel", None)
+    meter = BandwidthMeter(2, 2**24)
+    assert meter.get_method() == "numpy maximum"
+    assert all(speed > 1e7 for speed in meter.measure())
+    meter.close()
+
+
+# The command
+
+
+@pytest.mark.slow
+def test_the_command_prints_rows_of_a_real_run(
+    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi2.benchmarks.plans.BUFFER_BYTES", 2**24)
+    code = main.run(
+        ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "-o", "json"]
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0
+    tests = {row["test"]: row for row in document["rows"]}
+    assert list(tests) == ["pp8", "pp8 @ d3", "tg4", "tg4 @ d3"]
+    row = tests["tg4 @ d3"]
+    assert row["digest"] == load_plan(plan).digest
+    assert row["peak_rss_bytes"] > 2**20
+    assert row["bandwidth"]["bytes_s"] > 1e7
+    assert 0 < row["limit_share"] < 1
+    assert len(row["seconds"]) == 2
+    assert tests["pp8"]["limit_share"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["-p", "12x"], "expected whole numbers such as 128,512"),
+        (["--text", "missing.txt"], "cannot read the text missing.txt"),
+        (["-n", "4000"], "needs 4000 tokens of context, the plan has 64"),
+    ],
+)
+def test_what_cannot_be_measured_is_explained(
+    plan: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main.run(["bench", str(plan), "-p", "0", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_engine_is_named_with_how_to_install_it(
+    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main.run(["bench", str(plan), "--against", "llama.cpp"]) == 2
+    error = capsys.readouterr().err
+    assert "error[P653]: comparing with llama.cpp needs llama-cpp-python and gguf" in error
+    assert "pip install" in error

@@ -1,0 +1,155 @@
+"""What a benchmark prints, and how a row's figures are derived."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.report import (
+    Conditions,
+    describe_row,
+    write_csv,
+    write_json,
+    write_markdown,
+)
+from pi2.benchmarks.samples import (
+    Bandwidth,
+    Description,
+    Row,
+    Sample,
+    TokenBytes,
+    add_counters,
+    summarise_speed,
+)
+from pi2.benchmarks.session import Outcome
+from pi2.benchmarks.workloads import Workload
+from pi2.engine.statistics import RunStatistics
+
+
+def count(**changes: int) -> RunStatistics:
+    zero = dict.fromkeys(RunStatistics.__dataclass_fields__, 0)
+    return RunStatistics(**{**zero, **changes})
+
+
+def test_speed_is_mean_deviation_and_median_of_the_repetitions() -> None:
+    samples = [Sample(tokens=10, seconds=seconds) for seconds in (1.0, 2.0, 10.0)]
+    speed = summarise_speed(samples)
+    assert speed.mean == pytest.approx((10 + 5 + 1) / 3)
+    assert speed.median == pytest.approx(5)
+    assert speed.deviation == pytest.approx(np.std([10, 5, 1], ddof=1))
+
+
+def test_counters_of_repetitions_are_added() -> None:
+    samples = [
+        Sample(tokens=1, seconds=1.0, counters=count(active_neurons=number)) for number in (3, 4)
+    ]
+    total = add_counters(samples)
+    assert total is not None and total.active_neurons == 7
+    assert add_counters([Sample(tokens=1, seconds=1.0)]) is None
+
+
+def make_row(**changes: Any) -> Row:
+    description = Description(
+        engine="pi2 1.0",
+        model="tiny",
+        backend="cpu",
+        threads=2,
+        synthetic=True,
+        predictor="gate",
+        plan="tiny.plan.toml",
+        digest="f00d" * 16,
+        budget_bytes=2**30,
+    )
+    fields: dict[str, Any] = {
+        "description": description,
+        "workload": Workload("tg", 10, 0),
+        "samples": (Sample(tokens=10, seconds=2.0, counters=count(flash_read_bytes=50)),),
+        "peak_rss_bytes": 2**29,
+        "token_bytes": TokenBytes(attention=4e8, head=1e8, predictor=2e8, neurons=2e8, kv=1e8),
+        "bandwidth": Bandwidth(bytes_s=1e10, threads=2, method="compiled sum"),
+    }
+    return Row(**{**fields, **changes})
+
+
+def test_the_limit_share_is_bytes_per_second_over_bandwidth() -> None:
+    row = make_row()
+    assert row.total_bytes == 1e9
+    assert row.used_bytes_s == pytest.approx(5e9)
+    assert row.limit_share == pytest.approx(0.5)
+    assert row.flash_bytes_token == 5
+
+
+def test_what_is_not_known_is_none_never_a_number() -> None:
+    row = make_row(token_bytes=None, bandwidth=None, samples=(Sample(tokens=10, seconds=2.0),))
+    described = describe_row(row)
+    for name in ("limit_share", "used_bytes_s", "active_share", "hit_rate", "flash_bytes_token"):
+        assert described[name] is None, name
+
+
+CONDITIONS = Conditions(
+    machine="a machine", started="2026-01-01 00:00 UTC", load_average=0.1, tokens="in order"
+)
+
+
+def list_outcomes() -> Sequence[Outcome]:
+    other = Description(engine="llama.cpp", model="tiny", backend="cpu", threads=2, synthetic=True)
+    profile = Profile(
+        tokens=10,
+        total_s=2.0,
+        kernels_s=1.9,
+        io_wait_s=0.06,
+        level="kernels",
+        calls={"attend": (30, 1.0)},
+    )
+    return [
+        Outcome(row=make_row(), profile=profile),
+        Outcome(
+            row=make_row(
+                description=other,
+                samples=(Sample(tokens=10, seconds=4.0),),
+                token_bytes=None,
+            )
+        ),
+    ]
+
+
+def test_markdown_shows_figures_limits_ratios_and_circumstances() -> None:
+    text = write_markdown(CONDITIONS, list_outcomes())
+    ours, theirs = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(("| pi2", "| llama"))
+    ]
+    assert ours[:9] == [
+        *("pi2 1.0 (cpu, gate, 2 threads)", "tiny (synthetic)", "tg10"),
+        *("5.00 ± 0.00", "5.00", "1000", "5.0", "10.0", "50.0%"),
+    ]
+    assert theirs[5:9] == ["-", "-", "10.0", "-"], "what is not known is a dash"
+    assert "tg10: 2.00 x llama.cpp (5.00 against 2.50 t/s" in text
+    assert "95.0%" in text and "3.0%" in text and "2.0%" in text
+    assert "digest f00df00df00d" in text
+    assert "a machine" in text
+    assert "synthetic: random weights" in text
+
+
+def test_json_and_csv_hold_every_figure() -> None:
+    outcomes = list_outcomes()
+    document = json.loads(write_json(CONDITIONS, outcomes))
+    assert document["conditions"]["machine"] == "a machine"
+    row = document["rows"][0]
+    assert row["tokens_s"]["median"] == 5.0
+    assert row["token_bytes"]["total"] == 1e9
+    assert row["profile"]["python_s"] == pytest.approx(0.04)
+    assert document["rows"][1]["token_bytes"] is None
+
+    lines = list(csv.DictReader(io.StringIO(write_csv(CONDITIONS, outcomes))))
+    assert [line["engine"] for line in lines] == ["pi2 1.0", "llama.cpp"]
+    assert float(lines[0]["tokens_s.median"]) == 5.0
+    assert lines[1]["token_bytes.total"] == ""

@@ -1,0 +1,173 @@
+"""The course of a benchmark: turns, processes, and how their failures are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.samples import (
+    Bandwidth,
+    Description,
+    Sample,
+    TokenBytes,
+)
+from pi2.benchmarks.session import run_session
+from pi2.benchmarks.worker import Worker
+from pi2.benchmarks.workloads import Workload
+from pi2.diagnostics import UserError
+
+Progress = Callable[[str, float], None]
+
+# The course of a session
+
+
+@dataclass
+class FakeContestant:
+    name: str
+    log: list[str]
+    seconds: list[float]
+    description: Description = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.description = Description(
+            engine=self.name, model="m", backend="b", threads=1, synthetic=False
+        )
+
+    def run(self, workload: Workload) -> Sample:
+        self.log.append(f"{self.name} {workload.name}")
+        return Sample(tokens=workload.tokens, seconds=self.seconds.pop(0))
+
+    def profile(self, workload: Workload) -> Profile | None:
+        self.log.append(f"{self.name} profile")
+        return None
+
+    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
+        return None
+
+    def read_peak_rss_bytes(self) -> int:
+        return 1
+
+
+@dataclass
+class FakeLimit:
+    log: list[str]
+    speeds: list[float]
+
+    def measure(self) -> list[float]:
+        self.log.append("limit")
+        return [self.speeds.pop(0)]
+
+    def summarise(self, speeds: list[float]) -> Bandwidth:
+        return Bandwidth(bytes_s=float(np.median(speeds)), threads=1, method="fake")
+
+
+def test_contestants_take_turns_after_a_warm_up_with_the_limit_in_between() -> None:
+    log: list[str] = []
+    a = FakeContestant("a", log, [99.0, 1.0, 2.0])
+    b = FakeContestant("b", log, [99.0, 4.0, 8.0])
+    outcomes = list(
+        run_session(
+            [a, b],
+            [Workload("tg", 8, 0)],
+            repetitions=2,
+            limit=FakeLimit(log, [3e9, 9e9, 5e9]),
+        )
+    )
+    assert log == [
+        *("a tg8", "b tg8"),
+        *("limit", "a tg8", "b tg8", "a tg8", "b tg8", "limit", "limit"),
+    ]
+    rows = [item.row for item in outcomes]
+    assert [row.description.engine for row in rows] == ["a", "b"]
+    assert rows[0].speed.median == pytest.approx((8 + 4) / 2), "the warm-up of 99 s is left out"
+    assert rows[1].speed.median == pytest.approx((2 + 1) / 2)
+    assert rows[0].bandwidth is not None and rows[0].bandwidth.bytes_s == 5e9
+
+
+def test_profiles_are_made_after_the_timed_runs_and_only_if_asked_for() -> None:
+    log: list[str] = []
+    a = FakeContestant("a", log, [1.0] * 3)
+    run = run_session(
+        [a],
+        [Workload("pp", 8, 0)],
+        repetitions=2,
+        limit=FakeLimit(log, [1.0] * 3),
+        with_profile=True,
+    )
+    assert len(list(run)) == 1
+    assert log[-1] == "a profile"
+    assert log.count("a profile") == 1
+
+
+# Processes
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A recipe, and what it makes."""
+
+    fault: str = ""
+
+    def __call__(self, progress: Progress) -> Echo:
+        progress("loading", 0.5)
+        if self.fault == "user":
+            raise UserError.of("P999", "no such thing", help="look elsewhere")
+        if self.fault == "bug":
+            raise ZeroDivisionError("a bug")
+        return self
+
+    def double(self, value: int) -> int:
+        if value < 0:
+            raise UserError.of("P998", "negative")
+        return 2 * value
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        pass
+
+
+def test_objects_are_called_in_a_process_of_their_own() -> None:
+    seen: list[tuple[str, float]] = []
+    worker = Worker(Echo(), lambda label, share: seen.append((label, share)))
+    try:
+        assert worker.call("double", 21) == 42
+        assert worker.read_peak_rss_bytes() > 2**20
+    finally:
+        worker.close()
+    assert seen == [("loading", 0.5)]
+
+
+def test_a_users_mistake_arrives_as_what_it_was() -> None:
+    with pytest.raises(UserError) as caught:
+        Worker(Echo(fault="user"))
+    (finding,) = caught.value.diagnostics
+    assert (finding.code, finding.help) == ("P999", "look elsewhere")
+    assert caught.value.exit_code == 2
+
+    worker = Worker(Echo())
+    with pytest.raises(UserError, match="negative"):
+        worker.call("double", -1)
+    worker.close()
+
+
+def test_a_bug_arrives_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug"):
+        Worker(Echo(fault="bug"))
+
+
+def test_a_process_that_the_system_kills_is_explained() -> None:
+    worker = Worker(Echo())
+    with pytest.raises(UserError) as caught:
+        worker.call("die")
+    assert caught.value.diagnostics[0].code == "P640"
+    assert "ended by SIGKILL" in caught.value.diagnostics[0].message
+    assert "memory" in (caught.value.diagnostics[0].help or "")
+    worker.close()
