@@ -19,7 +19,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.model import Model, Norm
 from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
-from pi2.plan.sizes import LOGIT_ROWS
+from pi2.plan.sizes import KV_ELEMENT_BYTES, LOGIT_ROWS
 from pi2.plan.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -109,8 +109,8 @@ def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]
 class KvCache:
     """Keys (0) and values (1) of all layers: as 8-bit integers where the plan says so, else whole.
 
-    Rounding them to fp16 would cost five times the error of everything else here; the segment has
-    the size that the plan's type needs all the same.
+    Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
+    although the segment has the size that the plan's type needs.
     """
 
     def __init__(self, request: BuildRequest) -> None:
@@ -118,9 +118,13 @@ class KvCache:
         self._int8 = request.kv_type == "int8"
         vectors = (2, shape.layers, request.context, shape.kv_heads)
         count, size = int(np.prod(vectors)), shape.head_dim
-        raw = request.allocate("kv", count * size * (1 if self._int8 else 2))
-        self._elements: npt.NDArray[np.generic] = np.zeros((*vectors, size), np.float32)
-        if self._int8:
+        raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
+        self._elements: npt.NDArray[np.generic]
+        if request.kv_type == "fp16":
+            self._elements = np.zeros((*vectors, size), np.float32)
+        elif request.kv_type == "fp32":
+            self._elements = raw.view(np.float32).reshape(*vectors, size)
+        else:
             self._elements = raw.view(np.int8).reshape(*vectors, size)
             self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
 

@@ -15,6 +15,7 @@ Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (division 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.kv import Cache, count_lanes
-from pi2.backends.kernels.spec import KV_BLOCK, KV_ITEM_BYTES, SPANS, KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, SPANS, KernelSpec
 
 QUERIES_TOGETHER = 4
 """Queries that share one pass over keys and values: their sums and a key fit the registers."""
@@ -30,7 +31,6 @@ SPAN_BLOCKS = 16
 """Fewest blocks of a span: 256 tokens."""
 _NEVER = -1e30
 """Score of a masked token: its exponential is 1e-38, which rounds away beside the others."""
-_LINE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,8 @@ def _emit_queries(
     """
     size, count = spec.head_dim, len(queries)
     lanes = count_lanes(size)
-    together = cache.block_lines
+    # Elements of 16 tokens' keys: a cache line of them, and two at least, as many as sums.
+    together = math.gcd(max(cache.line // KV_BLOCK, 2), size)
     scores = T.alloc_buffer((count * KV_BLOCK,), "float32")
     shares = T.alloc_buffer((count * KV_BLOCK,), "float32")
     largest = T.alloc_buffer((count,), "float32")
@@ -257,7 +258,8 @@ def _emit_queries(
         # Two sums per query: one addition after the other would wait for its result.
         sums = [[v.Cell(v.constant(0.0, "float32", 16)) for _ in range(2)] for _ in queries]
         with T.serial(size // together * cache.once) as line:
-            v.prefetch(cache.keys, following + v.wide(line * (together * 16)))
+            for ahead in range(0, together * KV_BLOCK, cache.line):
+                v.prefetch(cache.keys, following + v.wide(line * (together * KV_BLOCK) + ahead))
             for turn in range(together):
                 element = line * together + turn
                 key = v.let(cache.load(cache.keys, start + v.wide(element * 16), 16))
@@ -293,7 +295,7 @@ def _emit_queries(
                 v.let(v.load(target, place, lanes) * v.splat(factors[index], lanes))
                 for index, place in enumerate(places)
             ]
-            for line in range(0, KV_BLOCK * lanes, _LINE // KV_ITEM_BYTES[spec.kv]):
+            for line in range(0, KV_BLOCK * lanes, cache.line):
                 v.prefetch(cache.values, following + v.wide(part * (KV_BLOCK * lanes) + line))
             for other in range(KV_BLOCK):
                 place = start + v.wide(part * lanes + other * size)

@@ -19,7 +19,8 @@ from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES
+from pi2.plan.sizes import KV_ELEMENT_BYTES
 
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:
@@ -90,7 +91,7 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
     with T.If(tokens == 1):
         with T.Then():
             spans = divide_blocks(spec, position, sums, tops, totals)
-            span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ITEM_BYTES[spec.kv]
+            span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ELEMENT_BYTES[spec.kv]
 
             def attend_span(task: v.Expr) -> None:
                 span = v.let(T.floormod(task, spans.count))

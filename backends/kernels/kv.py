@@ -1,8 +1,9 @@
 """The KV cache of a layer, and rotary positions: what is kept of a token for later ones.
 
 Keys [kv_heads, context / 16, head_dim, 16] (16 tokens, one per lane), values [kv_heads, context,
-head_dim]; ``context`` is a multiple of 16.  Two types:
+head_dim]; ``context`` is a multiple of 16.  Three types:
 
+- ``fp32``: as they were computed.
 - ``fp16``: rounded.
 - ``int8``: every head's vector of a token has one fp16 scale, its largest magnitude / 127; codes
   are rint(x / scale).  ``key_scales`` and ``value_scales`` fp16 [kv_heads, context].  One scale per
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KV_ITEM_BYTES, KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KernelSpec
+from pi2.plan.sizes import KV_ELEMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,11 @@ class Cache:
     keys: v.Buffer
     values: v.Buffer
     key_scales: v.Buffer | None
-    """Of ``int8``; None for ``fp16``."""
+    """Of ``int8``; None for the others."""
     value_scales: v.Buffer | None
     context: v.Expr
-    block_lines: int
-    """Elements of 16 tokens' keys that a cache line holds."""
+    line: int
+    """Elements that a cache line holds."""
     once: v.Expr
     """1, see `Activations.once`."""
 
@@ -67,14 +69,14 @@ def make_cache(
     once: v.Expr,
 ) -> Cache:
     """Return the cache of a spec's type; ``scales`` of keys and values for ``int8`` only."""
-    assert (scales is None) == (spec.kv == "fp16")
+    assert (scales is None) == (spec.kv != "int8")
     return Cache(
         keys=keys,
         values=values,
         key_scales=None if scales is None else scales[0],
         value_scales=None if scales is None else scales[1],
         context=context,
-        block_lines=math.gcd(64 // (KV_BLOCK * KV_ITEM_BYTES[spec.kv]), spec.head_dim),
+        line=64 // KV_ELEMENT_BYTES[spec.kv],
         once=once,
     )
 

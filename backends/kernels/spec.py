@@ -29,9 +29,7 @@ KV_BLOCK = 16
 SPANS = 16
 """Most parts that the context is divided into for one token's attention."""
 
-KV_ITEM_BYTES: Mapping[KvType, int] = {"fp16": 2, "int8": 1}
-"""Bytes of an element of the KV cache."""
-KV_DTYPES: Mapping[KvType, str] = {"fp16": "float16", "int8": "int8"}
+KV_DTYPES: Mapping[KvType, str] = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 """Types of the kernels' arrays that hold it."""
 
 

@@ -9,6 +9,7 @@ from pi2.plan.layout import vector_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.sizes import count_kv_token_bytes
 from pi2.plan.tensor_names import EMBEDDING, HEAD
 from pi2.store.tensors import DenseTensor, list_tensors
 
@@ -80,9 +81,7 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
 def _count_kv(model: Model, position: float, kind: KvType) -> float:
     shape, window = model.shape, model.attention.sliding_window
     seen = position if window is None else min(position, window)
-    # int8: a byte per element and a scale of two per vector.
-    vector = 2 * shape.head_dim if kind == "fp16" else shape.head_dim + 2
-    return 2 * shape.layers * seen * shape.kv_heads * vector
+    return shape.layers * seen * count_kv_token_bytes(model, kind)
 
 
 def _size(tensor: DenseTensor) -> int:

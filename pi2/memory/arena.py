@@ -56,7 +56,9 @@ def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
 
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
-    shape, kinds = resolved.model.shape, {"fp16": 2, "int8": 4}[resolved.plan.kv.type]
+    shape = resolved.model.shape
+    # Keys and values, and the scales of either.
+    kinds = 4 if resolved.plan.kv.type == "int8" else 2
     return ContextMemory(
         total_bytes=resolved.needs.kv.bytes,
         context=resolved.plan.kv.context,

@@ -251,14 +251,15 @@ class Pipeline(Table):
     ``workspace`` has room for."""
 
 
-KvType = Literal["fp16", "int8"]
+KvType = Literal["fp16", "int8", "fp32"]
 
 
 class Kv(Table):
     """The cache of keys and values."""
 
     type: KvType = "fp16"
-    """Type of its elements: ``int8`` halves it, with a scale for every head's vector of a token."""
+    """Type of its elements: ``int8`` halves it, with a scale for every head's vector of a token;
+    ``fp32`` doubles it and rounds nothing."""
     context: Annotated[Count, Field(examples=[4096])]
     """Most tokens of prompt and answer together."""
     lend: bool = False

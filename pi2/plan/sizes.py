@@ -8,6 +8,7 @@ one neuron to the next (stride).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
@@ -25,13 +26,17 @@ from pi2.plan.quantities import approximate_bytes
 if TYPE_CHECKING:
     from pi2.plan.device import Device
     from pi2.plan.model import Model
-    from pi2.plan.plan import Plan
+    from pi2.plan.plan import KvType, Plan
     from pi2.plan.resolved import Resolved
 
 ALIGNMENT = 64
 """Every allocation begins at a multiple of it, in bytes."""
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""
+KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
+"""Bytes of an element of the KV cache."""
+KV_SCALE_BYTES = 2
+"""Of every vector of an int8 cache."""
 KV_SPANS = 16
 """Parts of the context whose attention is added up apart, at most."""
 STAGED_NEURONS = 512
@@ -140,6 +145,12 @@ def _need_attention(model: Model) -> Need:
     return Need(total, ", ".join(parts))
 
 
+def count_kv_token_bytes(model: Model, kind: KvType) -> int:
+    """Bytes of the key and the value of one token in a layer."""
+    scale = KV_SCALE_BYTES if kind == "int8" else 0
+    return 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+
+
 def _need_kv(plan: Plan, model: Model) -> Need:
     """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
     sequence of a batch.
@@ -148,13 +159,13 @@ def _need_kv(plan: Plan, model: Model) -> Need:
     """
     shape = model.shape
     tokens = round_up(plan.kv.context, KV_TOKENS)
-    element = {"fp16": 2, "int8": 1}[plan.kv.type]
+    element = KV_ELEMENT_BYTES[plan.kv.type]
     row = shape.kv_heads * shape.head_dim
     batch = plan.decode.batch
     total = 2 * batch * shape.layers * _align(tokens * row * element)
     scales = ""
     if plan.kv.type == "int8":
-        total += 2 * batch * shape.layers * _align(tokens * shape.kv_heads * 2)
+        total += 2 * batch * shape.layers * _align(tokens * shape.kv_heads * KV_SCALE_BYTES)
         scales = f", and {shape.kv_heads} scales"
     return Need(
         total,

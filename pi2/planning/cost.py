@@ -26,7 +26,7 @@ from pi2.plan.layout import matrix_bytes, round_up, vector_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved, ResolvedPlan
-from pi2.plan.sizes import find_block_bytes
+from pi2.plan.sizes import count_kv_token_bytes, find_block_bytes
 from pi2.planning.activity import (
     LayerActivity,
     Policy,
@@ -189,11 +189,10 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
         predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
         predictor *= active
         predictor_weights = active * rank * (shape.hidden + shape.ffn)
-    vector = shape.head_dim * 2 if kv == "fp16" else shape.head_dim + 2
     head = precision.embedding if model.tied_head else precision.head
     return Sizes(
         projections=projections,
-        kv_token=2 * shape.kv_heads * vector,
+        kv_token=count_kv_token_bytes(model, kv),
         predictor=predictor,
         neuron=neuron,
         dense_neuron=len(bundle.parts) * weight_bytes(shape.hidden, precision.ffn),

@@ -9,6 +9,7 @@ from pi2.plan.device import Device, Unit
 from pi2.plan.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.sizes import count_kv_token_bytes
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, list_points
 from pi2.simulate.inputs import (
@@ -215,7 +216,7 @@ class _Reader:
             experts=model.expert_count,
             active_experts=model.active_experts,
             attention_bytes=attention,
-            kv_token_bytes=2 * shape.kv_heads * shape.head_dim * 2,
+            kv_token_bytes=count_kv_token_bytes(model, self._resolved.plan.kv.type),
             predictor_bytes=self._read_predictor(model.active_experts),
             head_bytes=matrix_bytes(shape.vocab, shape.hidden, head),
             neuron_bytes=self._resolved.bundle.used_bytes,

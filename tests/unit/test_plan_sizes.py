@@ -17,6 +17,7 @@ from pi2.plan.sizes import (
     UNKNOWN_THREADS,
     compute_needs,
     count_ffn_bytes,
+    count_kv_token_bytes,
     find_block_bytes,
     round_for_people,
 )
@@ -70,6 +71,16 @@ def test_kv_is_rounded_up_to_16_tokens(demo: Resolved) -> None:
 def test_an_int8_kv_cache_has_a_scale_per_vector(demo: Resolved) -> None:
     int8 = change_plan(demo, "kv", type="int8")
     assert compute_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
+
+
+def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: Resolved) -> None:
+    halves = compute_needs(demo).kv
+    whole = compute_needs(change_plan(demo, "kv", type="fp32")).kv
+    assert whole.bytes == 2 * halves.bytes
+    assert "elements of 4 bytes" in whole.explanation
+    for plan, need in ((demo, halves), (change_plan(demo, "kv", type="fp32"), whole)):
+        shape, kind = plan.model.shape, plan.plan.kv.type
+        assert shape.layers * 1008 * count_kv_token_bytes(plan.model, kind) == need.bytes
 
 
 def test_predictor_by_kind(demo: Resolved) -> None:

@@ -37,6 +37,15 @@ def test_no_segment_takes_more_than_the_plan_counts(
                 assert used[name] >= 0.9 * need.bytes, name
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_float_cache_takes_what_the_plan_counts(backend: str, tmp_path: Path) -> None:
+    path = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(path, set={"backends.cpu": backend, "kv.type": "fp32"}) as model:
+        assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
+        need = compute_needs(model.plan).kv.bytes
+        assert 0.9 * need <= model._parts.budget.used_bytes["kv"] <= need
+
+
 @pytest.mark.parametrize("more", [0, 20_000, 1 << 20])
 def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
     more: int, tmp_path: Path
