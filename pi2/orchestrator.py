@@ -37,11 +37,13 @@ from pi2.plan.model import Model
 from pi2.plan.packing import slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores
-from pi2.plan.sizes import count_chunks, count_gate_read_bytes
+from pi2.plan.sizes import count_chunks, count_gate_read_bytes, reads_embedding
+from pi2.plan.tensor_names import EMBEDDING
 from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.dense_reader import read_tensors
+from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer
 
 U8 = npt.NDArray[np.uint8]
@@ -109,7 +111,10 @@ def build(
         budget = Budget(dict(resolved.plan.memory.segments))
         by_hotness = store is not None and store.manifest.order != "index"
         cache = allocate_cache(resolved, budget, by_hotness=by_hotness)
-        request = describe_build(resolved, unit, machine, store, budget, progress)
+        rows = open_embedding(resolved, store, budget)
+        if rows is not None:
+            cleanup.callback(rows.close)
+        request = describe_build(resolved, unit, machine, store, rows, budget, progress)
         obstacles = backend.find_obstacles(request.features, request.architecture)
         if obstacles:
             raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
@@ -150,6 +155,7 @@ def build(
             chunks=count_chunks(resolved),
             context=resolved.plan.kv.context,
             loan=make_loan(resolved, cache, budget),
+            embedding=rows,
         )
         cleanup.pop_all()
     return LoadedModel(
@@ -163,6 +169,7 @@ def build(
             reader=reader,
             feed_forward=feed_forward,
             forward=forward,
+            embedding=rows,
             load_s=time.perf_counter() - start,
             compute_threads=request.threads,
             unbound_cores=tuple(unbound),
@@ -243,12 +250,13 @@ def describe_build(
     unit: Unit,
     machine: Machine,
     store: NeuronStore | None,
+    rows: EmbeddingRows | None,
     budget: Budget,
     progress: Progress,
 ) -> BuildRequest:
     """Gather what the backend needs, and count the mapped tensors in their segments."""
     mode = resolved.plan.decode.predictor
-    tensors = {} if store is None else load_dense(store, mode, budget, progress)
+    tensors = {} if store is None else load_dense(store, mode, rows, budget, progress)
     gate_rows = gate_biases = expert_neurons = None
     if mode != "none" and resolved.model.moe is not None and store is not None:
         expert_neurons = [group_by_expert(layer, resolved.model, budget) for layer in store.layers]
@@ -293,13 +301,27 @@ def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> npt.NDA
     return grouped
 
 
+def open_embedding(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
+) -> EmbeddingRows | None:
+    """Open the embedding where the plan has its rows read; None where it is resident."""
+    if store is None or not reads_embedding(resolved.plan, resolved.model):
+        return None
+    allocate = partial(budget.allocate, "attention")
+    return EmbeddingRows(store, allocate, rows=resolved.plan.prefill.chunk)
+
+
 def load_dense(
-    store: NeuronStore, mode: str, budget: Budget, progress: Progress
+    store: NeuronStore, mode: str, rows: EmbeddingRows | None, budget: Budget, progress: Progress
 ) -> Mapping[str, Tensor]:
-    """Read the tensors that are used into their segments; the others stay mapped."""
-    predictors = [name for name in store.tensors if ".predictor" in name]
-    others = [name for name in store.tensors if ".predictor" not in name]
+    """Read the tensors that are used into their segments; the others stay mapped.  ``rows`` stand
+    for the embedding, if not None."""
     loaded = dict(store.tensors)
+    if rows is not None:
+        loaded[EMBEDDING] = rows.tensor
+    wanted = [name for name in loaded if rows is None or name != EMBEDDING]
+    predictors = [name for name in wanted if ".predictor" in name]
+    others = [name for name in wanted if ".predictor" not in name]
     for segment, names in (("attention", others), ("predictor", predictors)):
         if segment == "attention" or mode == "low-rank":
             loaded |= read_tensors(

@@ -131,6 +131,8 @@ class FeedForward:
         does nothing unless the plan looks ahead."""
         if self._look_ahead != "none" and self._wave is None:
             self._wave = self._begin_ahead(layer)
+        # Whatever takes its time is preceded by this: the drive has a queue, and it would run dry.
+        self._reader.advance()
 
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of ``layer`` that the predictor names, for one token."""
@@ -196,6 +198,7 @@ class FeedForward:
 
     def _predict(self, layer: int, late: I32 | None = None) -> I32:
         """Neurons of the token's experts, or of those that were found ``late``."""
+        self._reader.advance()
         if self._predictor == "gate":
             indices = self._executor.predict_gate(layer)
         else:
@@ -286,6 +289,7 @@ class FeedForward:
     def _add_neurons(self, layer: int, slots: I32) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
         cache = self._cache
+        self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
         indices = cache.find_indices(layer, slots) if self._predictor == "gate" else None
         self._executor.add_neurons(layer, cache.arena, slots, indices)

@@ -12,6 +12,7 @@ from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.memory.lending import ContextLoan
+from pi2.store.embedding_rows import EmbeddingRows
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -30,10 +31,12 @@ class Forward:
         chunks: int = 1,
         context: int,
         loan: ContextLoan | None = None,
+        embedding: EmbeddingRows | None = None,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``loan``: memory of the
-        context that is lent while it is not used."""
+        context that is lent while it is not used; ``embedding``: what reads its rows, where it is
+        not in memory."""
         self._executor = executor
         self._feed_forward = feed_forward
         self._layers = layers
@@ -41,6 +44,7 @@ class Forward:
         self._chunks = chunks
         self._context = context
         self._loan = loan
+        self._embedding = embedding
         self.position = 0
         """Tokens whose keys and values are kept."""
 
@@ -114,7 +118,7 @@ class Forward:
         try:
             for number, tokens in enumerate(chunks):
                 executor.select_chunk(number)
-                executor.embed(tokens)
+                self._embed(tokens)
             for layer in range(self._layers):
                 position = self.position
                 for number, tokens in enumerate(chunks):
@@ -129,11 +133,15 @@ class Forward:
             raise
         self.position += sum(len(tokens) for tokens in chunks)
 
+    def _embed(self, tokens: I32) -> None:
+        rows = self._embedding
+        self._executor.embed(tokens if rows is None else rows.load(tokens))
+
     def _run_sparse(self, tokens: I32) -> None:
         executor, feed_forward = self._executor, self._feed_forward
         try:
             executor.select_chunk(0)
-            executor.embed(tokens)
+            self._embed(tokens)
             for layer in range(self._layers):
                 feed_forward.prepare_sparse(layer)
                 executor.attend(layer, self.position)

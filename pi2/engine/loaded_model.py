@@ -25,6 +25,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.resolve import ResolvedPlan
+from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 
 
@@ -42,6 +43,8 @@ class Parts:
     reader: FlashReader | NullReader
     feed_forward: FeedForward
     forward: Forward
+    embedding: EmbeddingRows | None
+    """What reads rows of the embedding, where it is not in memory."""
     load_s: float
     compute_threads: int
     unbound_cores: tuple[int, ...] = ()
@@ -297,6 +300,8 @@ class LoadedModel:
         parts.feed_forward.abandon()
         parts.reader.close()
         parts.executor.close()
+        if parts.embedding is not None:
+            parts.embedding.close()
         if parts.store is not None:
             parts.store.close()
         if parts.unbound_cores:

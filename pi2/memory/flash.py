@@ -290,6 +290,10 @@ class FlashReader:
             self._engine.abandon(batch)
             raise
 
+    def advance(self) -> None:
+        """Keep the drive busy with what was begun; called between computations, never waits."""
+        self._engine.advance()
+
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Wait for a cluster and return its slots.
 
@@ -446,6 +450,9 @@ class NullReader:
     def rest_bytes(self) -> int:
         """Bytes of up and down."""
         return self._stride - self._gate_bytes
+
+    def advance(self) -> None:
+        """Nothing is under way."""
 
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Nothing is waited for."""

@@ -34,6 +34,12 @@ class IoEngine(Protocol):
     def submit(self, batch: ReadBatch) -> None:
         """Begin to read, part by part."""
 
+    def advance(self) -> None:
+        """Hand over what there is room for by now of what was submitted; never waits.
+
+        Where an engine has no threads of its own, its caller does this now and then.
+        """
+
     def wait(self, batch: ReadBatch, part: int) -> None:
         """Wait until part number ``part`` is over."""
 
@@ -78,6 +84,9 @@ class PreadEngine:
         if observer is not None:
             observer(batch, number, start, time.perf_counter())
 
+    def advance(self) -> None:
+        """Its threads do."""
+
     def wait(self, batch: ReadBatch, part: int) -> None:
         """See `IoEngine`."""
         self._jobs[id(batch)][part].result()
@@ -112,6 +121,9 @@ class MappedEngine:
     def submit(self, batch: ReadBatch) -> None:
         """See `IoEngine`."""
         self._engine.submit(batch)
+
+    def advance(self) -> None:
+        """Its threads do."""
 
     def wait(self, batch: ReadBatch, part: int) -> None:
         """See `IoEngine`."""

@@ -72,11 +72,20 @@ class UringEngine:
         self._waiting.append((number, 0))
         self._enter(0)
 
+    def advance(self) -> None:
+        """See `pi2.memory.io_engine.IoEngine`."""
+        if self._waiting:
+            self._reap()
+            if self._queue():
+                self._ring.enter(0)
+
     def wait(self, batch: ReadBatch, part: int) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
         self._wait(batch, batch.parts[part])
 
     def _wait(self, batch: ReadBatch, part: slice) -> None:
+        # What is over by now needs no system call.
+        self._reap()
         # Others' requests may be among those that end: then go round again.
         while pending := batch.count_pending(part):
             if not self._waiting and not self._ring.in_flight:

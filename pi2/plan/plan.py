@@ -65,6 +65,10 @@ class Memory(Table):
     """Highest resident set of the process."""
     segments: Segments
     """What the budget is spent on."""
+    embedding: Literal["resident", "flash"] = "resident"
+    """Where rows of the embedding come from: ``flash`` reads those of the tokens that come, a few
+    KiB each, and leaves the memory to neurons.  Where the embedding is the head too, every token
+    needs all of it, and it stays."""
 
 
 class Bundle(Table):
@@ -115,8 +119,9 @@ class Io(Table):
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Threads that issue reads; with ``io_uring``, half the clusters that a layer's reads are
     divided into."""
-    depth: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Most requests of ``io_uring`` in flight."""
+    depth: Annotated[int, Field(ge=1, le=4096)] = 192
+    """Most requests of ``io_uring`` in flight.  With more than the system's queue for the drive
+    holds (on Linux often 256, and others use it too) the computing thread waits for room in it."""
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Neighbours in the store are read in one request; so are two neurons with at most this many
     others between them, which are read and thrown away."""

@@ -94,7 +94,7 @@ def compute_needs(resolved: Resolved) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
     return Needs(
-        attention=_need_attention(model),
+        attention=_need_attention(plan, model),
         kv=_need_kv(plan, model),
         predictor=_need_predictor(plan, model),
         hot=_need_hot(resolved),
@@ -103,14 +103,15 @@ def compute_needs(resolved: Resolved) -> Needs:
     )
 
 
-def _need_attention(model: Model) -> Need:
+def _need_attention(plan: Plan, model: Model) -> Need:
     """Dense weights.
 
-    embedding V x d; per layer qkv (h + 2k) w x d, output d x h w, two norms of d floats, and
-    (h + 2k) w floats of bias, two norms of w floats for heads, d floats for each other bias and
-    each norm of outputs, routers of e x d and d floats where the model has them; final norm d
-    floats; learned positions of 2 d bytes for each token of the model's context; head V x d if
-    untied, and V floats of its bias.  Every tensor is rounded up to 64 bytes.
+    embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d, output d
+    x h w, two norms of d floats, and (h + 2k) w floats of bias, two norms of w floats for heads, d
+    floats for each other bias and each norm of outputs, routers of e x d and d floats where the
+    model has them; final norm d floats; learned positions of 2 d bytes for each token of the
+    model's context; head V x d if untied, and V floats of its bias. Every tensor is rounded up to
+    64 bytes.
     """
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -127,7 +128,8 @@ def _need_attention(model: Model) -> Need:
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.hidden) + norm * model.moe.shared_gate
     layer += 2 * norm * model.norm.outputs
-    embedding = _align(matrix_bytes(shape.vocab, shape.hidden, precision.embedding))
+    rows = plan.prefill.chunk if reads_embedding(plan, model) else shape.vocab
+    embedding = _align(matrix_bytes(rows, shape.hidden, precision.embedding))
     head = 0
     if not model.tied_head:
         head = _align(matrix_bytes(shape.vocab, shape.hidden, precision.head))
@@ -149,6 +151,11 @@ def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     """Bytes of the key and the value of one token in a layer."""
     scale = KV_SCALE_BYTES if kind == "int8" else 0
     return 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+
+
+def reads_embedding(plan: Plan, model: Model) -> bool:
+    """Whether a token's row of the embedding is read when the token comes."""
+    return plan.memory.embedding == "flash" and not model.tied_head
 
 
 def _need_kv(plan: Plan, model: Model) -> Need:

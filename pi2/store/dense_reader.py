@@ -50,9 +50,9 @@ def read_tensors(
             weights_bytes, scales_bytes = count_bytes(tensor)
             weights = region[done : done + weights_bytes]
             scales = region[done + weights_bytes : done + weights_bytes + scales_bytes]
-            _read(fd, path, weights, tensor.weights_offset)
-            _read(fd, path, scales, tensor.scales_offset)
-            result[tensor.name] = _view(tensor, weights, scales)
+            read_bytes(fd, path, weights, tensor.weights_offset)
+            read_bytes(fd, path, scales, tensor.scales_offset)
+            result[tensor.name] = view_tensor(tensor, weights, scales)
             done += size
             progress(done / len(region))
     finally:
@@ -67,7 +67,8 @@ def count_bytes(tensor: StoredTensor) -> tuple[int, int]:
     return tensor.rows * tensor.dense.row_weight_bytes, tensor.rows * tensor.dense.row_scale_bytes
 
 
-def _view(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
+def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
+    """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
     rows, length = tensor.rows, tensor.length
     if tensor.precision == "fp32":
         values: npt.NDArray[np.generic] = weights.view(np.float32).reshape(rows, length)
@@ -82,7 +83,11 @@ def _view(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
     )
 
 
-def _read(fd: int, path: Path, target: U8, offset: int) -> None:
+def read_bytes(fd: int, path: Path, target: U8, offset: int, *, forget: bool = True) -> None:
+    """Fill ``target`` from byte ``offset`` of a file; ``forget``: the page cache need not keep it.
+
+    Raises `UserError` P506 if the file is too short, P508 if it cannot be read.
+    """
     done = 0
     while done < len(target):
         piece = target[done : done + _PIECE_BYTES]
@@ -96,7 +101,7 @@ def _read(fd: int, path: Path, target: U8, offset: int) -> None:
                 f"{path} ends too early: it was cut or replaced",
                 help="make the store again, or copy it again as a whole",
             )
-        if hasattr(os, "posix_fadvise"):
+        if forget and hasattr(os, "posix_fadvise"):
             # It is in our memory now: the page cache would be a second copy.
             os.posix_fadvise(fd, offset + done, count, os.POSIX_FADV_DONTNEED)
         done += count

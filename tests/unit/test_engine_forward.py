@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.diagnostics import UserError
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
@@ -277,6 +278,38 @@ def test_layers_may_go_first(tmp_path: Path) -> None:
     for told in shares.values():
         assert told == sorted(told)
         assert told[-1] == pytest.approx(1)
+
+
+def test_rows_of_the_embedding_may_come_from_flash(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path, {"tied_head": False})
+    plan = write_plan(tmp_path, tiny, {"prefill": {"chunk": 8}})
+    results, sizes = [], []
+    for place in ("resident", "flash"):
+        with pi2.load(plan, set={"memory.embedding": place}) as model:
+            forward = model._parts.forward
+            logits = forward.prefill(np.array(TOKENS, np.int32), all_logits=True)
+            results.append([logits, forward.decode(7).copy(), forward.decode(287).copy()])
+            sizes.append(model._parts.budget.used_bytes["attention"])
+            sizes.append(model.plan.needs.attention.bytes)
+    for resident, read in zip(*results, strict=True):
+        np.testing.assert_array_equal(read, resident)
+    # 288 rows of 64 int8 elements and 2 scales, and 8 of them.
+    assert sizes[0] - sizes[2] == (288 - 8) * 68
+    assert sizes[2] <= sizes[3] < sizes[1]
+
+
+def test_a_store_that_is_cut_while_running_gives_no_wrong_row_of_the_embedding(
+    tmp_path: Path,
+) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path, {"tied_head": False}))
+    with pi2.load(plan, set={"memory.embedding": "flash"}) as model:
+        forward = model._parts.forward
+        forward.prefill(np.array(TOKENS, np.int32))
+        with (model.store.path / "dense.arrow").open("r+b") as file:
+            file.truncate(4096)
+        with pytest.raises(UserError) as caught:
+            forward.decode(287)
+        assert [finding.code for finding in caught.value.diagnostics] == ["P506"]
 
 
 def test_what_the_context_does_not_use_yet_holds_cold_neurons(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any, get_args
@@ -110,6 +111,21 @@ def test_several_reads_may_be_under_way(file: BundleFile, engine: EngineName) ->
     assert reader._arena[[10, 11, 12, 13], 0].tolist() == [20, 30, 40, 50]
     finish(reader, first)
     assert reader._arena[[0, 1, 2], 0].tolist() == [1, 5, 9]
+    reader.close()
+
+
+@needs_ring
+def test_reads_go_on_between_computations_without_anybody_waiting(file: BundleFile) -> None:
+    reader = open_reader(file, engine="io_uring", depth=2)
+    pending = reader.start(0, np.arange(0, 60, 2, dtype=np.int32), np.arange(30, dtype=np.int32))
+    assert pending.batch is not None
+    deadline = time.monotonic() + 20
+    while pending.batch.count_pending() > 2 and time.monotonic() < deadline:
+        reader.advance()
+    # Two at a time, and the last two are on their way.
+    assert pending.batch.count_pending() <= 2
+    finish(reader, pending)
+    assert reader._arena[:30, 0].tolist() == list(range(0, 60, 2))
     reader.close()
 
 

@@ -64,6 +64,7 @@ def write_plan(
     if wish.memory is not None:
         share = isinstance(wish.memory, float)
         budget = int(wish.memory * store_bytes) if share else int(wish.memory)
+        document["memory"]["embedding"] = "flash"
         _shrink(document, model, device, bundle, budget)
         needs = _find_needs(document, model, device, bundle)
     segments = {name: _round_up(need.bytes) for name, need in needs.items()}
@@ -74,7 +75,7 @@ def write_plan(
         if rest < needs.cold.bytes:
             raise _too_small(budget, segments)
         segments["cold"] = min(rest, _count_absent(document, model) * bundle.stride)
-    document["memory"] = {
+    document["memory"] |= {
         "budget": format_bytes(budget or sum(segments.values())),
         "segments": {name: format_bytes(size) for name, size in segments.items()},
     }
