@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+
+import golden_variants as variants
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden/models"
 PROMPT = 24
@@ -230,6 +233,35 @@ MODELS: dict[str, tuple[str, Options]] = {
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
             "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 200.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.5,
+                "high_freq_factor": 6.0,
+                "original_max_position_embeddings": 24,
+            },
+        },
+    ),
+    "llama-relu2": ("Llama", {"hidden_act": "relu2", "intermediate_size": 33}),
+    "bamboo": ("bamboo", {"sliding_window": None}),
+    "prosparse": ("sparsellama", {"hidden_act_param": 0.05}),
+    "turbosparse-mixtral": (
+        "turbosparsemixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 40},
+    ),
+    "smallthinker": (
+        "smallthinker",
+        {
+            "moe_num_primary_experts": 6,
+            "moe_num_active_primary_experts": 2,
+            "moe_ffn_hidden_size": 28,
+            "moe_primary_router_apply_softmax": False,
+            "num_hidden_layers": 3,
+            "rope_layout": [0, 1, 1],
+            "sliding_window_layout": [0, 1, 1],
+            "sliding_window_size": 6,
+            "tie_word_embeddings": True,
         },
     ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
@@ -242,11 +274,13 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     """A model whose random weights fit into fp16 exactly."""
     unknown = UNKNOWN.get(family, ())
     common = {key: value for key, value in COMMON.items() if key not in unknown}
-    config = getattr(transformers, f"{family}Config")(**common | options)
-    config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
-    tied = config.tie_word_embeddings
+    if family in variants.BUILDERS:
+        model = variants.BUILDERS[family](common | options)
+    else:
+        kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
+        model = variants.make(kind, getattr(transformers, f"{family}Config"), common | options)
+    tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for name, values in model.named_parameters():
             drawn = torch.randn_like(values)
@@ -300,6 +334,12 @@ def write_golden(name: str) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config.pop("transformers_version", None)
+    if family in variants.BUILDERS:
+        config |= {"model_type": family, "architectures": None, **variants.SAID[family]}
+        config = {key: value for key, value in config.items() if value is not None}
+        file = folder / "model.safetensors"
+        tensors = {variants.rename(family, key): value for key, value in load_file(file).items()}
+        save_file(tensors | variants.draw_predictors(family, config, seed), file)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     np.savez_compressed(
         folder / "golden.npz", prompt=prompt.numpy(), logits=logits, greedy=np.array(greedy)

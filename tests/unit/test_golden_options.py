@@ -1,0 +1,139 @@
+"""Every option that a model document can state is in a golden model, so that it is compared with
+the reference implementation."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from pydantic import BaseModel
+from safetensors.numpy import load_file, save_file
+
+import pi2
+from pi2.importing.convert import convert_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.model import Model, Quantization
+from tests.helpers.goldens import EXACT, FOLDER, copy_checkpoint, list_goldens, write_plan
+
+OPERATORS = (
+    "norm",
+    "rope",
+    "other_rope",
+    "positions",
+    "attention",
+    "residual",
+    "ffn",
+    "moe",
+    "multipliers",
+    "logit_softcap",
+    "tied_head",
+    "head_bias",
+    "predictor",
+)
+"""Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
+
+ELSEWHERE = {
+    "other_rope.pairs = 'neighbours'": "as rope.pairs",
+    "other_rope.share": "as rope.share",
+    "other_rope.kind = 'linear'": "as rope.kind",
+    "other_rope.kind = 'llama3'": "as rope.kind",
+    "other_rope.kind = 'yarn'": "as rope.kind",
+    "other_rope.factor": "as rope.factor",
+    "other_rope.low_frequency_factor": "as rope",
+    "other_rope.high_frequency_factor": "as rope",
+    "other_rope.original_context": "as rope",
+    "other_rope.fast_rotations": "as rope",
+    "other_rope.slow_rotations": "as rope",
+    "other_rope.whole_pairs = False": "as rope",
+    "other_rope.attention_factor": "as rope",
+    "predictor.recall": "a figure, no operator",
+    "predictor.active": "a figure, no operator",
+}
+"""What no golden states, and why that is well: one class computes both tables of positions."""
+
+
+@pytest.fixture(scope="module")
+def described() -> list[Model]:
+    return [describe_checkpoint(FOLDER / name).model for name in list_goldens()]
+
+
+def list_options(kind: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Values of choices, and other keys, of a table."""
+    for name, field in kind.model_fields.items():
+        yield from list_values(field.annotation, f"{prefix}{name}")
+
+
+def list_values(annotation: Any, key: str) -> Iterator[str]:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        yield from (f"{key} = {value!r}" for value in get_args(annotation))
+    elif annotation is bool:
+        yield from (f"{key} = {value}" for value in (False, True))
+    elif origin is types.UnionType:
+        kinds = [kind for kind in get_args(annotation) if kind is not types.NoneType]
+        yield from list_values(kinds[0], key)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from list_options(annotation, f"{key}.")
+    else:
+        yield key
+
+
+def list_stated(value: Any, default: Any, key: str) -> Iterator[str]:
+    """Options that a value states; numbers count where they are not the default."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            yield from list_stated(getattr(value, name), field.default, f"{key}.{name}")
+    elif isinstance(value, (bool, str)):
+        yield f"{key} = {value!r}"
+    elif value is not None and value != default:
+        yield key
+
+
+def test_every_option_is_compared_with_the_reference_implementation(
+    described: list[Model],
+) -> None:
+    wanted = {
+        option
+        for key in OPERATORS
+        for option in list_values(Model.model_fields[key].annotation, key)
+    }
+    stated = {
+        option
+        for model in described
+        for key in OPERATORS
+        for option in list_stated(getattr(model, key), Model.model_fields[key].default, key)
+    }
+    assert sorted(wanted - stated) == sorted(ELSEWHERE)
+
+
+def test_shared_experts_may_have_no_router(tmp_path: Path) -> None:
+    """Weights of one half are those of a router that knows nothing."""
+    halved = run_shared(tmp_path / "halved", {}, 0.5)
+    ignorant = run_shared(tmp_path / "ignorant", {"shared_gate": True}, 1.0)
+    np.testing.assert_allclose(halved, ignorant, rtol=1e-5)
+    whole = run_shared(tmp_path / "whole", {}, 1.0)
+    assert np.abs(whole - halved).max() > 0.01
+
+
+def run_shared(folder: Path, change: dict[str, bool], factor: float) -> npt.NDArray[np.float32]:
+    """Logits of a mixture whose shared router is zero, and what shared experts give scaled."""
+    checkpoint = copy_checkpoint("qwen2-moe", folder / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in tensors:
+        if "shared_expert_gate" in name:
+            tensors[name] *= 0
+        if "shared_expert.down" in name:
+            tensors[name] *= factor
+    save_file(tensors, checkpoint / "model.safetensors")
+    made = describe_checkpoint(checkpoint, "golden").model
+    assert made.moe is not None
+    moe = made.moe.model_copy(update={"shared_gate": False, **change})
+    model = made.model_copy(update={"moe": moe, "quantization": Quantization(**EXACT)})
+    convert_checkpoint(checkpoint, model, folder / "store")
+    with pi2.load(write_plan(folder, model, {})) as loaded:
+        return loaded.logits([1, 5, 9, 23])
