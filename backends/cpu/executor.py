@@ -202,7 +202,8 @@ class CpuExecutor:
     def add_dense(self, layer: int, bundles: _U8) -> None:
         """Add contiguous neurons for all tokens."""
         now = self._now
-        self._neurons.add_neighbours(bundles, now.tokens, now.gather, now.dense)
+        routes = None if self._moe is None else now.routes[: now.tokens]
+        self._neurons.add_neighbours(bundles, now.tokens, now.gather, now.dense, routes)
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""

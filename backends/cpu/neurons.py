@@ -8,18 +8,21 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments
-from pi2.backends.cpu.arrays import Arrays
+from pi2.backends.cpu.arrays import Arrays, count_tiles
+from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.plan.packing import slice_experts
 
 _MOST_ARENAS = 256
 """Views of arenas that are remembered."""
 
 _U8 = npt.NDArray[np.uint8]
 _I32 = npt.NDArray[np.int32]
+_F32 = npt.NDArray[np.float32]
 
 
 class Neurons:
@@ -76,6 +79,10 @@ class Neurons:
         masks = space.wrap(space.make("int32", request.chunk, PARTS))
         self.dense: Arguments = (*hidden, values, masks, unpacked, y, *routes)
         """The same for several."""
+        self._layout = request.bundle
+        self._in_pairs = count_tiles(spec) > 0 and spec.ffn != "fp16"
+        self._tokens = space.make("int32", request.chunk if spec.experts else 1)
+        self._dense_tokens = space.wrap(self._tokens)
         self._arenas: dict[int, tuple[_U8, Any]] = {}
 
     def add_gathered(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None) -> None:
@@ -106,13 +113,42 @@ class Neurons:
         opened: npt.NDArray[np.bool_] = self._gates[:count] > self._least_gate
         return opened
 
-    def add_neighbours(self, bundles: _U8, tokens: int, one: Arguments, several: Arguments) -> None:
-        """Add contiguous neurons for all tokens."""
+    def add_neighbours(
+        self,
+        bundles: _U8,
+        tokens: int,
+        one: Arguments,
+        several: Arguments,
+        routes: _F32 | None = None,
+    ) -> None:
+        """Add contiguous neurons for all tokens; in a mixture, where ``routes`` [tokens, experts]
+        are the weights of the experts, each to those tokens that its expert computes."""
         view = self._wrap_arena(bundles)
+        if routes is not None:
+            self._add_experts(bundles, view, routes, one, several)
+            return
         if tokens == 1:
             self._gather_dense(len(bundles), view, self._gather_every, *one)
         else:
             self._dense(len(bundles), tokens, view, *several)
+
+    def _add_experts(
+        self, bundles: _U8, view: Any, routes: _F32, one: Arguments, several: Arguments
+    ) -> None:
+        experts = slice_experts(bundles, self._layout)
+        if len(routes) == 1:
+            places = np.flatnonzero(routes[0].take(experts))
+            self._slots[: len(places)] = places
+            if len(places):
+                self._gather_dense(len(places), view, self._gather_slots, *one)
+            return
+        for neurons, tokens in list_groups(experts, routes):
+            if self._in_pairs:
+                tokens = complete_pairs(tokens, len(routes))
+            self._slots[: len(neurons)] = neurons
+            self._tokens[: len(tokens)] = tokens
+            chosen = (self._gather_slots, self._dense_tokens)
+            self._dense(len(neurons), len(tokens), view, *chosen, *several)
 
     def count_active(self) -> int:
         """Return the non-zero activations of gathered neurons since the last call."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import ROW_TILE, emit_split
@@ -33,8 +34,9 @@ def emit_dense(
     unpacked: v.Buffer,
     total: v.Buffer,
     routes: v.Buffer | None = None,
+    chosen: Chosen = EVERYTHING,
 ) -> None:
-    """Add ``count`` contiguous neurons to ``total`` (y [tokens, hidden], lane order).
+    """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
 
     ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
@@ -67,6 +69,7 @@ def emit_dense(
                     values,
                     routes,
                     thread,
+                    chosen,
                 )
         if not spec.is_smooth:
             with T.parallel(tokens) as token:
@@ -94,6 +97,7 @@ def emit_dense(
                             lanes,
                             group,
                             v.let(unit - passed),
+                            chosen,
                         )
                     passed += units
 
@@ -113,6 +117,7 @@ def _emit_unit_sum(
     lanes: int,
     group: int,
     unit: v.Expr,
+    chosen: Chosen,
 ) -> None:
     """Add a panel's neurons to one unit of y for all tokens."""
     per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
@@ -125,12 +130,14 @@ def _emit_unit_sum(
     with T.serial(T.floordiv(tokens + KEPT - 1, KEPT)) as turn:
         origin_token = v.let(turn * KEPT)
         kept = v.let(T.min(tokens - origin_token, KEPT))
-        _emit_copies(spec, total, unpacked, origin_token, kept, own, places, lanes, leave=False)
+        copied = _Copied(spec, total, unpacked, chosen, origin_token, kept, own)
+        _emit_copies(copied, places, lanes, leave=False)
         with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
             begin = v.let(part * UNPACKED)
             number = v.let(T.min(size - begin, UNPACKED))
             with T.serial(number) as index:
-                base = v.let(v.wide(origin + begin + index) * spec.stride)
+                place = chosen.find_neuron(origin + begin + index)
+                base = v.let(v.wide(place) * spec.stride)
                 vector = take_part(spec, bundles, base, "down")
                 scale = v.let(load_unit_scale(vector, lanes, first))
                 rows = emit_unit(isa, vector, lanes, first, chunk)
@@ -144,30 +151,33 @@ def _emit_unit_sum(
                 _emit_full_sums(isa, here, kept, number)
             else:
                 _emit_masked_sums(here, kept, masks, part)
-        _emit_copies(spec, total, unpacked, origin_token, kept, own, places, lanes, leave=True)
+        _emit_copies(copied, places, lanes, leave=True)
 
 
-def _emit_copies(
-    spec: KernelSpec,
-    total: v.Buffer,
-    unpacked: v.Buffer,
-    origin: v.Expr,
-    kept: v.Expr,
-    own: v.Expr,
-    places: list[v.Expr],
-    lanes: int,
-    *,
-    leave: bool,
-) -> None:
-    """Copy y of ``kept`` tokens from ``origin`` on, at a unit's places, to ``own`` or back."""
-    with T.serial(kept) as token:
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """y of ``kept`` tokens from ``origin`` on, in ``total`` and, from ``own`` on, in ``near``."""
+
+    spec: KernelSpec
+    total: v.Buffer
+    near: v.Buffer
+    chosen: Chosen
+    origin: v.Expr
+    kept: v.Expr
+    own: v.Expr
+
+
+def _emit_copies(copied: _Copied, places: list[v.Expr], lanes: int, *, leave: bool) -> None:
+    """Copy y at a unit's places to where a thread keeps it, or back."""
+    with T.serial(copied.kept) as token:
+        row = v.let(copied.chosen.find_token(copied.origin + token) * copied.spec.hidden)
         for index, place in enumerate(places):
-            y = v.let((origin + token) * spec.hidden + place)
-            near = v.let(own + (token * len(places) + index) * lanes)
+            y = v.let(row + place)
+            near = v.let(copied.own + (token * len(places) + index) * lanes)
             if leave:
-                v.store(total, y, v.load(unpacked, near, lanes), lanes)
+                v.store(copied.total, y, v.load(copied.near, near, lanes), lanes)
             else:
-                v.store(unpacked, near, v.load(total, y, lanes), lanes)
+                v.store(copied.near, near, v.load(copied.total, y, lanes), lanes)
 
 
 @dataclass(frozen=True, slots=True)

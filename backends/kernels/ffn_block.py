@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Scratch, emit_gathered
@@ -107,11 +108,15 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
-    """Add contiguous neurons to y of all tokens."""
+    """Add contiguous neurons to y of all tokens; in a mixture, those of an expert to its tokens."""
     count = take.take_number("count")
     tokens = take.take_number("tokens")
     bundles = take.take_array("bundles", "uint8")
     spec = schedule.spec
+    chosen = EVERYTHING
+    if spec.experts:
+        places = take.take_array("neurons", "int32")
+        chosen = Chosen(neurons=places, tokens=take.take_array("tokens_of_expert", "int32"))
     hidden = take.take_activations(
         "hidden", spec.hidden, spec.chunk_planes, count, pairs=schedule.isa.pairs
     )
@@ -127,6 +132,7 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
         routes=schedule.take_routes(take),
         count=count,
         tokens=tokens,
+        chosen=chosen,
     )
 
 

@@ -27,6 +27,7 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.dots import Activations, Vector, list_runs
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
@@ -65,8 +66,9 @@ def emit_items(
     parts: int,
     take_vectors: Callable[[v.Expr], Sequence[Vector]],
     finish: FinishItem,
+    chosen: Chosen = EVERYTHING,
 ) -> None:
-    """Compute vector . x for items ``begin`` to ``end`` and all ``tokens``.
+    """Compute vector . x for items ``begin`` to ``end`` and all ``tokens``, or those ``chosen``.
 
     An item has ``parts`` vectors, one (a row) or two (a neuron's gate and up), int4 or int8, which
     ``take_vectors`` names; ``activations`` are in this schedule's order; ``thread`` chooses the
@@ -90,9 +92,9 @@ def emit_items(
             sums = T.alloc_buffer((ROWS * TOKENS,), "float32")
             with T.If(tokens - first > TOKENS // 2):
                 with T.Then():
-                    _emit_tile(activations, first, TOKENS // 2, base, sums)
+                    _emit_tile(activations, chosen, first, TOKENS // 2, base, sums)
                 with T.Else():
-                    _emit_tile(activations, first, 1, base, sums)
+                    _emit_tile(activations, chosen, first, 1, base, sums)
             with (
                 T.serial(items) as item,
                 T.serial(T.min(tokens - first, TOKENS)) as token,
@@ -118,6 +120,7 @@ def place_scale(activations: Activations, token: v.Expr, group: v.Expr) -> v.Exp
 
 def _emit_tile(
     activations: Activations,
+    chosen: Chosen,
     first: v.Expr,
     count: int,
     base: v.Expr,
@@ -127,7 +130,7 @@ def _emit_tile(
     of tokens from ``first`` on."""
     tiles, length, planes = activations.tiles, activations.length, activations.planes
     groups = length // GROUP
-    pairs = [v.let(T.floordiv(first, 2) + turn) for turn in range(count)]
+    pairs = [v.let(T.floordiv(chosen.find_token(first + 2 * turn), 2)) for turn in range(count)]
     starts = [v.let(v.wide(pair) * (2 * planes * length)) for pair in pairs]
     rows = range(ROWS // 2)
     totals = [[v.Cell(v.constant(0.0, "float32", 4)) for _ in pairs] for _ in rows]

@@ -22,7 +22,8 @@ function                parameters: numbers, then arrays
 ``find_gates``          n; arena, slots, qa (hidden), gates
 ``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y, [routes]
 ``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
-``add_dense``           n, T; bundles, qa (hidden), values, masks, unpacked, y
+``add_dense``           n, T; bundles, [neurons int32 [n], tokens int32 [T]], qa (hidden), values,
+                        masks, unpacked, y, [routes]
 ``end_ffn``             T; x, y, [bias], [norm, whole]
 ``logits``              first, T; x, norm, weights, scales, [bias], qa (hidden), logits
 ``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.chosen import Chosen
 from pi2.backends.kernels.dots import Activations, Vector, emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
@@ -28,32 +29,39 @@ def emit_activations(
     values: v.Buffer,
     routes: v.Buffer | None,
     thread: v.Expr,
+    chosen: Chosen,
 ) -> None:
     """Set ``values`` float32 [tokens, PANEL] of neurons ``start`` to ``stop`` of the panel that
-    begins with neuron ``origin``."""
+    begins with neuron ``origin``, of those that are ``chosen``."""
+
+    def find_base(neuron: v.Expr) -> v.Expr:
+        return v.let(v.wide(chosen.find_neuron(origin + neuron)) * spec.stride)
+
     if takes_pairs(isa, spec.ffn):
         parts = len(spec.bundle.parts) - 1
 
         def take_vectors(neuron: v.Expr) -> list[Vector]:
-            return _take_vectors(spec, bundles, v.let(v.wide(origin + neuron) * spec.stride))
+            return _take_vectors(spec, bundles, find_base(neuron))
 
         def keep(token: v.Expr, neuron: v.Expr, dots: list[v.Expr]) -> None:
-            base = v.let(v.wide(origin + neuron) * spec.stride)
+            base = find_base(neuron)
             biases = _load_biases(spec, bundles, base)
-            value = _find_value(spec, bundles, base, biases, token, dots, routes)
+            place = chosen.find_token(token)
+            value = _find_value(spec, bundles, base, biases, place, dots, routes)
             v.store(values, token * PANEL + neuron, value, 1)
 
-        emit_items(activations, tokens, thread, start, stop, parts, take_vectors, keep)
+        emit_items(activations, tokens, thread, start, stop, parts, take_vectors, keep, chosen)
         return
     together = max(1, isa.tile_rows // (len(spec.bundle.parts) - 1))
 
     def emit_tile(_first: v.Expr, named: list[v.Expr]) -> None:
+        places = [chosen.find_token(token) for token in named]
         with T.serial(T.floordiv(stop - start + together - 1, together)) as step:
             top = v.let(start + step * together)
             # A repeated token or neuron writes the same value again.
             neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
-            bases = [v.let(v.wide(origin + neuron) * spec.stride) for neuron in neurons]
-            found = emit_values(isa, spec, activations, bundles, bases, named, routes)
+            bases = [find_base(neuron) for neuron in neurons]
+            found = emit_values(isa, spec, activations, bundles, bases, places, routes)
             for neuron, row in zip(neurons, found, strict=True):
                 for token, value in zip(named, row, strict=True):
                     v.store(values, token * PANEL + neuron, value, 1)

@@ -261,15 +261,14 @@ def _expect_active(resolved: Resolved) -> float:
 def _need_workspace(resolved: Resolved) -> Need:
     """Activations, logits and staging, as the cpu backend takes them.
 
-    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
-    h w wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
+    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and h w
+    wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
     floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
-    a float per expert.  V floats of logits for up to 16 tokens.  Rotary positions (context w
-    floats, twice where layers differ), 16 spans of attention of w + 2 floats per head, eight
-    numbers per neuron of a layer (in a mixture nine), d floats and 33 KiB per thread.  Two staging
-    buffers of min(f, 512) neurons.
-    On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even
-    number of tokens.
+    a float per expert and an integer. V floats of logits for up to 16 tokens. Rotary positions
+    (context w floats, twice where layers differ), 16 spans of attention of w + 2 floats per head,
+    eight numbers per neuron of a layer (in a mixture nine), d floats and 33 KiB per thread. Two
+    staging buffers of min(f, 512) neurons. On cores that have or may have i8mm, 10 (d + h w) bytes
+    per thread, and the inputs of an even number of tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -287,7 +286,7 @@ def _need_workspace(resolved: Resolved) -> Need:
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.hidden
     if model.moe is not None:
-        activations += chunk * 4 * model.expert_count
+        activations += chunk * 4 * (model.expert_count + 1)
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
     tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES

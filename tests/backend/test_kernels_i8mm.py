@@ -17,7 +17,13 @@ import pytest
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
 from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
-from pi2.plan.packing import pack_bundles, pack_codes, unpack_codes, unpack_part
+from pi2.plan.packing import (
+    assemble_bundles,
+    pack_codes,
+    quantize,
+    unpack_codes,
+    unpack_part,
+)
 from tests.backend.test_kernels_executor import feed
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
@@ -173,6 +179,7 @@ def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
 FFNS: dict[str, dict[str, Any]] = {
     "gate and up, dReLU": {"hidden": 544, "planes": 2, "chunk_planes": 1},
     "gate and up, SiLU": {"hidden": 96, "activation": "silu", "ffn": "int8"},
+    "two experts": {"hidden": 160, "experts": 2},
     "up with a bias": {"hidden": 160, "activation": "relu", "gated": False, "ffn_bias": True},
 }
 
@@ -182,7 +189,9 @@ FFNS: dict[str, dict[str, Any]] = {
 def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     changes = FFNS[name]
     gated, ffn = changes.get("gated", True), changes.get("ffn", "int4")
-    layout = lay_out_bundle(changes["hidden"], ffn, gated=gated, bias="ffn_bias" in changes)
+    layout = lay_out_bundle(
+        changes["hidden"], ffn, gated=gated, bias="ffn_bias" in changes, mixed="experts" in changes
+    )
     spec = make_arm_spec(ARM_FEATURES["i8mm"], stride=layout.stride, **changes)
     rng = np.random.default_rng(1)
     neurons, tokens, hidden, planes = 37, 5, spec.hidden, spec.chunk_planes
@@ -205,17 +214,36 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
 
     rows = [rng.standard_normal((neurons, hidden)).astype(np.float32) * 0.1 for _ in range(3)]
     biases = rng.standard_normal((neurons, 1)).astype(np.float32) if layout.biases else None
-    bundles = pack_bundles(rows[0] if gated else None, rows[1], rows[2], layout, biases)
+    owners = np.arange(neurons, dtype=np.int32) % 2 if "experts" in changes else None
+    packed = [quantize(part, ffn) for part in (rows if gated else rows[1:])]
+    bundles = assemble_bundles(packed, layout, biases, owners)
     parts = [unpack_part(bundles, layout, index) for index in range(len(layout.parts))]
     sums = [inputs @ part.astype(np.float64).T for part in parts[:-1]]
     if biases is not None:
         sums[0] += biases[:, 0]
     up = sums[1] if gated else np.ones_like(sums[0])
-    expected = activate(spec.activation, 0.0, sums[0], up) @ parts[-1].astype(np.float64)
+    active = activate(spec.activation, 0.0, sums[0], up)
+    routes = allocate("float32", tokens, 2)
+    routes[:] = [[1, 0], [1, 0], [0, 1], [0.25, 0.75], [0.5, 0.5]]
+    if owners is not None:
+        active = active * routes[:, owners]
+    expected = active @ parts[-1].astype(np.float64)
     values, masks = allocate("float32", tokens, PANEL), allocate("int32", tokens, PARTS)
     unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
     kernel = emulate(spec, "add_dense", tmp_path)
-    kernel(neurons, tokens, bundles, *arrays, values, masks, unpacked, y)
+    if owners is None:
+        kernel(neurons, tokens, bundles, *arrays, values, masks, unpacked, y)
+    for expert in range(2 if owners is not None else 0):
+        places = allocate("int32", int((owners == expert).sum()))
+        places[:] = np.flatnonzero(owners == expert)
+        # Token 2 with 3, with which it is multiplied; token 4 has no other.
+        named = [[0, 1, 2, 3, 4], [2, 3, 4]][expert]
+        chosen = allocate("int32", len(named))
+        chosen[:] = named
+        kernel(
+            *(len(places), len(named), bundles, places, chosen, *arrays),
+            *(values, masks, unpacked, y, routes),
+        )
     assert measure_error(leave_lane_order(y), expected) < 1e-5
 
 

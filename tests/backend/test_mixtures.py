@@ -14,6 +14,7 @@ import tomlkit
 
 import pi2
 import pi2.orchestrator
+from pi2.backends.cpu.expert_groups import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
@@ -125,6 +126,53 @@ def test_predicted_neurons_of_chosen_experts_are_those_of_the_reference(
     if settings:
         in_memory, _ = run(plan)
         assert measure_error(found, in_memory) < 1e-4
+
+
+LONG = [(17 * n) % 300 for n in range(23)]
+
+
+@pytest.mark.parametrize("order", ["chunks-first", "layers-first"])
+@pytest.mark.parametrize(("activation", "settings"), list(list_cases()))
+def test_prompts_compute_what_the_reference_computes(
+    request: pytest.FixtureRequest, activation: str, settings: dict[str, Any], order: str
+) -> None:
+    plan = request.getfixturevalue(activation)
+    # The last chunk has 2 tokens, so that most experts compute one or none.
+    values = {**settings, "prefill.chunk": 7, "pipeline.prefill": order}
+    logits = []
+    for changes in (values, {**values, **REFERENCE}):
+        with pi2.load(plan, set=changes) as model:
+            forward = model._parts.forward
+            logits.append(forward.prefill(np.array(LONG, np.int32), all_logits=True))
+            logits.append(forward.prefill(np.array(LONG[:1], np.int32)))
+    assert measure_error(logits[0], logits[2]) < 3e-4
+    # One token alone takes another kernel.
+    assert measure_error(logits[1], logits[3]) < 3e-4
+
+
+def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Path) -> None:
+    done = []
+    with pi2.load(drelu, set={"prefill.chunk": 8}) as model:
+        neurons = model._parts.executor._neurons  # type: ignore[attr-defined]
+        kernel = neurons._dense
+
+        def count(size: int, tokens: int, *rest: Any) -> None:
+            done.append(size * tokens)
+            kernel(size, tokens, *rest)
+
+        neurons._dense = count
+        model._parts.forward.prefill(np.array(LONG[:16], np.int32))
+    # Two layers, 16 tokens, two experts of four, with 200 neurons each.
+    assert sum(done) == 2 * 16 * 2 * 200
+
+
+def test_pairs_of_tokens_are_completed() -> None:
+    for tokens, count, expected in (
+        ([1, 4], 6, [0, 1, 4, 5]),
+        ([2, 3, 6], 7, [2, 3, 6]),
+        ([], 4, []),
+    ):
+        assert complete_pairs(np.array(tokens, np.int32), count).tolist() == expected
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])

@@ -15,7 +15,7 @@ from pi2.plan.sizes import TOKENS_TOGETHER
 
 CONTEXT = 1024
 """Tokens that the KV caches of all engines hold."""
-RUNTIME_BYTES = 128 << 20
+RUNTIME_BYTES = 96 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,0 +1,33 @@
+"""Work on a row of neurons of several experts, expert by expert: each with its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+_I32 = npt.NDArray[np.int32]
+_F32 = npt.NDArray[np.float32]
+
+
+def list_groups(experts: _I32, routes: _F32) -> Iterator[tuple[_I32, _I32]]:
+    """Give the places of an expert's neurons, and its tokens, for every expert that has both.
+
+    ``experts`` [n] of the neurons; ``routes`` [T, experts], not 0 where an expert computes a token.
+    """
+    # A radix sort, where integers are short.
+    order = np.argsort(experts.astype(np.uint16), kind="stable").astype(np.int32)
+    ends = np.cumsum(np.bincount(experts, minlength=routes.shape[1])).tolist()
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        tokens = np.flatnonzero(routes[:, expert]).astype(np.int32)
+        if start < end and len(tokens):
+            yield order[start:end], tokens
+
+
+def complete_pairs(tokens: _I32, count: int) -> _I32:
+    """``tokens``, ascending, of ``count``, with the other of each two that are computed together:
+    tokens 0 and 1, 2 and 3, ..."""
+    pairs = np.unique(tokens // 2)
+    both = (2 * pairs[:, None] + np.arange(2)).reshape(-1)
+    return both[both < count].astype(np.int32)
