@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pi2.diagnostics import UserError
-from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -102,7 +102,8 @@ def read_chat_template(
     """The chat template in the store ``folder``.
 
     ``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``, which is a
-    text or a list of named ones; ``name`` chooses among those, ``default`` by default.  Begin and
+    text or a list of named ones, as do ``chat_template.NAME.jinja`` before those; ``name`` chooses,
+    ``default`` by default.  Begin and
     end tokens that the configuration does not state are those of ``settings``.  Raises `UserError`
     P608 if a file is broken, P609 if there is no such template.
     """
@@ -131,6 +132,13 @@ def read_chat_template(
     else:
         file = folder / TOKENIZER_CONFIG
     wanted = name or "default"
+    places = {
+        named[1]: other
+        for other in sorted(folder.glob("chat_template.*.jinja"))
+        if (named := NAMED_TEMPLATE.fullmatch(other.name))
+    }
+    templates |= {label: _read_text(other) or "" for label, other in places.items()}
+    file = places.get(wanted, file)
     if wanted not in templates:
         known = f"; it has {', '.join(sorted(templates))}" if templates else ""
         raise UserError.of(

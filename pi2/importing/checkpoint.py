@@ -7,6 +7,7 @@ configuration and names of tensors are those of transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ SINGLES = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MLC_CONFIG = "mlc-chat-config.json"
 """What MLC-LLM calls the configuration."""
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
 
@@ -50,6 +52,16 @@ class Checkpoint:
             raise UserError.of(
                 "P543", f"cannot read {self.folder / name}: {error.strerror}"
             ) from None
+
+    def list_templates(self) -> dict[str, bytes]:
+        """Further chat templates by their names; `UserError` P543 if one cannot be read."""
+        folder = "additional_chat_templates"
+        found = {}
+        for file in sorted((self.folder / folder).glob("*.jinja")):
+            content = self.read_file(f"{folder}/{file.name}")
+            if content is not None and _TEMPLATE_NAME.fullmatch(file.stem):
+                found[file.stem] = content
+        return found
 
     def describe_name(self, name: str) -> str:
         """What the checkpoint itself calls the tensor ``name``, whether it has it or not."""

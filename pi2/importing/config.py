@@ -65,6 +65,12 @@ class Config:
         found: Value = value
         return found
 
+    def read_limit(self, key: str, default: float | None) -> float | None:
+        """A number, or None where ``key`` is null; ``default`` where it is not stated."""
+        if key in self._values and not self.has(key):
+            return None
+        return default if default is None and not self.has(key) else self.read(key, float, default)
+
     def read_first(self, keys: tuple[str, ...], kind: type[Value]) -> Value:
         """Value of the first of ``keys`` that is stated."""
         key = next((key for key in keys if self.has(key)), keys[0])

@@ -379,6 +379,8 @@ def _read_extra_files(
         content = source.read_file(optional)
         if content is not None:
             contents[optional] = content
+    for label, template in source.list_templates().items():
+        contents[f"chat_template.{label}.jinja"] = template
     paths = dict(extras)
     if activations is not None:
         paths["activations.parquet"] = activations

@@ -29,7 +29,7 @@ from pi2.importing.gguf_names import (
     find_place,
     name_in_file,
 )
-from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
+from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import Precision
@@ -88,6 +88,9 @@ class GgufCheckpoint(Checkpoint):
         if name == "tokenizer.json":
             return make_tokenizer(self.folder, self.metadata)
         return read_chat_files(self.metadata).get(name)
+
+    def list_templates(self) -> dict[str, bytes]:
+        return read_named_templates(self.metadata)
 
     def describe_name(self, name: str) -> str:
         return name_in_file(self.names, name)

@@ -8,6 +8,7 @@ apart into bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,18 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return {
         "chat_template.jinja": template.encode(),
         "tokenizer_config.json": json.dumps(special, ensure_ascii=False).encode(),
+    }
+
+
+def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Further chat templates by their names."""
+    names = metadata.get("tokenizer.chat_templates")
+    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in listed}
+    return {
+        name: text.encode()
+        for name, text in found.items()
+        if isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
@@ -13,8 +13,8 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import GROUP
 from pi2.plan.model import Model
 
-_SHOWN = 20
-"""Most findings that are listed: a wrong model document contradicts every tensor."""
+_TENSORS = ("P533", "P534")
+"""Findings about tensors: one wrong number contradicts those of all layers."""
 
 _COUNTED = 1000
 """Most findings that are looked for: nonsensical sizes could contradict millions of tensors."""
@@ -137,16 +137,21 @@ def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT
 
 
 def raise_findings(findings: list[Diagnostic]) -> None:
-    """Raise the first findings as one `UserError`, if there are any."""
-    if len(findings) > _SHOWN:
-        rest = Diagnostic(
-            code=findings[-1].code,
-            severity="note",
-            message=f"and {len(findings) - _SHOWN} more problems like these",
-        )
-        findings = [*findings[:_SHOWN], rest]
-    if findings:
-        raise UserError(findings, exit_code=2)
+    """Raise the findings as one `UserError`, if there are any: of those about tensors the first
+    of each kind, with the number of the others."""
+    kept = [finding for finding in findings if finding.code not in _TENSORS]
+    for code in reversed(_TENSORS):
+        alike = [finding for finding in findings if finding.code == code]
+        if len(alike) > 1:
+            others = f"{len(alike) - 1} other tensors are" if len(alike) > 2 else "another is"
+            message = f"{alike[0].message}; {others} like it"
+            alike = [replace(alike[0], message=message)]
+        kept = alike + kept
+    if any(finding.code == "P534" for finding in kept):
+        # Sizes that no tensor has cannot be packed either: nothing new.
+        kept = [finding for finding in kept if finding.code != "P541"]
+    if kept:
+        raise UserError(kept, exit_code=2)
 
 
 def find_tensor_problem(

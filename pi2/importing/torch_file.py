@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,10 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
         mapped = zipfile.is_zipfile(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        named = _find_name(str(error))
         raise UserError.of(
             "P545",
-            f"{path} holds more than tensors, and nothing of it was run: {reason}",
+            f"{path} holds more than tensors{named}; nothing of it was run",
             help="save the model as safetensors, on a machine where you trust the file",
         ) from None
     except FileNotFoundError:
@@ -89,6 +90,12 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
         for name, values in found.items()
         if isinstance(values, torch.Tensor)
     }
+
+
+def _find_name(explanation: str) -> str:
+    """What a file asked for, where torch's explanation names it: that would have been called."""
+    found = re.search(r"GLOBAL ([\w.]{1,100})", explanation)
+    return f": it names {found[1]}" if found else ""
 
 
 def _describe(path: Path, name: str, values: Any) -> TorchTensor:

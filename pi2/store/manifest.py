@@ -7,6 +7,7 @@ are Arrow files of the same contents is checked by ``pi2 store verify`` and by t
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +28,8 @@ DENSE_FILE = "dense.arrow"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """With ``CHAT_TEMPLATE``, how conversations become prompts; a store may have neither."""
+NAMED_TEMPLATE = re.compile(r"chat_template\.([A-Za-z0-9_-]+)\.jinja")
+"""Files of further templates, by their names."""
 
 Order = Literal["hotness", "coactivation", "index"]
 """Most active first; the same in bands, within which neurons that fire together lie together; or as

@@ -133,6 +133,8 @@ def test_named_templates_and_the_file_that_goes_first(tmp_path: Path) -> None:
     assert "default, tool_use" in error.value.diagnostics[0].message
     (tmp_path / "chat_template.jinja").write_text("c")
     assert read(tmp_path).render(HELLO) == "c"
+    (tmp_path / "chat_template.tool_use.jinja").write_text("d")
+    assert read(tmp_path, "tool_use").render(HELLO) == "d"
 
 
 def test_no_template_and_broken_files_are_findings(tmp_path: Path) -> None:
@@ -158,6 +160,17 @@ def test_conversion_keeps_the_template(tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         assert manifest.find_file(name) is not None
         assert (tmp_path / "store" / name).read_bytes() == (checkpoint / name).read_bytes()
+
+
+def test_conversion_keeps_further_templates(tmp_path: Path) -> None:
+    model = make_model()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    more = checkpoint / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text(SIMPLE)
+    manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
+    assert manifest.find_file("chat_template.rag.jinja") is not None
+    assert read(tmp_path / "store", "rag").render(HELLO) == "<begin>user:Hello\n"
 
 
 # Running

@@ -105,10 +105,10 @@ def test_transposed_tensor(job: Job) -> None:
     job.expect("P534", GATE, "[64, 96]", "[96, 64]")
 
 
-def test_all_problems_are_reported_at_once_but_not_endlessly(job: Job) -> None:
+def test_what_is_wrong_with_many_tensors_is_said_once(job: Job) -> None:
     job.weights = {f"wrong.{name}": values for name, values in job.weights.items()}
     job.save()
-    job.expect("P533", "more problems like these", count=21)
+    job.expect("P533", "model.embed_tokens.weight", "; 28 other tensors are like it")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38])

@@ -76,7 +76,7 @@ def test_what_cannot_be_described(
 @pytest.mark.parametrize(
     ("changes", "tensor"),
     [
-        ({"intermediate_size": 81}, "mlp.down_proj.weight"),
+        ({"intermediate_size": 81}, "mlp.gate_proj.weight"),
         ({"vocab_size": 97}, "model.embed_tokens.weight"),
         ({"num_key_value_heads": 4}, "self_attn.k_proj.weight"),
         ({"head_dim": 16}, "self_attn.q_proj.weight"),
@@ -91,6 +91,7 @@ def test_a_config_that_contradicts_the_tensors(
         describe_checkpoint(checkpoint)
     assert tensor in str(caught.value)
     assert "config.json says" in str(caught.value)
+    assert len(caught.value.diagnostics) == 1
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,8 @@ def describe_cohere2(config: Config) -> Tables:
     pattern = config.read("sliding_window_pattern", int, 4)
     window = read_window(config, layers, has_cycle(pattern), width=4096)
     tables["attention"] |= window
-    unturned = set(range(layers)) - set(window.get("window_layers", range(layers)))
-    return tables | omit_positions(unturned)
+    turned = window.get("window_layers", range(layers)) if window else ()
+    return tables | omit_positions(set(range(layers)) - set(turned))
 
 
 def describe_smollm3(config: Config) -> Tables:

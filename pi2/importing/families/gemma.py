@@ -23,8 +23,8 @@ def describe_gemma(config: Config) -> Tables:
 def describe_gemma2(config: Config) -> Tables:
     """Gemma with norms of outputs, soft caps, and a window in every other layer."""
     tables = _describe_later(config, cycle=2)
-    if config.read("attn_logit_softcapping", float, 50.0):
-        tables["attention"]["softcap"] = config.read("attn_logit_softcapping", float, 50.0)
+    tables["attention"]["softcap"] = config.read_limit("attn_logit_softcapping", 50.0)
+    tables["logit_softcap"] = config.read_limit("final_logit_softcapping", 30.0)
     return tables
 
 
@@ -32,6 +32,8 @@ def describe_gemma3(config: Config) -> Tables:
     """Gemma with norms of heads and outputs, whose layers with a window have other positions."""
     tables = _describe_later(config, config.read("sliding_window_pattern", int, 6))
     tables["attention"]["head_norm"] = True
+    # Its code takes a cap of scores from the configuration, and does not use it.
+    tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
     context, layers = tables["shape"]["context"], tables["shape"]["layers"]
     both = config.read_table("rope_parameters")
     full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
@@ -60,7 +62,5 @@ def _describe_later(config: Config, cycle: int) -> Tables:
         raise config.refuse(f"query_pre_attn_scalar is {scale}")
     window = read_window(config, tables["shape"]["layers"], has_cycle(cycle), width=4096)
     tables["attention"] |= {"scale": scale**-0.5, **window}
-    if config.has("final_logit_softcapping"):
-        tables["logit_softcap"] = config.read("final_logit_softcapping", float)
     tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
     return tables
