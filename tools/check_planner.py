@@ -40,6 +40,8 @@ from pi2.plan.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.plan.resolve import load_plan
 from pi2.plan.writing import write_document
 from pi2.planning.cost import cost_plan
+from pi2.planning.cost_memory import count_memory
+from pi2.planning.cost_stream import PROMPT
 from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
 from pi2.planning.problem import MIB, Problem, pose_problem
@@ -176,7 +178,7 @@ def write_plans(
         yield "default", path
     except UserError as error:
         print(f"no default plan: {error}")
-    problem = pose_problem(wish, read_rates(wish.device))
+    problem = pose_problem(wish, read_rates(wish.device, wish.model.shape.hidden))
     random = np.random.default_rng(arguments.seed)
     for number in range(arguments.random):
         values = draw_values(problem, planned.values, random)
@@ -246,24 +248,36 @@ def check_plans(
     if done.returncode:
         raise RuntimeError(f"plans did not run:\n{done.stderr}")
     for (name, path), line in zip(plans, done.stdout.splitlines(), strict=True):
-        yield predict_plan(wish, name, path, json.loads(line))
+        yield predict_plan(wish, name, path, json.loads(line), arguments)
 
 
-def predict_plan(wish: Wish, name: str, path: Path, measured: Mapping[str, Any]) -> Row:
+def predict_plan(
+    wish: Wish,
+    name: str,
+    path: Path,
+    measured: Mapping[str, Any],
+    arguments: argparse.Namespace,
+) -> Row:
     """Put the predictions for a plan beside what happened."""
     from pi2.planning.simulated import read_inputs
     from pi2.simulate import simulate
 
     resolved = load_plan(path)
-    cost = cost_plan(resolved)
-    simulated = simulate(read_inputs(resolved), prompt_tokens=64, tokens=64)
-    rates = scale_rates(read_rates(wish.device), wish.device, measured)
+    # What runs does: tokens with nothing in the context before them, and one prompt.
+    work = {"position": arguments.tokens // 2, "prompt": arguments.prompt or PROMPT}
+    cost = cost_plan(resolved, **work)
+    inputs = read_inputs(resolved)
+    simulated = simulate(inputs, prompt_tokens=1, tokens=max(arguments.tokens, 64))
+    rates = read_rates(wish.device, wish.model.shape.hidden)
+    scaled = cost_plan(resolved, scale_rates(rates, wish.device, measured), **work)
+    used = max(arguments.tokens, 0 if measured["prefill"] is None else arguments.prompt)
     predicted: dict[str, float | None] = {
         "decode": cost.tokens_s,
-        "scaled": cost_plan(resolved, rates).tokens_s,
+        "scaled": scaled.tokens_s,
         "simulated": simulated.tokens_s,
         "prefill": cost.prefill_tokens_s,
-        "peak": float(cost.memory_bytes),
+        "prefill scaled": scaled.prefill_tokens_s,
+        "peak": float(count_memory(resolved, used)),
         "hits": cost.hit_rate,
     }
     chosen = resolved.plan
@@ -279,14 +293,20 @@ def predict_plan(wish: Wish, name: str, path: Path, measured: Mapping[str, Any])
         name=name,
         settings=settings,
         predicted=predicted,
-        measured={**measured, "simulated": measured["decode"], "scaled": measured["decode"]},
+        measured={
+            **measured,
+            "simulated": measured["decode"],
+            "scaled": measured["decode"],
+            "prefill scaled": measured["prefill"],
+        },
     )
 
 
 COLUMNS = (
     *("memory", "plan", "settings", "tokens/s predicted", "measured", "error"),
     *("at the run's rates, error", "simulated, error", "prompt predicted", "measured", "error"),
-    *("peak MiB predicted", "measured", "error", "hits predicted", "measured", "reads MB/s"),
+    *("at the run's rates, error", "peak MiB predicted", "measured", "error", "hits predicted"),
+    *("measured", "reads MB/s", "stream MB/s"),
 )
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
@@ -298,11 +318,13 @@ def write_row(row: Row) -> str:
     for key in ("scaled", "simulated"):
         cells.append(f"{row.predicted[key]:.3g}, {_percent(row.compare(key))}")
     cells += _pair(row, "prefill", 1.0)
+    cells.append(_percent(row.compare("prefill scaled")))
     cells += _pair(row, "peak", MIB)
     hits = row.measured["hits"]
     cells += [f"{row.predicted['hits']:.1%}", "-" if hits is None else f"{hits:.1%}"]
-    reads = row.measured["read_bytes_s"]
-    cells.append("-" if reads is None else f"{reads / 1e6:.0f}")
+    for name in ("read_bytes_s", "stream_bytes_s"):
+        rate = row.measured.get(name)
+        cells.append("-" if rate is None else f"{rate / 1e6:.0f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -340,7 +362,7 @@ def print_verdict(rows: Sequence[Row]) -> int:
             off = expected / statistics.fmean(row.measured[key] for row in first) - 1.0
             broken += (verdict := abs(off) > bound)
             print(f"  {key}: {off:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
-        for name in ("decode", "scaled", "simulated", "prefill", "peak"):
+        for name in ("decode", "scaled", "simulated", "prefill", "prefill scaled", "peak"):
             errors = [abs(error) for row in own if (error := row.compare(name)) is not None]
             if errors:
                 mean, worst = statistics.fmean(errors), max(errors)

@@ -23,14 +23,16 @@ from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
 from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import read_peak_rss_bytes
-from pi2.plan.device import Device, ReadFigure
+from pi2.plan.device import Device
 from pi2.planning.rates import Linear, Rates
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
+from pi2.simulate.flash import FlashPoint
 
 TEXT_CHARACTERS = 20_000
 """Encoding a long text takes memory that is not the plan's."""
 USUAL = ReadSpec(pattern="random", block_bytes=8192, depth=128)
+STREAM = ReadSpec(pattern="sequential", block_bytes=4 * MIB)
 
 
 def main() -> int:
@@ -79,30 +81,34 @@ def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "active": sample.counters.active_share,
         "named": sample.counters.predicted_share,
         "peak": peak_bytes,
-        "memory_bytes_s": statistics.fmean(memory for memory, _ in rates),
-        "read_bytes_s": None
-        if any(disk is None for _, disk in rates)
-        else statistics.fmean(disk for _, disk in rates if disk is not None),
+        **{
+            f"{name}_bytes_s": statistics.fmean(rate[name] for rate in rates)
+            for name in ("memory", "read", "stream")
+            if all(name in rate for rate in rates)
+        },
     }
     return found
 
 
-def measure_rates(contestant: PlanContestant) -> tuple[float, float | None]:
-    """Bytes per second of memory and storage, now, as the probe measures them."""
+def measure_rates(contestant: PlanContestant) -> dict[str, float]:
+    """Bytes per second of memory, and of single and long reads, now, as the probe measures them;
+    without those that this machine cannot do."""
     parts = contestant._model._parts
     with Worker(MeterRecipe(threads=os.cpu_count() or 1, size_bytes=METER_BYTES)) as meter:
-        memory = max(meter.call("measure"))
+        found = {"memory": max(meter.call("measure"))}
     if parts.store is None:
-        return memory, None
+        return found
     path = max((layer.path for layer in parts.store.layers), key=lambda p: p.stat().st_size)
     size = path.stat().st_size // MIB * MIB
     if size < MIB:
-        return memory, None
+        return found
     bench = StorageBench(str(path), size, parts.executor.read_runs)
     try:
-        return memory, statistics.fmean(bench.measure([USUAL], 2)[USUAL.key])
-    except KeyError:
-        return memory, None
+        names = {USUAL.key: "read", STREAM.key: "stream"}
+        specs = [spec for spec in (USUAL, STREAM) if spec.block_bytes <= size]
+        for key, rates in bench.measure(specs, 2).items():
+            found[names[key]] = statistics.fmean(rates)
+        return found
     finally:
         bench.close()
 
@@ -112,15 +118,24 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
     cpu = next(unit for unit in device.units.values() if unit.kind == "cpu")
     assert cpu.read_bandwidth is not None, "a probe measures it"
     memory = measured["memory_bytes_s"] / float(cpu.read_bandwidth.value)
-    probed = next((item for item in device.storage.reads if _is_usual(item)), None)
-    flash = rates.flash
-    if flash is not None and probed is not None and measured["read_bytes_s"]:
-        share = measured["read_bytes_s"] / float(probed.rate)
-        flash = replace(
-            flash,
-            points=tuple(replace(p, rate_bytes_s=p.rate_bytes_s * share) for p in flash.points),
-            bursts=tuple(replace(p, rate_bytes_s=p.rate_bytes_s * share) for p in flash.bursts),
+    shares = {
+        pattern: measured[name] / probed
+        for pattern, name, spec in (
+            ("random", "read_bytes_s", USUAL),
+            ("sequential", "stream_bytes_s", STREAM),
         )
+        if name in measured and (probed := _find_probed(device, spec)) is not None
+    }
+
+    def pace(points: tuple[FlashPoint, ...]) -> tuple[FlashPoint, ...]:
+        return tuple(
+            replace(item, rate_bytes_s=item.rate_bytes_s * shares.get(item.pattern, 1.0))
+            for item in points
+        )
+
+    flash = rates.flash
+    if flash is not None:
+        flash = replace(flash, points=pace(flash.points), bursts=pace(flash.bursts))
 
     def scale(kernel: Linear) -> Linear:
         return replace(kernel, bytes_s=kernel.bytes_s * memory)
@@ -136,9 +151,19 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
     )
 
 
-def _is_usual(item: ReadFigure) -> bool:
-    settings = (item.pattern, item.block, item.depth, item.range, item.burst)
-    return settings == ("random", USUAL.block_bytes, USUAL.depth, None, None)
+def _find_probed(device: Device, spec: ReadSpec) -> float | None:
+    """What the device document has for such reads."""
+    wanted = (spec.pattern, spec.block_bytes, spec.depth)
+    return next(
+        (
+            float(item.rate)
+            for item in device.storage.reads
+            if (item.pattern, item.block, item.depth) == wanted
+            and item.range is None
+            and item.burst is None
+        ),
+        None,
+    )
 
 
 if __name__ == "__main__":

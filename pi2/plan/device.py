@@ -65,13 +65,28 @@ class ThreadsFigure(RateFigure):
 
 
 KernelName = Literal[
-    "multiply", "project", "attend", "predict", "gather", "dense", "project-many", "norm", "look-up"
+    "multiply",
+    "project",
+    "attend",
+    "predict",
+    "gather",
+    "dense",
+    "project-many",
+    "norm",
+    "look-up",
+    "route",
+    "engine",
+    "engine-cached",
+    "engine-token",
 ]
 """A step of pi2's own engine.  For one token: ``multiply``, a matrix of `size` rows; ``project``, a
 layer's attention without context, its projections having `size` rows; ``attend``, what `size`
 tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons; ``gather``,
 `size` neurons that lie apart; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
-neuron cache, where `size` neurons are missing.  For many tokens: ``dense``, 512 neurons for `size`
+neuron cache, where `size` neurons are missing; ``route``, choosing among `size` experts;
+``engine``, what the engine does in a layer between these if all its neurons stay,
+``engine-cached``, if some are in the cache, and ``engine-token`` once a token, measured with `size`
+layers.  For many tokens: ``dense``, 512 neurons for `size`
 tokens; ``project-many``, a layer's attention for `size` tokens."""
 
 
@@ -88,6 +103,8 @@ class KernelFigure(Origin):
     """Weights, keys and values that it reads; absent where they are not what takes the time."""
     giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])
     """Operations per second, in units of 1e9, where arithmetic takes the time."""
+    width: Annotated[int, Field(ge=32, le=2**20, examples=[4096])] | None = None
+    """Width of the model that it was measured with; 4096 where absent."""
 
 
 class CpuCluster(Table):

@@ -183,7 +183,7 @@ def _describe_single(
         named = [item.named(mode) for item in known]
         return tuple(
             LayerActivity(
-                named=make_counted(row, share),
+                named=make_counted(row, share, item.gate_positive),
                 chosen=chosen,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
@@ -195,7 +195,7 @@ def _describe_single(
     if known is not None:
         return tuple(
             LayerActivity(
-                named=make_hotness(item.named(mode), item.skew),
+                named=make_hotness(item.named(mode), item.skew, item.gate_positive),
                 chosen=chosen,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
@@ -231,11 +231,15 @@ def describe_cut_activity(
 
 
 @lru_cache(maxsize=512)
-def make_hotness(active: float, skew: float) -> Hotness:
-    """The distribution for a mean share of uses and the share that makes 80 % of them."""
+def make_hotness(active: float, skew: float, opened: float | None = None) -> Hotness:
+    """The distribution for a mean share of uses and the share that makes 80 % of activations.
+
+    ``opened``: share of open gates.  Gates open in proportion to activations, whatever the neuron:
+    their skew is the same.  A predictor names more, as if all gates' thresholds were lower.
+    """
     if active >= 1.0:
         return Hotness(active=1.0, spread=0.0)
-    return Hotness(active=active, spread=find_spread(active, skew))
+    return Hotness(active=active, spread=find_spread(min(opened or active, active), skew))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

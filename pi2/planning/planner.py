@@ -54,7 +54,7 @@ def plan(wish: Wish) -> PlannedPlan:
     Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
     where the device lacks figures; P352 without a solver.
     """
-    rates = read_rates(wish.device)
+    rates = read_rates(wish.device, wish.model.shape.hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)
     stored = read_stored(wish.store)
@@ -172,7 +172,7 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
 
 def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
     """The best plans for memories from the least to what holds everything."""
-    rates = read_rates(wish.device)
+    rates = read_rates(wish.device, wish.model.shape.hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), rates)

@@ -20,17 +20,10 @@ from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
-from pi2.planning.cost import (
-    POSITION,
-    Activity,
-    LookAhead,
-    Settings,
-    Sizes,
-    cost_layer,
-    count_runtime,
-    measure_sizes,
-    time_head,
-)
+from pi2.planning.cost import Activity
+from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head
+from pi2.planning.cost_memory import POSITION, count_runtime
+from pi2.planning.cost_sizes import Sizes, measure_sizes
 from pi2.planning.rates import Rates, find_stream_rate
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.storage_choice import IoChoice, list_io_choices
@@ -189,7 +182,7 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
         look_aheads=ahead,
         attention_s=bare.attention_s,
         attention_bytes=round_up(least.needs.attention.bytes, MIB),
-        head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads),
+        head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads) + rates.token_s,
         activities=activities,
     )
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.planning.cost import LookAhead
+from pi2.planning.cost_layer import LookAhead
 from pi2.planning.problem import ChunkChoice, KvChoice, Mode, Problem
 from pi2.planning.rates import find_stream_overlap, find_stream_rate
 from pi2.planning.storage_choice import IoChoice

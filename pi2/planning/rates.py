@@ -8,6 +8,7 @@ simulator uses for devices that nobody has at hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.device import Device, KernelFigure, KernelName, Unit
@@ -15,6 +16,8 @@ from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, list_bursts, list_points
 
 MISSING_FIGURE = "P351"
+USUAL_WIDTH = 4096
+"""Width of the model that kernels were measured with, where a figure does not state it."""
 _STREAM_BLOCK = 4 << 20
 
 
@@ -53,13 +56,23 @@ class Rates:
     predict: Linear
     gather: Linear
     norm_s: float
+    route_s: float
+    """Choosing a mixture's experts."""
+    python_s: float
+    """What the engine does in a layer between the steps."""
+    token_s: float
+    """The same once a token."""
     look_up: Linear
     """Of the neuron cache; its "bytes" are missing neurons."""
-    ops_s: float | None
-    """Dense neurons for many tokens; None where nobody stated it."""
-    project_ops_s: float | None
+    place_s: float
+    """What a look-up takes more where anything is missing, however little."""
+    dense_many: tuple[float, float] | None
+    """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
+    where nobody stated an arithmetic rate."""
+    project_many: tuple[float, float] | None
+    """The same of a layer's projections."""
     few_ops_s: float | None
-    """The same for a few tokens, such as those of a batch."""
+    """Operations per second for a few tokens, such as those of a batch."""
     shared_bytes_s: float
     dense: DenseUnit | None
     flash: Flash | None
@@ -88,9 +101,14 @@ class Rates:
         return min(1.0, rate / best * threads / count)
 
 
-def read_rates(device: Device, constants: Constants | None = None) -> Rates:
-    """Collect a device's rates; ``UserError`` P351 names every figure that is missing."""
-    return _Reader(device, constants or Constants()).read()
+def read_rates(
+    device: Device, width: int | None = None, constants: Constants | None = None
+) -> Rates:
+    """Collect a device's rates; ``UserError`` P351 names every figure that is missing.
+
+    ``width``: the model's, between the widths that were measured; None for the largest.
+    """
+    return _Reader(device, width, constants or Constants()).read()
 
 
 def find_stream_overlap(rates: Rates) -> float:
@@ -102,16 +120,17 @@ def find_stream_overlap(rates: Rates) -> float:
     return max(found, default=rates.overlap)
 
 
-def find_stream_rate(flash: Flash) -> float:
-    """Bytes per second of a layer that is read in order."""
-    return flash.find_rate_bytes_s("sequential", _STREAM_BLOCK)
+def find_stream_rate(flash: Flash, block_bytes: int = _STREAM_BLOCK) -> float:
+    """Bytes per second of a layer that is read in order, ``block_bytes`` at a time."""
+    return flash.find_rate_bytes_s("sequential", block_bytes)
 
 
 class _Reader:
     """Reads a device, and remembers what it missed."""
 
-    def __init__(self, device: Device, constants: Constants) -> None:
+    def __init__(self, device: Device, width: int | None, constants: Constants) -> None:
         self._device = device
+        self._width = width
         self._constants = constants
         self._missing: list[Diagnostic] = []
         self._sources: dict[str, str] = {}
@@ -127,8 +146,9 @@ class _Reader:
         """Everything, or all that is missing."""
         constants, cpu = self._constants, self._cpu
         bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
-        norm_s = self._find_norm(constants.barrier_s)
+        norm_s = self._find_time("norm", constants.barrier_s)
         dense = self._read_dense()
+        look_up, place_s = self._find_look_up()
         shared = self._device.memory.read_bandwidth
         shared_s = float(shared.value) if shared is not None else bandwidth
         if shared is None and dense is not None:
@@ -139,13 +159,17 @@ class _Reader:
             cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
             multiply=self._find_linear("multiply", bandwidth, norm_s),
             project=self._find_linear("project", bandwidth, norm_s),
-            attend=self._find_linear("attend", bandwidth, 0.0),
+            attend=self._find_attend(bandwidth),
             predict=self._find_linear("predict", bandwidth, norm_s),
             gather=self._find_gather(bandwidth),
             norm_s=norm_s,
-            look_up=self._find_look_up(),
-            ops_s=self._find_ops("dense"),
-            project_ops_s=self._find_ops("project-many"),
+            route_s=self._find_time("route", 0.0),
+            python_s=self._find_time("engine", 0.0),
+            token_s=self._find_time("engine-token", 0.0),
+            look_up=look_up,
+            place_s=place_s,
+            dense_many=self._find_many("dense"),
+            project_many=self._find_many("project-many"),
             few_ops_s=self._find_ops("dense", few=True),
             shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
             dense=dense,
@@ -179,55 +203,114 @@ class _Reader:
         )
         return 1.0
 
-    def _find_norm(self, barrier_s: float) -> float:
-        found = self._kernels.get("norm")
-        return float(found[0].time) if found else barrier_s
+    def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
+        """Figures of a kernel by the width of the model that they were measured with."""
+        found: dict[int, list[KernelFigure]] = {}
+        for item in self._kernels.get(kernel, []):
+            found.setdefault(item.width or USUAL_WIDTH, []).append(item)
+        return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
+
+    def _interpolate(self, values: list[tuple[int, float]]) -> float:
+        """A value at the model's width, in proportion between two widths that were measured."""
+        width = self._width or values[-1][0]
+        if width <= values[0][0]:
+            return values[0][1]
+        for (w0, y0), (w1, y1) in pairwise(values):
+            if width <= w1:
+                return y0 + (y1 - y0) * (width - w0) / (w1 - w0)
+        return values[-1][1]
+
+    def _find_time(self, kernel: KernelName, default_s: float) -> float:
+        """Time of a step that is the same whatever it works on."""
+        found = self._list_widths(kernel)
+        if not found:
+            return default_s
+        return self._interpolate([(width, float(items[0].time)) for width, items in found])
 
     def _find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
-        """A kernel's largest measurement, less the fixed part; else the plain bandwidth."""
+        """The line through the largest measurements of two widths; of one, less the fixed part;
+        else the plain bandwidth."""
         found = [item for item in self._kernels.get(kernel, []) if item.bytes]
         if not found:
             self._sources[kernel] = "bandwidth and the simulator's barriers"
             return Linear(call_s=call_s, bytes_s=bandwidth)
-        largest = max(found, key=lambda item: item.size)
-        assert largest.bytes is not None
+        largest = max(found, key=lambda item: item.bytes or 0)
+        smallest = min(found, key=lambda item: item.bytes or 0)
+        assert largest.bytes is not None and smallest.bytes is not None
         self._sources[kernel] = largest.source
         seconds = max(float(largest.time) - call_s, float(largest.time) / 2)
+        if smallest.width != largest.width and smallest.time < largest.time:
+            rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
+            return Linear(
+                call_s=max(float(smallest.time) - smallest.bytes / rate, 0.0), bytes_s=rate
+            )
         return Linear(call_s=call_s, bytes_s=largest.bytes / seconds)
 
-    def _find_gather(self, bandwidth: float) -> Linear:
-        """The line through the two largest measurements of neurons that lie apart."""
-        found = sorted(
-            (item for item in self._kernels.get("gather", []) if item.bytes),
-            key=lambda item: item.size,
+    def _find_attend(self, bandwidth: float) -> Linear:
+        """Keys and values of the context; short rows cost more of a byte."""
+        found = self._list_widths("attend")
+        if not found:
+            self._sources["attend"] = "bandwidth"
+            return Linear(call_s=0.0, bytes_s=bandwidth)
+        self._sources["attend"] = found[-1][1][-1].source
+        pairs = [(width, items[-1]) for width, items in found]
+        byte_s = self._interpolate(
+            [(width, float(item.time) / (item.bytes or 1)) for width, item in pairs]
         )
+        return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
+
+    def _find_gather(self, bandwidth: float) -> Linear:
+        """The line through measurements of few and of many neurons that lie apart."""
+        found = self._list_widths("gather")
         if not found:
             self._sources["gather"] = "bandwidth x the simulator's gather_efficiency"
             return Linear(
                 call_s=self._constants.barrier_s,
                 bytes_s=bandwidth * self._constants.gather_efficiency,
             )
-        self._sources["gather"] = found[-1].source
-        largest, smallest = found[-1], found[0]
-        assert largest.bytes is not None and smallest.bytes is not None
-        rate = largest.bytes / float(largest.time)
-        if largest.bytes > smallest.bytes and largest.time > smallest.time:
-            rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
-        call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
-        return Linear(call_s=call_s, bytes_s=rate)
+        self._sources["gather"] = found[-1][1][-1].source
+        lines = [(width, _draw_gather(items)) for width, items in found]
+        # A neuron's time grows with its width, from what it takes to begin with one.
+        width = self._width or lines[-1][0]
+        neuron_s = self._interpolate([(w, w / line.bytes_s) for w, line in lines])
+        within = min(max(width, lines[0][0]), lines[-1][0])
+        return Linear(
+            call_s=self._interpolate([(w, line.call_s) for w, line in lines]),
+            bytes_s=within / neuron_s,
+        )
 
-    def _find_look_up(self) -> Linear:
-        """Fixed part and time per missing neuron of the cache."""
-        found = sorted(self._kernels.get("look-up", []), key=lambda item: item.size)
-        if len(found) < 2:
-            return Linear(call_s=self._constants.barrier_s, bytes_s=1.0 / self._constants.place_s)
-        first, last = found[0], found[-1]
-        seconds = max(float(last.time - first.time), 1e-9)
-        return Linear(call_s=float(first.time), bytes_s=(last.size - first.size) / seconds)
+    def _find_look_up(self) -> tuple[Linear, float]:
+        """Fixed part of the cache and time per missing neuron; and what any missing one adds."""
+        found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
+        if not found:
+            constants = self._constants
+            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0
+        lines = [(width, _draw_look_up(items)) for width, items in found]
+        call_s, neuron_s, place_s = (
+            self._interpolate([(width, line[number]) for width, line in lines])
+            for number in range(3)
+        )
+        cached_s = self._find_time("engine-cached", 0.0)
+        if cached_s > 0.0:
+            call_s = max(cached_s - self._find_time("engine", 0.0), 0.0)
+        return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s
+
+    def _find_many(self, kernel: KernelName) -> tuple[float, float] | None:
+        """Seconds of a weight for a pass of many tokens over it, and for each of them."""
+        found = self._list_widths(kernel)
+        lines = [(width, line) for width, items in found if (line := _draw_many(items)) is not None]
+        if not lines:
+            rate = self._find_ops(kernel)
+            return None if rate is None else (0.0, 2.0 / rate)
+        once, each = (
+            self._interpolate([(width, line[number]) for width, line in lines]) for number in (0, 1)
+        )
+        return once, each
 
     def _find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
         """Arithmetic rate for the most tokens that were measured, or for the fewest."""
-        found = [item for item in self._kernels.get(kernel, []) if item.giga_ops]
+        widths = self._list_widths(kernel)
+        found = [item for item in widths[-1][1] if item.giga_ops] if widths else []
         if found:
             choose = min if few else max
             chosen = choose(found, key=lambda item: item.size)
@@ -307,6 +390,38 @@ class _Reader:
                 span=Span.of_file(self._device.id),
             )
         )
+
+
+def _draw_gather(items: list[KernelFigure]) -> Linear:
+    """The line through the smallest and the largest of a width's measurements."""
+    smallest, largest = items[0], items[-1]
+    assert largest.bytes is not None and smallest.bytes is not None
+    rate = largest.bytes / float(largest.time)
+    if largest.bytes > smallest.bytes and largest.time > smallest.time:
+        rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
+    call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
+    return Linear(call_s=call_s, bytes_s=rate)
+
+
+def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
+    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all."""
+    none, few, most = items[0], items[1], items[-1]
+    neuron_s = float(most.time - none.time) / max(most.size - none.size, 1)
+    if len(items) > 2:
+        neuron_s = min(neuron_s, float(most.time - few.time) / (most.size - few.size))
+    neuron_s = max(neuron_s, 1e-9)
+    return float(none.time), neuron_s, max(float(most.time - none.time) - most.size * neuron_s, 0.0)
+
+
+def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
+    """Seconds of a weight for a pass, and for each token, from few and many tokens."""
+    few, many = items[0], items[-1]
+    if not few.giga_ops or not many.giga_ops or few.size == many.size:
+        return None
+    weights = many.giga_ops * 1e9 * float(many.time) / (2.0 * many.size)
+    token_s = max(float(many.time - few.time), 0.0) / (many.size - few.size)
+    once_s = max(float(few.time) - few.size * token_s, 0.0)
+    return once_s / weights, token_s / weights
 
 
 def check_power(rates: Rates, device: Device) -> None:

@@ -12,8 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.sizes import STAGED_NEURONS
 from pi2.planning.activity import CHURN, describe_activity, read_statistics
-from pi2.planning.cost import measure_sizes, read_settings
+from pi2.planning.cost import read_settings
+from pi2.planning.cost_sizes import measure_sizes
 from pi2.planning.counted import CountedHotness
 from pi2.planning.rates import Rates, find_stream_overlap, find_stream_rate, read_rates
 from pi2.planning.storage_choice import Reads
@@ -32,13 +34,15 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
     cpu = next((unit for unit in resolved.device.units.values() if unit.kind == "cpu"), None)
     if cpu is None or not cpu.kernels or resolved.plan.pipeline.policy != "neuron-cluster":
         return inputs
-    rates = read_rates(resolved.device)
+    rates = read_rates(resolved.device, resolved.model.shape.hidden)
     settings = read_settings(resolved, rates)
     workload = _measure_workload(resolved, inputs, rates)
     cold = _lose_churn(inputs, workload)
     hot = sum(item.hot * item.count for item in inputs.choices.layers)
     kept = (hot + cold / workload.layer_neurons) / workload.layers
     missing = _count_missing(workload, kept) * workload.layer_neurons or _TYPICAL_MISSES
+    if resolved.plan.decode.predictor == "none":
+        cold = 0.0  # what does not stay streams by
     choices = replace(
         inputs.choices,
         compute_threads=settings.threads,
@@ -46,7 +50,7 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
         keeps_most_used=resolved.plan.cache.policy == "lfu" and workload.hotness is not None,
         cold_neurons=cold,
     )
-    steps = rates.norm_s + rates.look_up.call_s + 2 * rates.gather.call_s
+    steps = rates.norm_s + rates.python_s + rates.look_up.call_s + 2 * rates.gather.call_s
     steps += rates.project.call_s + rates.predict.call_s
     constants = replace(
         inputs.constants,
@@ -125,12 +129,17 @@ def _measure_workload(resolved: ResolvedPlan, inputs: SimulationInput, rates: Ra
 
 
 def _average_hotness(resolved: ResolvedPlan) -> Hotness | None:
-    """Mean of all layers, where the store counted them."""
+    """Mean of all layers, as the cost model takes them."""
     activity, _ = describe_activity(
         resolved.model, resolved.plan.decode.predictor, resolved.store_path
     )
     if not all(layer.seeded for layer in activity):
-        return None
+        named = [layer.named for layer in activity]
+        count = len(named)
+        return Hotness(
+            active=sum(item.active for item in named) / count,
+            spread=sum(item.spread for item in named) / count,
+        )
     chances = np.stack([layer.named.compute_chances() for layer in activity]).mean(axis=0)
     return CountedHotness(active=float(chances.mean()), spread=0.0, chances=tuple(chances.tolist()))
 
@@ -140,20 +149,28 @@ def _measure_machine(
 ) -> Machine:
     """The plan's way to read, as the only rate of random reads."""
     stream_overlap = find_stream_overlap(rates)
-    if reads is None or rates.flash is None:
-        return replace(machine, read_overlap=stream_overlap, stream_overlap=stream_overlap)
+    if rates.flash is None:
+        return machine
+    # Streams are read in pieces of a staging buffer's size, whatever is simulated at a time.
+    sequential = FlashPoint(
+        pattern="sequential",
+        block_bytes=stride,
+        rate_bytes_s=find_stream_rate(rates.flash, STAGED_NEURONS * stride),
+    )
+    if reads is None:
+        others = tuple(item for item in rates.flash.points if item.pattern != "sequential")
+        flash = replace(rates.flash, points=(*others, sequential), bursts=())
+        return replace(
+            machine, flash=flash, read_overlap=stream_overlap, stream_overlap=stream_overlap
+        )
     neuron_s = reads.find_neuron_s(missing)
     points = (
         FlashPoint(pattern="random", block_bytes=stride, rate_bytes_s=stride / neuron_s),
-        FlashPoint(
-            pattern="sequential",
-            block_bytes=stride,
-            rate_bytes_s=find_stream_rate(rates.flash),
-        ),
+        sequential,
     )
     flash = Flash(
         points=points,
-        latency_s=reads.call_s,
+        latency_s=reads.find_call_s(missing),
         reader_penalty=0.0,
         block_bytes=rates.flash.block_bytes,
     )

@@ -42,7 +42,8 @@ class Reads:
     threads: int
     cluster: int
     """Fewest neurons of a part."""
-    call_s: float
+    call_s: tuple[tuple[int, float], ...]
+    """Fixed time of a batch by the number of threads that are at work, ascending."""
     neuron_s: tuple[tuple[int, float], ...]
     """Time of one of many reads by the number of threads that are at work, ascending."""
     overlap: float
@@ -53,14 +54,22 @@ class Reads:
 
     def find_neuron_s(self, missing: float) -> float:
         """Time of one of ``missing`` reads.  A thread reads a part: with few parts, others rest."""
+        return _interpolate(self.neuron_s, self._count_busy(missing))
+
+    def find_call_s(self, missing: float) -> float:
+        """Fixed time of ``missing`` reads: threads have to be woken, each for its part."""
+        return _interpolate(self.call_s, self._count_busy(missing))
+
+    def _count_busy(self, missing: float) -> float:
         if self.engine != "pread":
-            return self.neuron_s[-1][1]
-        busy = min(self.count_parts(missing), float(self.threads))
-        return _interpolate(self.neuron_s, busy)
+            return float(self.threads)
+        return min(self.count_parts(missing), float(self.threads))
 
     def time(self, missing: float) -> float:
         """Seconds until ``missing`` neurons are there, nothing else going on."""
-        return self.call_s + missing * self.find_neuron_s(missing) if missing > 0 else 0.0
+        if missing <= 0:
+            return 0.0
+        return self.find_call_s(missing) + missing * self.find_neuron_s(missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +128,13 @@ def find_reads(
         return abs(item.threads - threads), abs(item.depth - depth)
 
     chosen = min(same, key=distance)
-    neuron_s: tuple[tuple[int, float], ...] = ((chosen.threads, chosen.neuron_s),)
-    if chosen.engine == "pread":
-        neuron_s = tuple(sorted((item.threads, item.neuron_s) for item in same))
+    alike = sorted(same, key=lambda item: item.threads) if chosen.engine == "pread" else [chosen]
     return Reads(
         engine=chosen.engine,
         threads=threads,
         cluster=cluster,
-        call_s=chosen.call_s,
-        neuron_s=neuron_s,
+        call_s=tuple((item.threads, item.call_s) for item in alike),
+        neuron_s=tuple((item.threads, item.neuron_s) for item in alike),
         overlap=overlap if chosen.overlap is None else chosen.overlap,
     )
 
@@ -225,6 +232,8 @@ def _interpolate(points: tuple[tuple[int, float], ...], at: float) -> float:
     for x1, y1 in points[1:]:
         if at <= x1:
             share = (log(at) - log(x0)) / (log(x1) - log(x0))
+            if y0 <= 0.0 or y1 <= 0.0:
+                return y0 + (y1 - y0) * share
             return float(y0 * (y1 / y0) ** share)
         x0, y0 = x1, y1
     return y0

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from pi2.plan.quantities import approximate_bytes
-from pi2.planning.cost import Cost, LayerCost
+from pi2.planning.cost import Cost
+from pi2.planning.cost_layer import LayerCost
 from pi2.planning.pictures import make_figure, save_figure
 from pi2.planning.text import describe_cost
 
@@ -15,13 +16,14 @@ _TERMS = {
     "norm": "norm_s",
     "predict": "predict_s",
     "look up": "look_up_s",
+    "python": "python_s",
     "compute": "compute_s",
     "dense": "dense_s",
     "read": "read_s",
     "wait": "wait_s",
     "total": "total_s",
 }
-_STACKED = ("attention_s", "norm_s", "predict_s", "look_up_s", "busy_s", "wait_s")
+_STACKED = ("attention_s", "norm_s", "predict_s", "look_up_s", "python_s", "busy_s", "wait_s")
 
 
 def write_cost(cost: Cost) -> Iterator[str]:

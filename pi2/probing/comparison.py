@@ -105,7 +105,8 @@ def _read_value(figure: BaseModel) -> float | None:
 def _describe_settings(figure: BaseModel) -> str:
     match figure:
         case KernelFigure():
-            return f" {figure.kernel} {figure.size} (s)"
+            width = "" if figure.width is None else f" width {figure.width}"
+            return f" {figure.kernel} {figure.size}{width} (s)"
         case ComputeFigure():
             return f" {figure.precision} (GOP/s)"
         case ReadFigure():

@@ -90,7 +90,11 @@ def _describe_cpu(found: Measurements) -> dict[str, Any]:
         for count, rates in found.bandwidth.items()
     ]
     values["kernels"] = [_describe_step(step, found) for step in found.steps]
-    gemm = next((item for item in reversed(values["kernels"]) if item["kernel"] == "dense"), None)
+    gemm = max(
+        (item for item in values["kernels"] if item["kernel"] == "dense"),
+        key=lambda item: (item["width"], item["size"]),
+        default=None,
+    )
     if gemm is not None:
         values["compute"] = [
             {
@@ -129,7 +133,8 @@ def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
         values["bytes"] = f"{step.read_bytes} B"
     if step.operations is not None:
         values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
-    what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden 4096"
+    values["width"] = step.width
+    what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
     return {**values, **_origin(what, summary.samples), "spread": summary.spread}
 
 

@@ -1,7 +1,8 @@
 """Times of the engine's steps: the cpu backend's kernels as the engine calls them.
 
-A step is measured from Python and back, on a model of a 7B's sizes, so that what a plan's token
-takes is the sum of such times.  Weights are read from four layers in turn, more than caches hold.
+A step is measured from Python and back, on models of `pi2.probing.model`, so that what a plan's
+token takes is the sum of such times.  A 7B's weights are read from four layers in turn, more than
+caches hold; a small model's stay in the caches, as they do where it runs.
 """
 
 from __future__ import annotations
@@ -10,26 +11,25 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
 
+from pi2.backends.experts import route
 from pi2.backends.protocol import Backend, Executor
 from pi2.memory.cache import NeuronCache
 from pi2.plan.device import KernelName
 from pi2.plan.layout import matrix_bytes
+from pi2.plan.model import Moe
 from pi2.probing import model as synthetic
+from pi2.probing.engine import EngineSample
 from pi2.probing.series import Key, Progress, collect_rounds
 from pi2.probing.storage import ReadSpec, StorageBench
 
-GATHERED = (64, 256, 1024, 2048)
-"""Neurons of a call."""
-DENSE_NEURONS = 512
 TOKENS = (8, 128)
-CONTEXTS = (2048,)
-MISSING = (0, 32, 128)
+EXPERTS = 8
 VARIANTS = 16
 ROUND_S = 0.15
 """Time that a kernel is called for in a round; the round's figure is the median call."""
@@ -43,19 +43,22 @@ class StepFacts:
     size: int
     read_bytes: int | None
     operations: float | None
+    width: int = synthetic.LARGE.width
+    """Of the model."""
 
     @property
     def key(self) -> Key:
         """Its name among the measurements."""
-        return (self.kernel, str(self.size))
+        return (self.kernel, str(self.size), str(self.width))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(StepFacts):
     """What is measured."""
 
-    run: Callable[[int], None]
-    base: Callable[[int], None] | None = None
+    run: Callable[[int], float | None]
+    """What is timed; it may say itself how many seconds count."""
+    base: Callable[[int], float | None] | None = None
     """Its time is taken away: what the step adds to another one is measured."""
     stir: Callable[[int], None] | None = None
     """Runs before every call, untimed: it leaves the caches as other steps of a token do."""
@@ -68,6 +71,7 @@ class KernelRecipe:
     threads: int
     features: frozenset[str]
     architecture: str
+    sizes: synthetic.ProbeShape = synthetic.LARGE
 
     def __call__(self, progress: Progress) -> KernelBench:
         return KernelBench(self, progress)
@@ -78,7 +82,8 @@ class KernelBench:
 
     def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
         backend = cast(Backend, import_module("pi2.backends.cpu"))
-        self._model = synthetic.make_model()
+        self._sizes = recipe.sizes
+        self._model = synthetic.make_model(recipe.sizes)
         request = synthetic.make_request(
             self._model,
             threads=recipe.threads,
@@ -87,7 +92,7 @@ class KernelBench:
             progress=progress,
         )
         self._executor: Executor = backend.build(request)
-        self._arena = synthetic.make_arena(self._model)
+        self._arena = synthetic.make_arena(self._model, recipe.sizes.arena_neurons)
         self._used_bytes = request.bundle.used_bytes
         self._many = np.arange(synthetic.CHUNK, dtype=np.int32)
         self._one = self._many[:1]
@@ -102,6 +107,7 @@ class KernelBench:
                 size=step.size,
                 read_bytes=step.read_bytes,
                 operations=step.operations,
+                width=step.width,
             )
             for step in self._steps
         ]
@@ -139,7 +145,7 @@ class KernelBench:
     def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         """Part of reading that computing hides, and the other way round."""
         assert self._storage is not None, "open_storage comes first"
-        slots = synthetic.choose_slots(256, VARIANTS)
+        slots = synthetic.choose_slots(256, self._sizes.arena_neurons, VARIANTS)
         self._stir(0)
         numbers = itertools.cycle(range(VARIANTS))
         return self._storage.measure_overlap(
@@ -155,15 +161,15 @@ class KernelBench:
         self._executor.close()
 
     def _list_steps(self) -> list[Step]:
-        model, executor, layers = self._model, self._executor, synthetic.LAYERS
+        model, executor, layers = self._model, self._executor, self._sizes.layers
         shape, precision = model.shape, model.quantization
         query = shape.heads * shape.head_dim
         qkv = query + 2 * shape.kv_heads * shape.head_dim
         attention = matrix_bytes(qkv, shape.hidden, precision.attention)
         attention += matrix_bytes(shape.hidden, query, precision.attention)
         weights = qkv * shape.hidden + shape.hidden * query
-        predictor = matrix_bytes(synthetic.RANK, shape.hidden, precision.predictor)
-        predictor += matrix_bytes(shape.ffn, synthetic.RANK, precision.predictor)
+        predictor = matrix_bytes(self._sizes.rank, shape.hidden, precision.predictor)
+        predictor += matrix_bytes(shape.ffn, self._sizes.rank, precision.predictor)
 
         def attend(position: int, tokens: Any) -> Callable[[int], None]:
             def run(index: int) -> None:
@@ -215,40 +221,43 @@ class KernelBench:
                 run=predict,
                 stir=self._stir,
             ),
-            Step(
-                kernel="project-many",
-                size=synthetic.CHUNK,
-                read_bytes=None,
-                operations=2.0 * synthetic.CHUNK * weights,
-                run=attend(0, self._many),
-            ),
-        ]
-        for context in CONTEXTS:
-            steps.append(
+            *(
                 Step(
-                    kernel="attend",
-                    size=context,
-                    read_bytes=2 * 2 * context * shape.kv_heads * shape.head_dim,
-                    operations=None,
-                    run=attend(context, self._one),
-                    base=attend(0, self._one),
+                    kernel="project-many",
+                    size=tokens,
+                    read_bytes=None,
+                    operations=2.0 * tokens * weights,
+                    run=attend(0, self._many[:tokens]),
                 )
-            )
-        steps += [self._gather(count) for count in GATHERED]
+                for tokens in TOKENS
+            ),
+            Step(
+                kernel="attend",
+                size=self._sizes.context,
+                read_bytes=2 * 2 * self._sizes.context * shape.kv_heads * shape.head_dim,
+                operations=None,
+                run=attend(self._sizes.context, self._one),
+                base=attend(0, self._one),
+            ),
+            self._route(),
+        ]
+        steps += [self._gather(count) for count in self._sizes.gathered]
         steps += [self._dense(tokens) for tokens in TOKENS]
-        return steps + [self._look_up(missing) for missing in MISSING]
+        steps += [self._look_up(missing) for missing in self._sizes.missing]
+        steps += self._run_engine()
+        return [replace(step, width=self._sizes.width) for step in steps]
 
     def _stir(self, index: int) -> None:
         """Read a layer's projections, and make the FFN's input anew: all ones."""
         executor = self._executor
         executor.embed(self._one)
-        executor.attend(index % synthetic.LAYERS, 0)
+        executor.attend(index % self._sizes.layers, 0)
         executor.embed(self._one)
         executor.begin_ffn(0)
 
     def _gather(self, count: int) -> Step:
         executor, arena = self._executor, self._arena
-        slots = synthetic.choose_slots(count, VARIANTS)
+        slots = synthetic.choose_slots(count, self._sizes.arena_neurons, VARIANTS)
 
         def run(index: int) -> None:
             executor.add_neurons(0, arena, slots[index % VARIANTS])
@@ -268,9 +277,9 @@ class KernelBench:
 
     def _dense(self, tokens: int) -> Step:
         executor, chunk = self._executor, self._many[:tokens]
+        neurons = self._sizes.dense_neurons
         pieces = [
-            self._arena[start : start + DENSE_NEURONS]
-            for start in range(0, VARIANTS * DENSE_NEURONS, DENSE_NEURONS)
+            self._arena[start : start + neurons] for start in range(0, VARIANTS * neurons, neurons)
         ]
 
         def run(index: int) -> None:
@@ -279,18 +288,19 @@ class KernelBench:
                 executor.begin_ffn(0)
             executor.add_dense(0, pieces[index % VARIANTS])
 
-        operations = 2.0 * 3 * DENSE_NEURONS * self._model.shape.hidden * tokens
-        size = DENSE_NEURONS * self._used_bytes
+        operations = 2.0 * 3 * neurons * self._model.shape.hidden * tokens
+        size = neurons * self._used_bytes
         return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
 
     def _look_up(self, missing: int) -> Step:
-        """1500 neurons that were predicted, ``missing`` of which are not in memory."""
-        arena = np.zeros((8000, 64), np.uint8)
-        cache = NeuronCache(arena, [4000], synthetic.NEURONS, policy="lfu")
-        hot = np.arange(0, 4000, 3, dtype=np.int32)[: 1500 - missing]
+        """Neurons that were predicted, ``missing`` of which are not in memory."""
+        neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
+        arena = np.zeros((2 * first, 64), np.uint8)
+        cache = NeuronCache(arena, [first], neurons, policy="lfu")
+        hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
         random = np.random.default_rng(2)
         cold = [
-            np.sort(random.choice(np.arange(4000, synthetic.NEURONS), missing, replace=False))
+            np.sort(random.choice(np.arange(first, neurons), missing, replace=False))
             for _ in range(4 * VARIANTS)
         ]
         wanted = [np.concatenate([hot, item]).astype(np.int32) for item in cold]
@@ -311,6 +321,61 @@ class KernelBench:
             stir=self._stir,
         )
 
+    def _route(self) -> Step:
+        """Choosing two of eight experts."""
+        moe = Moe(experts=EXPERTS, active_experts=2)
+        random = np.random.default_rng(4)
+        router = random.standard_normal((EXPERTS, self._sizes.width)).astype(np.float32)
+        inputs = np.ones((1, self._sizes.width), np.float32)
+
+        def run(index: int) -> None:
+            route(moe, inputs, router)
+
+        return Step(
+            kernel="route",
+            size=EXPERTS,
+            read_bytes=None,
+            operations=None,
+            run=run,
+            stir=self._stir,
+        )
+
+    def _run_engine(self) -> list[Step]:
+        """The engine's own part of a token, everything being in memory."""
+        hot = EngineSample(self._executor, self._arena, self._model, hot=1.0)
+        cached = EngineSample(self._executor, self._arena, self._model, hot=0.25)
+
+        def time_cached(index: int) -> float:
+            python_s, whole_s = hot.time_layer()
+            return python_s + cached.time_layer()[1] - whole_s
+
+        def begin(index: int) -> None:
+            self._executor.embed(self._one)
+            self._executor.count_active()
+
+        facts: dict[str, Any] = {"read_bytes": None, "operations": None}
+        return [
+            Step(
+                kernel="engine",
+                size=self._sizes.layers,
+                run=lambda index: hot.time_layer()[0],
+                **facts,
+            ),
+            Step(
+                kernel="engine-cached",
+                size=self._sizes.layers,
+                run=time_cached,
+                **facts,
+            ),
+            Step(
+                kernel="engine-token",
+                size=self._sizes.layers,
+                run=begin,
+                stir=self._stir,
+                **facts,
+            ),
+        ]
+
 
 def _make_timer(step: Step) -> Callable[[], float]:
     def measure() -> float:
@@ -320,7 +385,9 @@ def _make_timer(step: Step) -> Callable[[], float]:
     return measure
 
 
-def _time_calls(run: Callable[[int], None], stir: Callable[[int], None] | None = None) -> float:
+def _time_calls(
+    run: Callable[[int], float | None], stir: Callable[[int], None] | None = None
+) -> float:
     """Median seconds of a call; the first ones make ready and do not count."""
     for index in range(2):
         if stir is not None:
@@ -333,7 +400,7 @@ def _time_calls(run: Callable[[int], None], stir: Callable[[int], None] | None =
         if stir is not None:
             stir(index)
         start = time.perf_counter()
-        run(index)
-        times.append(time.perf_counter() - start)
+        own_s = run(index)
+        times.append(time.perf_counter() - start if own_s is None else own_s)
         index += 1
     return statistics.median(times)

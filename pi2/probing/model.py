@@ -1,10 +1,15 @@
-"""A model with random weights for measuring kernels: a 7B's layers, few of them."""
+"""Models with random weights for measuring kernels: a few layers of a 7B, and a small model.
+
+What a step takes beside reading weights shows in the small one; lines between both widths tell
+what other models take.
+"""
 
 from __future__ import annotations
 
 import mmap
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,36 +26,93 @@ if TYPE_CHECKING:
 
 U8 = npt.NDArray[np.uint8]
 
-LAYERS = 4
-"""Enough for their weights to exceed the caches of most processors."""
-NEURONS = 14336
-RANK = 1024
-CONTEXT = 2112
 CHUNK = 128
-ARENA_NEURONS = 40_000
-"""Neurons in memory: 290 MB, more than any cache."""
 _PATTERN_BYTES = 1 << 22
+_LOW_NIBBLES = 0x77
+"""Of every four bits the highest is left out: all weights are below zero."""
 
 
-def make_model() -> Model:
-    """The shape of a Llama-like 7B with grouped-query attention and ReLU on gate and up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeShape:
+    """Sizes of a model that kernels are measured with, and what they are called with."""
+
+    width: int
+    neurons: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rank: int
+    layers: int
+    context: int
+    """Tokens that attention is measured with, beside none."""
+    arena_neurons: int
+    """In memory."""
+    gathered: tuple[int, ...]
+    """Neurons of a call."""
+    dense_neurons: int
+    """Neurons of a call for many tokens."""
+    named: int
+    """Neurons that are looked for in the cache."""
+    missing: tuple[int, ...]
+    """Those of them that are not in memory."""
+
+
+LARGE = ProbeShape(
+    width=4096,
+    neurons=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=32000,
+    rank=1024,
+    layers=4,
+    context=2048,
+    arena_neurons=40_000,
+    gathered=(64, 256, 1024, 2048),
+    dense_neurons=512,
+    named=1500,
+    missing=(0, 32, 128),
+)
+"""A Llama-like 7B: more weights and neurons than caches hold."""
+SMALL = ProbeShape(
+    width=256,
+    neurons=1024,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    vocab=4096,
+    rank=96,
+    layers=8,
+    context=256,
+    arena_neurons=8192,
+    gathered=(16, 64, 256),
+    dense_neurons=512,
+    named=160,
+    missing=(0, 8, 32),
+)
+"""A model of ten million weights, such as the one that comes with pi2."""
+
+
+def make_model(sizes: ProbeShape = LARGE) -> Model:
+    """A Llama-like model with grouped-query attention and ReLU on gate and up."""
     return Model(
         schema_version=1,
         id="probe",
         shape=Shape(
-            layers=LAYERS,
-            hidden=4096,
-            ffn=NEURONS,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            vocab=32000,
-            context=4096,
+            layers=sizes.layers,
+            hidden=sizes.width,
+            ffn=sizes.neurons,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            vocab=sizes.vocab,
+            context=2 * sizes.context,
         ),
         attention=Attention(),
         ffn=Ffn(activation="drelu"),
         quantization=Quantization(predictor="int4"),
-        predictor=Predictor(rank=RANK),
+        predictor=Predictor(rank=sizes.rank),
     )
 
 
@@ -75,13 +137,16 @@ def make_request(
     progress: Callable[[str, float], None],
 ) -> BuildRequest:
     """Everything that a backend needs to run the model; weights are random."""
+    assert model.predictor is not None
+    shape = model.shape
+    ranks = [model.predictor.rank] * shape.layers
     return BuildRequest(
         model=model,
-        tensors={item.name: _make_tensor(item) for item in list_tensors(model, [RANK] * LAYERS)},
+        tensors={item.name: _make_tensor(item) for item in list_tensors(model, ranks)},
         bundle=model.lay_out_bundle(),
-        neurons=NEURONS,
+        neurons=shape.ffn,
         chunk=CHUNK,
-        context=CONTEXT,
+        context=shape.context // 2 + 64,
         gate_rows=None,
         threads=threads,
         features=features,
@@ -91,13 +156,10 @@ def make_request(
     )
 
 
-def make_arena(model: Model) -> U8:
-    """Neurons [n, stride] that all fire for an input of ones.
-
-    Random nibbles are -0.5 on average: with negative scales, sums of thousands are positive.
-    """
+def make_arena(model: Model, neurons: int) -> U8:
+    """Neurons [n, stride] that all fire for an input of ones: weights and scales are negative."""
     layout = model.lay_out_bundle()
-    arena = fill(ARENA_NEURONS * layout.stride).reshape(-1, layout.stride)
+    arena = fill(neurons * layout.stride, _LOW_NIBBLES).reshape(-1, layout.stride)
     size = scale_bytes(layout.hidden, layout.precision)
     scales = np.full(size // 2, -0.01, np.float16).view(np.uint8)
     for part in layout.parts:
@@ -105,9 +167,10 @@ def make_arena(model: Model) -> U8:
     return arena
 
 
-def fill(size: int) -> U8:
-    """``size`` random bytes as weights lie in memory, a pattern of 4 MiB over and over."""
-    pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8)
+def fill(size: int, mask: int = 0xFF) -> U8:
+    """``size`` random bytes as weights lie in memory, a pattern of 4 MiB over and over; bits that
+    ``mask`` lacks are zero."""
+    pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8) & np.uint8(mask)
     room = allocate("", size, huge=True)
     for start in range(0, size, _PATTERN_BYTES):
         room[start : start + _PATTERN_BYTES] = pattern[: size - start]
@@ -147,10 +210,10 @@ def _wrap(
     )
 
 
-def choose_slots(count: int, variants: int) -> Sequence[npt.NDArray[np.int32]]:
-    """Ascending slots of ``count`` neurons that lie apart, in several variants."""
+def choose_slots(count: int, among: int, variants: int) -> Sequence[npt.NDArray[np.int32]]:
+    """Ascending slots of ``count`` of ``among`` neurons that lie apart, in several variants."""
     random = np.random.default_rng(1)
     return [
-        np.sort(random.choice(ARENA_NEURONS, count, replace=False)).astype(np.int32)
+        np.sort(random.choice(among, count, replace=False)).astype(np.int32)
         for _ in range(variants)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pi2.benchmarks.bandwidth import MeterRecipe
@@ -12,6 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.probing.accelerators import Accelerators, measure_accelerators
 from pi2.probing.kernels import KernelRecipe, StepFacts
+from pi2.probing.model import SMALL
 from pi2.probing.series import Key, Progress
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
 
@@ -61,11 +62,15 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
     recipe = KernelRecipe(
         threads=threads, features=frozenset(machine.features), architecture=machine.architecture
     )
-    with Worker(recipe, progress) as bench:
-        steps: list[StepFacts] = bench.call("list_steps")
+    with (
+        Worker(recipe, progress) as bench,
+        Worker(replace(recipe, sizes=SMALL), progress) as small,
+    ):
+        steps: list[StepFacts] = [*bench.call("list_steps"), *small.call("list_steps")]
         step_s: dict[Key, list[float]] = {}
         for number in range(rounds):
             _extend(step_s, bench.call("measure", 1))
+            _extend(step_s, small.call("measure", 1))
             progress("kernels", (number + 1) / rounds)
         with open_sample(place) as (path, size):
             bench.call("open_storage", str(path), size)
@@ -82,6 +87,7 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) ->
         steady: list[float] = bench.call("measure_steady", STEADY_PIECES)
         # The kernels once more: half a minute later, the machine may have another speed.
         _extend(step_s, bench.call("measure", 1))
+        _extend(step_s, small.call("measure", 1))
     return Measurements(
         machine=machine,
         storage=inspect_storage(place),

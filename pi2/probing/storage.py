@@ -1,8 +1,9 @@
 """Read rates of the storage, with the reader that plans use.
 
 Random reads come in large batches through `pi2.memory.flash`, so that what is measured is what a
-plan's missing neurons can reach; sequential ones are one thread's, block after block, as the
-prefill streams layers.  Everything goes past the page cache where the file system allows it.
+plan's missing neurons can reach; long sequential ones are handed to the reader's thread, block
+after block, as layers stream by.  Everything goes past the page cache where the file system allows
+it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ BURST = 16
 """Reads of a short batch."""
 _LONG_BYTES = 4 * MIB
 """Most bytes of one sequential read: about what the prefill reads at once."""
+_STREAMED_BYTES = 128 << 10
+"""Sequential reads from this size on are done as layers stream by."""
 _BATCH_BYTES = 8 * MIB
 _PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
@@ -276,6 +279,8 @@ class StorageBench:
             reader.close()
 
     def _measure(self, spec: ReadSpec) -> float:
+        if spec.pattern == "sequential" and spec.block_bytes >= _STREAMED_BYTES:
+            return self._stream(spec)
         if spec.pattern == "sequential":
             return self._read_in_order(spec.block_bytes)
         return self._read_at_random(spec)
@@ -285,6 +290,18 @@ class StorageBench:
             return os.open(self._path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         except OSError:
             return os.open(self._path, os.O_RDONLY)
+
+    def _stream(self, spec: ReadSpec) -> float:
+        """Blocks by the reader's own thread, each asked for when the last one has come."""
+        reader = self._make_reader(spec, 1)
+        done, start = 0, time.perf_counter()
+        try:
+            while time.perf_counter() - start < ROUND_S:
+                self._begin_stream(reader, spec)()
+                done += spec.block_bytes
+            return done / (time.perf_counter() - start)
+        finally:
+            reader.close()
 
     def _read_in_order(self, block: int) -> float:
         fd = self._open()

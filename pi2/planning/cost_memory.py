@@ -1,0 +1,40 @@
+"""Bytes that a plan's run has resident, and what no segment holds."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from pi2.plan.model import Model
+from pi2.plan.resolved import Resolved
+
+RUNTIME_BYTES = 81 << 20
+"""Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
+set of the demo model's run, less what its segments hold."""
+NEURON_TABLE_BYTES = 36
+"""What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
+From the resident set of a 7B's run, less that of the demo model's."""
+POSITION = 256
+"""Tokens of context that a mean token is taken to have."""
+
+
+def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
+    """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
+
+    Of keys and values only what was used is.
+    """
+    segments = resolved.plan.memory.segments
+    needs = dict(resolved.needs.items())
+    fixed = sum(needs[name].bytes for name in ("attention", "kv", "predictor", "hot", "workspace"))
+    stride = resolved.bundle.stride
+    absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    cold = min(segments.cold, absent * stride)
+    if resolved.plan.decode.predictor == "none":
+        cold = 0  # everything streams by; nothing is put there
+    share = min(1.0, tokens / resolved.plan.kv.context)
+    untouched = needs["kv"].bytes * (1.0 - share)
+    return ceil(count_runtime(resolved.model) + fixed + cold - untouched)
+
+
+def count_runtime(model: Model) -> int:
+    """Bytes of Python, the libraries, and the tables that the neuron cache keeps."""
+    return RUNTIME_BYTES + NEURON_TABLE_BYTES * model.shape.layers * model.layer_neurons

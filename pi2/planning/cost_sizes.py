@@ -1,0 +1,78 @@
+"""Bytes and weights that a layer reads for a token: from the model's shape and precisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pi2.plan.layout import matrix_bytes, weight_bytes
+from pi2.plan.model import Model
+from pi2.plan.plan import KvType
+from pi2.plan.sizes import count_kv_token_bytes
+from pi2.planning.activity import PredictorMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes that a layer reads for a token."""
+
+    projections: int
+    kv_token: float
+    predictor: float
+    predictors: int
+    """Calls that find active neurons: one for each active expert."""
+    experts: int
+    """Experts that a router chooses among; 0 without."""
+    neuron: int
+    """Weights and scales of a neuron that is computed."""
+    dense_neuron: int
+    """The same on a dense unit."""
+    stride: int
+    head: int
+    head_weights: int
+    predictor_weights: int
+    neuron_weights: int
+    projection_weights: int
+    """Number of weights of attention, for arithmetic."""
+    hidden: int
+    is_gated: bool
+
+
+def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) -> Sizes:
+    """Bytes of a layer: of its active experts, where it has experts."""
+    shape, precision = model.shape, model.quantization
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    active = model.active_experts
+    projections = matrix_bytes(qkv, shape.hidden, precision.attention)
+    projections += matrix_bytes(shape.hidden, query, precision.attention)
+    bundle = model.lay_out_bundle(stride)
+    neuron = bundle.used_bytes
+    predictor = predictor_weights = 0
+    if mode == "gate":
+        predictor = active * matrix_bytes(shape.ffn, shape.hidden, precision.ffn)
+        predictor_weights = active * shape.ffn * shape.hidden
+        neuron -= neuron // len(bundle.parts)  # gates are known then
+    elif mode == "low-rank" and model.predictor is not None:
+        rank = model.predictor.rank
+        predictor = matrix_bytes(rank, shape.hidden, precision.predictor)
+        predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
+        predictor *= active
+        predictor_weights = active * rank * (shape.hidden + shape.ffn)
+    head = precision.embedding if model.tied_head else precision.head
+    return Sizes(
+        projections=projections,
+        kv_token=count_kv_token_bytes(model, kv),
+        predictor=predictor,
+        predictors=active if predictor else 0,
+        experts=0 if model.moe is None else model.moe.experts,
+        neuron=neuron,
+        dense_neuron=len(bundle.parts) * weight_bytes(shape.hidden, precision.ffn),
+        stride=stride,
+        head=matrix_bytes(shape.vocab, shape.hidden, head),
+        head_weights=shape.vocab * shape.hidden,
+        predictor_weights=predictor_weights,
+        neuron_weights=len(bundle.parts) * shape.hidden,
+        projection_weights=qkv * shape.hidden + shape.hidden * query,
+        hidden=shape.hidden,
+        is_gated=bundle.is_gated,
+    )
