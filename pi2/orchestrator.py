@@ -27,7 +27,7 @@ from pi2.machine import (
     detect_machine,
     list_allowed_cores,
 )
-from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
+from pi2.memory.arena import allocate_cache, allocate_staging, make_balance, make_loan
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
@@ -129,6 +129,7 @@ def build(
         staging = allocate_staging(resolved, budget)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)
+        balance = make_balance(resolved, cache, reader)
         feed_forward = FeedForward(
             executor,
             cache,
@@ -140,6 +141,7 @@ def build(
             missing_threshold=resolved.plan.decode.missing_threshold,
             look_ahead=resolved.plan.decode.look_ahead,
             token_neurons=resolved.model.token_neurons,
+            balance=balance,
         )
         unbound = list_allowed_cores() if request.cores else []
         if request.cores:
@@ -147,6 +149,8 @@ def build(
             bind_calling_thread(request.cores[:1])
             cleanup.callback(bind_calling_thread, unbound)
         report_build(resolved, request, name, cache, reader)
+        if resolved.plan.cache.rebalance is not None and balance is None:
+            get_logger().info("hot neurons stay as they are", reason="too few cold slots")
         forward = Forward(
             executor,
             feed_forward,
@@ -154,7 +158,7 @@ def build(
             chunk=resolved.plan.prefill.chunk,
             chunks=count_chunks(resolved),
             context=resolved.plan.kv.context,
-            loan=make_loan(resolved, cache, budget),
+            loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
         )
         cleanup.pop_all()
@@ -168,6 +172,7 @@ def build(
             cache=cache,
             reader=reader,
             feed_forward=feed_forward,
+            balance=balance,
             forward=forward,
             embedding=rows,
             load_s=time.perf_counter() - start,

@@ -159,6 +159,8 @@ class _RecordingReader:
         hits = sum(counters.hits for counters in self._cache.counters)
         misses = sum(counters.misses for counters in self._cache.counters)
         self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
+        hot = sum(len(slots) for slots in self._cache.hot_slots)
+        self._tape.recorder.add_counter("slots", now, hot=hot, cold=self._cache.cold_capacity)
 
     def finish(self, pending: PendingRead, number: int) -> Any:
         tape, start = self._tape, self._tape.now()

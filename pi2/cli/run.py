@@ -150,6 +150,8 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
+        "hot_grown": statistics.hot_grown,
+        "hot_shrunk": statistics.hot_shrunk,
         "io_engine": model.io_engine,
         "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,

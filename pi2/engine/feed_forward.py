@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import Executor
 from pi2.engine.neuron_stream import NeuronStream
+from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
 
@@ -83,6 +84,7 @@ class FeedForward:
         missing_threshold: float | None = None,
         look_ahead: LookAhead,
         token_neurons: int | None = None,
+        balance: HotBalance | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -91,7 +93,7 @@ class FeedForward:
         attention (``attention``), or before the FFN of the layer before it (``layer``).  In a
         mixture, the router is run there too; experts that it did not name are predicted when the
         layer's own routing is known.  ``token_neurons``: those of a layer that may compute a token,
-        if not all.
+        if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
         """
         self._executor = executor
         self._cache = cache
@@ -103,6 +105,7 @@ class FeedForward:
         self._missing_threshold = missing_threshold
         self._look_ahead = look_ahead
         self._token_neurons = cache.neurons if token_neurons is None else token_neurons
+        self._balance = balance
         self._wave: _Wave | None = None
         self.counters = NeuronCounters()
 
@@ -195,6 +198,8 @@ class FeedForward:
     def end_token(self) -> None:
         """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
+        if self._balance is not None:
+            self._balance.end_token()
 
     def _predict(self, layer: int, late: I32 | None = None) -> I32:
         """Neurons of the token's experts, or of those that were found ``late``."""
@@ -216,7 +221,7 @@ class FeedForward:
         Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
-        if len(cache.hot_slots[layer]) == cache.neurons:
+        if len(cache.hot_slots[layer]) == cache.neurons and self._balance is None:
             found = cache.look_up(layer, indices)
             return _Wave(layer, found, pending=None, rest=indices[:0], held=False)
         end = len(indices)
@@ -225,6 +230,8 @@ class FeedForward:
             first_cold = int(np.searchsorted(indices, len(cache.hot_slots[layer])))
             end = min(first_cold + free, end)
         found = cache.look_up(layer, indices[:end])
+        if self._balance is not None:
+            self._balance.note(layer, indices[:end], len(found.resident_slots))
         pending = None
         try:
             cache.hold(found.resident_slots)

@@ -21,6 +21,7 @@ from pi2.engine.sampling import SamplingOptions
 from pi2.engine.statistics import RunStatistics
 from pi2.engine.text import TokenDecoder
 from pi2.machine import bind_calling_thread
+from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
@@ -42,6 +43,7 @@ class Parts:
     cache: NeuronCache
     reader: FlashReader | NullReader
     feed_forward: FeedForward
+    balance: HotBalance | None
     forward: Forward
     embedding: EmbeddingRows | None
     """What reads rows of the embedding, where it is not in memory."""
@@ -118,7 +120,7 @@ class LoadedModel:
     def stats(self) -> RunStatistics:
         """Counters since loading."""
         counters = self._parts.cache.counters
-        neurons = self._parts.feed_forward.counters
+        neurons, balance = self._parts.feed_forward.counters, self._parts.balance
         return RunStatistics(
             predicted_neurons=neurons.predicted,
             active_neurons=neurons.active,
@@ -132,6 +134,8 @@ class LoadedModel:
             foreseen_experts=neurons.foreseen,
             gate_reads=self._parts.reader.gate_reads,
             flash_saved_bytes=self._parts.reader.saved_bytes,
+            hot_grown=0 if balance is None else balance.grown,
+            hot_shrunk=0 if balance is None else balance.shrunk,
         )
 
     @property

@@ -34,6 +34,10 @@ class RunStatistics:
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
     """Bytes of up and down that were not read, because gates were closed."""
+    hot_grown: int = 0
+    """Neurons that became hot while the model ran."""
+    hot_shrunk: int = 0
+    """Hot neurons that became cold."""
 
     def __sub__(self, other: RunStatistics) -> RunStatistics:
         return RunStatistics(
@@ -49,6 +53,8 @@ class RunStatistics:
             foreseen_experts=self.foreseen_experts - other.foreseen_experts,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
+            hot_grown=self.hot_grown - other.hot_grown,
+            hot_shrunk=self.hot_shrunk - other.hot_shrunk,
         )
 
     @property

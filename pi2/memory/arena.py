@@ -1,5 +1,5 @@
 """What a plan's segments for neurons become: the arena, the cache over it, what the context lends,
-and the staging buffers."""
+what weighs hot and cold neurons, and the staging buffers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from pi2.memory.budget import Budget
+from pi2.memory.balance import HotBalance
+from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.frequency import expect_uses
 from pi2.memory.lending import ContextLoan, ContextMemory
+from pi2.plan.layout import round_up
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.sizes import STAGED_NEURONS
+from pi2.plan.sizes import MIN_COLD_NEURONS, STAGED_NEURONS
+
+BANDS = 64
+"""A layer's neurons are divided into so many bands, which become hot or cold together."""
 
 U8 = npt.NDArray[np.uint8]
 
@@ -21,15 +27,20 @@ U8 = npt.NDArray[np.uint8]
 def allocate_cache(
     resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False
 ) -> NeuronCache:
-    """One arena for hot and cold neurons; the cold cache takes all of its segment."""
+    """One arena for hot and cold neurons; the cold cache takes all of its segment.
+
+    Where hot regions may grow, the arena has room for all neurons of every layer, and memory for as
+    many as before: addresses cost nothing.
+    """
     stride = resolved.bundle.stride
     hot = [layer.hot_neurons for layer in resolved.layers]
     neurons = resolved.model.layer_neurons
     cold_slots, most_slots = count_cold_slots(resolved)
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
-    arena = budget.allocate_spanning(
-        sizes, reserved_bytes=(most_slots - cold_slots) * stride
-    ).reshape(-1, stride)
+    reserved, spare = most_slots - cold_slots, count_spare_slots(resolved)
+    if spare:
+        reserved += len(hot) * neurons
+    arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(-1, stride)
     # Only an order by hotness tells beforehand which neurons will be used often.
     expected = expect_uses(len(hot), neurons) if by_hotness else None
     policy = resolved.plan.cache.policy
@@ -39,7 +50,38 @@ def allocate_cache(
         neurons,
         policy=policy,
         expected=expected,
-        give_back=budget.give_back,
+        most_hot=[neurons] * len(hot) if spare else None,
+        cold=most_slots - spare if spare else None,
+        give_back=partial(budget.give_back, small_pages=spare > 0),
+    )
+
+
+def count_spare_slots(resolved: ResolvedPlan) -> int:
+    """Cold slots that are left empty for neurons on their way between hot and cold, and for the
+    pages that every hot region uses in part; 0 where hot regions stay as they are."""
+    cold_slots, _ = count_cold_slots(resolved)
+    layers, neurons = len(resolved.layers), resolved.model.layer_neurons
+    pages = round_up(2 * layers * PAGE, resolved.bundle.stride) // resolved.bundle.stride
+    spare = max(1, neurons // BANDS) + pages
+    wanted = resolved.plan.cache.rebalance is not None
+    sparse = resolved.plan.decode.predictor != "none"
+    return spare if wanted and sparse and cold_slots >= spare + MIN_COLD_NEURONS else 0
+
+
+def make_balance(
+    resolved: ResolvedPlan, cache: NeuronCache, reader: FlashReader | NullReader
+) -> HotBalance | None:
+    """What lets hot regions grow and shrink, where the plan wants it and there is room."""
+    tokens, spare = resolved.plan.cache.rebalance, count_spare_slots(resolved)
+    if tokens is None or not spare:
+        return None
+    cold_slots, _ = count_cold_slots(resolved)
+    return HotBalance(
+        cache,
+        reader,
+        tokens=tokens,
+        band=max(1, cache.neurons // BANDS),
+        least_cold=max(MIN_COLD_NEURONS, (cold_slots - spare) // 4),
     )
 
 
@@ -66,7 +108,9 @@ def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     )
 
 
-def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
+def make_loan(
+    resolved: ResolvedPlan, cache: NeuronCache, budget: Budget, balance: HotBalance | None = None
+) -> ContextLoan | None:
     """What the context lends, where the plan says so and there are neurons to lie in it."""
     cold_slots, most_slots = count_cold_slots(resolved)
     if most_slots == cold_slots:
@@ -75,9 +119,9 @@ def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> Con
     return ContextLoan(
         cache,
         describe_context(resolved),
-        cold_slots=cold_slots,
-        most_slots=most_slots,
+        cold_slots=cold_slots - count_spare_slots(resolved),
         release=partial(budget.release, "kv"),
+        balance=balance,
     )
 
 

@@ -101,9 +101,10 @@ class Budget:
                 if segments == {segment}:
                     region.madvise(advice)
 
-    def give_back(self, unused: npt.NDArray[np.uint8]) -> None:
+    def give_back(self, unused: npt.NDArray[np.uint8], *, small_pages: bool = False) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
-        this budget gave; its contents are lost."""
+        this budget gave; its contents are lost.  With ``small_pages`` it comes back page by page,
+        as it is touched, and never 2 MiB at once."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         address, length = unused.ctypes.data, unused.nbytes
@@ -114,5 +115,7 @@ class Budget:
                 last = (start + length) // PAGE * PAGE
                 if last > first:
                     region.madvise(mmap.MADV_DONTNEED, first, last - first)
+                    if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
+                        region.madvise(mmap.MADV_NOHUGEPAGE, first, last - first)
                 return
         raise AssertionError("not a region of this budget")

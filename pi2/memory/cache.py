@@ -86,6 +86,7 @@ class NeuronCache:
         self._most_hot = tuple(hot if most_hot is None else most_hot)
         bases = np.concatenate([[0], np.cumsum(self._most_hot)]).astype(np.int64).tolist()
         self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
+        self._first_hot = sum(hot)
         self._first_cold = bases[-1]
         self.cold_capacity = len(arena) - bases[-1] if cold is None else cold
         assert bases[-1] + self.cold_capacity <= len(arena), (bases[-1], len(arena))
@@ -101,6 +102,19 @@ class NeuronCache:
             None if expected is None else expected.reshape(-1),
         )
         self.counters = [LayerCounters() for _ in range(layers)]
+        for slots, most in zip(self.hot_slots, self._most_hot, strict=True):
+            if most > len(slots):
+                give_back(arena[slots.stop : slots.start + most])
+
+    @property
+    def hot_growth(self) -> int:
+        """Hot neurons that there are now, less those that there were at first."""
+        return sum(len(slots) for slots in self.hot_slots) - self._first_hot
+
+    @property
+    def absent_capacity(self) -> int:
+        """Cold slots that all neurons but the hot ones would take."""
+        return self._slot_of.size - sum(len(slots) for slots in self.hot_slots)
 
     def hot_bundles(self, layer: int) -> U8:
         """The hot neurons of ``layer``, [hot, stride], a view."""
@@ -174,20 +188,21 @@ class NeuronCache:
         self._slot_of[layer][missing] = given
         return given, len(evicted)
 
-    def resize_hot(self, layer: int, count: int) -> Lookup:
+    def resize_hot(self, layer: int, count: int, *, rare: bool = False) -> Lookup:
         """Let the first ``count`` neurons of ``layer`` be its hot ones, with as many cold slots
         more or fewer.
 
         What stays in memory is moved there, not read again; what has to go is what the policy
-        needs least.  The caller reads ``missing`` into ``missing_slots`` before anybody computes.
-        Between two tokens only: nothing may be held.  More than the limit by the neurons that
-        change sides are in memory for a moment.
+        needs least.  What leaves the hot region is needed most, or, if ``rare``, no more than most
+        of what is in cold slots.  The caller reads ``missing`` into ``missing_slots`` before
+        anybody computes.  Between two tokens only: nothing may be held.  More than the limit by the
+        neurons that change sides are in memory for a moment.
         """
         assert not self._held.any(), "neurons are in use"
         assert 0 <= count <= self._most_hot[layer], (count, self._most_hot[layer])
         more = count - len(self.hot_slots[layer])
         assert more <= self.cold_capacity, "not so many cold slots to take"
-        return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more)
+        return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more, rare)
 
     def resize_cold(self, capacity: int) -> None:
         """Let there be ``capacity`` cold slots; what has to go is what the policy needs least.
@@ -244,7 +259,7 @@ class NeuronCache:
         self._renumber(source)
         self._give_back(self.arena[first + capacity : first + capacity + fewer])
 
-    def _shrink_hot(self, layer: int, fewer: int) -> Lookup:
+    def _shrink_hot(self, layer: int, fewer: int, rare: bool) -> Lookup:
         slots = self.hot_slots[layer]
         last = len(slots) - fewer
         keys = np.arange(last, len(slots)) + layer * self.neurons
@@ -254,12 +269,12 @@ class NeuronCache:
         self.arena[self._first_cold + old : self._first_cold + capacity] = leaving
         self.hot_slots[layer] = range(slots.start, slots.start + last)
         source = np.concatenate([np.arange(old), np.full(fewer, ABSENT)]).astype(np.int32)
-        self._renumber(source, newcomers=keys)
+        self._renumber(source, newcomers=keys, rare=rare)
         self._give_back(leaving)
         none = np.empty(0, np.int32)
         return Lookup(resident_slots=none, missing=none, missing_slots=none)
 
-    def _renumber(self, source: I32, newcomers: I64 | None = None) -> None:
+    def _renumber(self, source: I32, newcomers: I64 | None = None, *, rare: bool = False) -> None:
         """Cold slot i is what slot ``source[i]`` was; the last ones hold ``newcomers``."""
         owner = carry_over(self._owner, source, ABSENT)
         if newcomers is not None and len(newcomers):
@@ -269,7 +284,7 @@ class NeuronCache:
         self._held = np.zeros(len(source), bool)
         taken = np.flatnonzero(owner != ABSENT)
         self._slot_of.reshape(-1)[owner[taken]] = taken + self._first_cold
-        self._policy.renumber(source, owner)
+        self._policy.renumber(source, owner, rare=rare)
 
     def hold(self, slots: I32) -> None:
         """Keep the neurons in ``slots`` [n] until they are released: they are being computed

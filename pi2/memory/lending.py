@@ -2,7 +2,8 @@
 
 Keys and values take their whole segment only when the context is full.  Until then cold neurons
 lie in what is left; the ones that are needed least go as tokens come, a step at a time, and the
-room is theirs again when a new sequence begins.  What stays in memory is never read again.
+room is theirs again when a new sequence begins.  Where hot regions have grown into it, they shrink
+first.  What stays in memory is never read again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE
 from pi2.memory.cache import NeuronCache
 
@@ -43,28 +45,33 @@ class ContextLoan:
         memory: ContextMemory,
         *,
         cold_slots: int,
-        most_slots: int,
         release: Callable[[], None],
+        balance: HotBalance | None = None,
     ) -> None:
-        """``cold_slots`` that the cache has for itself, ``most_slots`` with all that may be lent;
-        ``release`` lets the system have what keys and values take."""
+        """``cold_slots`` that the cache has for itself with the hot neurons that it began with;
+        ``balance``: what has let hot regions grow meanwhile; ``release`` lets the system have what
+        keys and values take."""
         self._cache = cache
         self._memory = memory
         self._cold_slots = cold_slots
-        self._most_slots = most_slots
         self._release = release
+        self._balance = balance
         self._claimed = 0
 
     def count_slots(self, tokens: int) -> int:
         """Cold slots while there are at most ``tokens``."""
-        lent = self._memory.count_unused(tokens) // int(self._cache.arena.shape[1])
-        return min(self._most_slots, self._cold_slots + lent)
+        cache = self._cache
+        lent = self._memory.count_unused(tokens) // int(cache.arena.shape[1])
+        return min(cache.absent_capacity, self._cold_slots + lent - cache.hot_growth)
 
     def claim(self, tokens: int) -> None:
         """Make room for the keys and values of ``tokens`` in all; nothing may be held."""
         if tokens > self._claimed:
             steps = -(-tokens // STEP_TOKENS) * STEP_TOKENS
             self._claimed = min(steps, self._memory.context)
+            if self._balance is not None:
+                lacking = self._balance.least_cold - self.count_slots(self._claimed)
+                self._balance.make_room(lacking)
             self._cache.resize_cold(self.count_slots(self._claimed))
 
     def begin(self) -> None:

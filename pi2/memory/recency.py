@@ -90,7 +90,7 @@ class LeastRecentlyUsed:
         dropped[slots] = True
         self._start(np.concatenate([slots, order[~dropped[order]]]).astype(np.int32))
 
-    def renumber(self, source: I32, keys: I64) -> None:
+    def renumber(self, source: I32, keys: I64, *, rare: bool = False) -> None:
         """See `pi2.memory.policy.Policy`."""
         new_of_old = np.full(len(self._last_use), ABSENT, np.int32)
         known = np.flatnonzero(source != ABSENT).astype(np.int32)
@@ -99,7 +99,8 @@ class LeastRecentlyUsed:
         new = source == ABSENT
         empty = np.flatnonzero(new & (keys == ABSENT)).astype(np.int32)
         filled = np.flatnonzero(new & (keys != ABSENT)).astype(np.int32)
-        self._start(np.concatenate([empty, moved[moved != ABSENT], filled]))
+        kept = moved[moved != ABSENT]
+        self._start(np.concatenate([empty, filled, kept] if rare else [empty, kept, filled]))
 
     def list_order(self) -> I32:
         """See `pi2.memory.policy.Policy`."""

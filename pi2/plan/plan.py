@@ -137,6 +137,12 @@ class Cache(Table):
     uses counting less and less; ``lru``, the one that was not used for longest."""
     fill: bool = True
     """Whether loading fills it with the neurons that follow the hot ones in stored order."""
+    rebalance: Annotated[Count, Field(examples=[64])] | None = None
+    """Generated tokens after which each layer's hot neurons are weighed against cold ones again: a
+    64th of the layer becomes cold where it is used less than cold slots are on average, as when the
+    text differs from the one that was counted; the next 64th becomes hot where it is used twice as
+    often and in memory anyway, and cold again when the context takes back what it lent.  What stays
+    in memory is not read again.  Absent leaves hot neurons as the plan says."""
 
 
 class Threads(Table):
