@@ -63,6 +63,11 @@ class _Wave:
     """Stored indices of those of which only the gate was read."""
 
     @property
+    def in_phases(self) -> bool:
+        """Whether gates are read before the rest."""
+        return self.pending is not None and self.pending.gates is not None
+
+    @property
     def is_ahead(self) -> bool:
         """Whether its reads began before the layer's input was known."""
         return self.experts is not None
@@ -148,6 +153,10 @@ class FeedForward:
             waves = [wave]
             try:
                 if self._look_ahead == "layer" and layer + 1 < self._layers and not len(wave.rest):
+                    if wave.in_phases:
+                        # Their ups and downs are needed before the next layer's gates.
+                        executor.begin_ffn(layer)
+                        self._open_gates(wave)
                     self._wave = self._begin_ahead(layer + 1)
                 executor.begin_ffn(layer)
                 late = self._list_unforeseen(wave)
@@ -247,14 +256,13 @@ class FeedForward:
 
     def _compute_wave(self, wave: _Wave) -> None:
         found, pending = wave.found, wave.pending
-        in_phases = pending is not None and pending.gates is not None
         try:
-            if in_phases and wave.is_ahead:
+            if wave.in_phases and wave.is_ahead:
                 # Gates have arrived: up and down are read while resident neurons are computed.
                 self._open_gates(wave)
             if len(found.resident_slots):
                 self._add_neurons(wave.layer, found.resident_slots)
-            if in_phases and not wave.is_ahead:
+            if wave.in_phases and not wave.is_ahead:
                 self._open_gates(wave)
             if pending is not None:
                 for number in range(len(pending.clusters)):
@@ -275,6 +283,8 @@ class FeedForward:
     def _open_gates(self, wave: _Wave) -> None:
         """Compute the gates that have been read, and begin to read what follows the open ones."""
         pending, reader = wave.pending, self._reader
+        if wave.opened:
+            return
         assert pending is not None and pending.gates is not None
         for number, cluster in enumerate(pending.clusters):
             slots = reader.finish(pending, number)
