@@ -21,6 +21,8 @@ SINGLES = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MLC_CONFIG = "mlc-chat-config.json"
 """What MLC-LLM calls the configuration."""
+SENTENCE_PIECE = "tokenizer.model"
+"""The SentencePiece library's file."""
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
@@ -52,6 +54,18 @@ class Checkpoint:
             raise UserError.of(
                 "P543", f"cannot read {self.folder / name}: {error.strerror}"
             ) from None
+
+    def read_tokenizer(self) -> bytes | None:
+        """The ``tokenizer.json``, or one that is made from ``tokenizer.model``; None if there is
+        neither.  `UserError` P543 if it cannot be read."""
+        found = self.read_file("tokenizer.json")
+        pieces = self.read_file(SENTENCE_PIECE) if found is None else None
+        if pieces is None:
+            return found
+        from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
+
+        config = parse_config(self.read_file("tokenizer_config.json"))
+        return convert_sentence_piece(self.folder / SENTENCE_PIECE, pieces, config)
 
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""

@@ -27,11 +27,12 @@ from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.plan.packing import assemble_bundles
 from pi2.store.identity import describe_weights
-from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Manifest, name_layer_file
+from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -94,7 +95,7 @@ def convert_checkpoint(
     check_checkpoint(source, model)
     found = find_predictors(source, model, predictors)
     order = _choose_order(model, activations)
-    files = _read_extra_files(source, model, tokenizer, activations, extras or {})
+    files = read_extra_files(source, model, tokenizer, activations, extras or {})
     inputs = [*source.files, *([predictors] if predictors is not None else [])]
     chosen = quantizer or Quantizer()
     job = _describe_job(model, order, inputs, stride, chosen)
@@ -113,7 +114,7 @@ def convert_checkpoint(
             writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
         for path, content in files.items():
             writer.add_file(path, content)
-        for path, content in _keep_old_notes(output, notes or {}).items():
+        for path, content in keep_old_notes(output, notes or {}).items():
             writer.add_note(path, content)
         manifest = writer.finish()
     progress("converting", 1.0)
@@ -357,80 +358,6 @@ def _choose_order(model: Model, activations: Path | None) -> I32:
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
     return order_neurons(read_counts(activations, layers, neurons))
-
-
-def _read_extra_files(
-    source: Checkpoint,
-    model: Model,
-    tokenizer: Path | None,
-    activations: Path | None,
-    extras: Mapping[str, Path],
-) -> dict[str, bytes]:
-    """Contents of the small files that go into the store, by their path in it."""
-    name = model.tokenizer.file
-    if name != Path(name).name:
-        raise UserError.of(
-            "P543",
-            f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
-            help='set tokenizer.file = "tokenizer.json" in the model document',
-        )
-    contents = {}
-    for optional in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
-        content = source.read_file(optional)
-        if content is not None:
-            contents[optional] = content
-    for label, template in source.list_templates().items():
-        contents[f"chat_template.{label}.jinja"] = template
-    paths = dict(extras)
-    if activations is not None:
-        paths["activations.parquet"] = activations
-    if tokenizer is not None:
-        paths[name] = tokenizer
-    for path, file in paths.items():
-        try:
-            contents[path] = file.read_bytes()
-        except OSError as error:
-            raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
-    if name not in contents:
-        found = source.read_file(name)
-        if found is None:
-            raise UserError.of(
-                "P543",
-                f"there is no {source.folder / name}",
-                help="put the model's tokenizer.json there, or give it with --tokenizer",
-            )
-        contents[name] = found
-    _check_tokenizer(tokenizer or source.folder / name, contents[name], model)
-    return contents
-
-
-def _keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The notes, and what stands in their place now, if it is something else."""
-    kept = dict(notes)
-    for path, content in notes.items():
-        try:
-            old = (output / path).read_bytes()
-        except OSError:
-            continue
-        if old != content:
-            kept[f"{path}.old"] = old
-    return kept
-
-
-def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
-    """The tokenizer must be readable, and may not make tokens that the model lacks."""
-    from tokenizers import Tokenizer
-
-    try:
-        size = Tokenizer.from_buffer(content).get_vocab_size()
-    except Exception as error:  # the library raises plain Exception for everything
-        raise UserError.of("P543", f"cannot read the tokenizer {file}: {error}") from None
-    if size > model.shape.vocab:
-        raise UserError.of(
-            "P543",
-            f"the tokenizer {file} has {size} tokens, the model only {model.shape.vocab}",
-            help="give the tokenizer that belongs to the model",
-        )
 
 
 def _describe_job(

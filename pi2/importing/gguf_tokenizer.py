@@ -1,8 +1,8 @@
 """Makes a ``tokenizer.json`` from a GGUF file's metadata.
 
-Two kinds are known: ``gpt2``, byte-level pairs that are merged in a listed order, and ``llama``,
+Three kinds are known: ``gpt2``, byte-level pairs that are merged in a listed order; ``llama``,
 SentencePiece pieces, of which the best-scored pair is merged first and what no piece covers falls
-apart into bytes.
+apart into bytes; ``t5``, such pieces of which the likeliest division of a text counts.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
             tokenizer = _make_byte_level(file, metadata, tokens)
         elif kind == "llama":
             tokenizer = _make_sentence_piece(file, metadata, tokens, kinds)
+        elif kind == "t5":
+            tokenizer = _make_unigram(file, metadata, tokens, kinds)
         else:
             raise _refuse(file, f"tokenizers of the kind {kind!r} are unknown")
         _add_marks(tokenizer, tokens, kinds)
@@ -141,27 +143,66 @@ def _make_sentence_piece(
 ) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise _refuse(file, "its pieces have no scores")
+    scores = _read_scores(file, metadata, tokens)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == 2), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_number_tokens(tokens),
-            merges=_find_merges(tokens, [float(score) for score in scores], kinds),
+            merges=_find_merges(tokens, scores, kinds),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=_BYTE in kinds,
         )
     )
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    changes: list[Any] = [normalizers.Prepend(_SPACE)] if leads else []
+    changes = _list_changes(metadata)
+    changes += [normalizers.Prepend(_SPACE)] if leads else []
     tokenizer.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", _SPACE)])
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Strip(content=" ", left=1, right=0)] if leads else steps
     )
     return tokenizer
+
+
+def _make_unigram(
+    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    scores = _read_scores(file, metadata, tokens)
+    unknown = next((place for place, kind in enumerate(kinds) if kind == _UNKNOWN), None)
+    pieces = list(zip(tokens, scores, strict=True))
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=_BYTE in kinds))
+    changes = _list_changes(metadata)
+    if changes:
+        tokenizer.normalizer = normalizers.Sequence(changes)
+    leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    scheme = "always" if leads else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
+    steps: list[Any] = [decoders.ByteFallback()] if _BYTE in kinds else []
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, decoders.Metaspace(_SPACE, prepend_scheme=scheme)]
+    )
+    return tokenizer
+
+
+def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
+    """What is done to texts first: characters are replaced by a table, spaces taken away."""
+    from tokenizers import Regex, normalizers
+
+    table = bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", b""))
+    changes: list[Any] = [normalizers.Precompiled(table)] if table else []
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
+        changes += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    return changes
+
+
+def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise _refuse(file, "its pieces have no scores")
+    return [float(score) for score in scores]
 
 
 def _find_merges(

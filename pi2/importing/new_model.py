@@ -194,7 +194,7 @@ def _begins_with(checkpoint: Checkpoint, bos: int) -> bool:
     from tokenizers import Tokenizer
 
     try:
-        content = checkpoint.read_file("tokenizer.json")
+        content = checkpoint.read_tokenizer()
         ids = [] if content is None else Tokenizer.from_buffer(content).encode("a").ids
     except Exception:  # the library raises plain Exception; the conversion will say what is wrong
         return False

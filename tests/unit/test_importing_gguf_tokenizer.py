@@ -152,7 +152,7 @@ def test_byte_level_pairs(pre: str | None) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.model": "t5"}, "'t5'"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
         ({"tokenizer.ggml.tokens": np.zeros(3)}, "not a list of texts"),

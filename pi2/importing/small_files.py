@@ -1,0 +1,94 @@
+"""The small files of a store that come with the checkpoint: tokenizer, chat templates, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
+from pi2.plan.model import Model
+from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG
+
+
+def read_extra_files(
+    source: Checkpoint,
+    model: Model,
+    tokenizer: Path | None,
+    activations: Path | None,
+    extras: Mapping[str, Path],
+) -> dict[str, bytes]:
+    """Contents of the small files that go into the store, by their path in it."""
+    name = model.tokenizer.file
+    if name != Path(name).name:
+        raise UserError.of(
+            "P543",
+            f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
+            help='set tokenizer.file = "tokenizer.json" in the model document',
+        )
+    contents = {}
+    for optional in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
+        content = source.read_file(optional)
+        if content is not None:
+            contents[optional] = content
+    for label, template in source.list_templates().items():
+        contents[f"chat_template.{label}.jinja"] = template
+    paths = dict(extras)
+    if activations is not None:
+        paths["activations.parquet"] = activations
+    if tokenizer is not None and tokenizer.suffix != ".model":
+        paths[name] = tokenizer
+    for path, file in paths.items():
+        contents[path] = _read_bytes(file)
+    if tokenizer is not None and tokenizer.suffix == ".model":
+        pieces, said = _read_bytes(tokenizer), contents.get(TOKENIZER_CONFIG)
+        contents[name] = convert_sentence_piece(tokenizer, pieces, parse_config(said))
+    if name not in contents:
+        found = source.read_tokenizer()
+        if found is None:
+            raise UserError.of(
+                "P543",
+                f"there is no {source.folder / name}",
+                help="put the model's tokenizer.json or tokenizer.model there, or give it with "
+                "--tokenizer",
+            )
+        contents[name] = found
+    _check_tokenizer(tokenizer or source.folder / name, contents[name], model)
+    return contents
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+
+
+def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The notes, and what stands in their place now, if it is something else."""
+    kept = dict(notes)
+    for path, content in notes.items():
+        try:
+            old = (output / path).read_bytes()
+        except OSError:
+            continue
+        if old != content:
+            kept[f"{path}.old"] = old
+    return kept
+
+
+def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
+    """The tokenizer must be readable, and may not make tokens that the model lacks."""
+    from tokenizers import Tokenizer
+
+    try:
+        size = Tokenizer.from_buffer(content).get_vocab_size()
+    except Exception as error:  # the library raises plain Exception for everything
+        raise UserError.of("P543", f"cannot read the tokenizer {file}: {error}") from None
+    if size > model.shape.vocab:
+        raise UserError.of(
+            "P543",
+            f"the tokenizer {file} has {size} tokens, the model only {model.shape.vocab}",
+            help="give the tokenizer that belongs to the model",
+        )
