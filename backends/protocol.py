@@ -89,6 +89,8 @@ class BuildRequest:
     limits: Sequence[tuple[float, float]] | None = None
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
+    expert_limits: Sequence[Sequence[float]] | None = None
+    """Per layer of a mixture, the first limit of each expert [experts], instead of the layer's."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to predict only."""
@@ -140,7 +142,7 @@ class Executor(Protocol):
 
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
-        smooth activation, those that reach the layer's first limit."""
+        smooth activation, those that reach the first limit of the layer or of their expert."""
 
     def find_open(self, layer: int, arena: U8, slots: I32) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
@@ -195,6 +197,10 @@ class InputReader(Protocol):
 
     def read_ffn_input(self) -> F32:
         """u [T, hidden] of the last ``begin_ffn``; valid until the next call."""
+
+    def read_routes(self) -> F32:
+        """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do
+        not compute a token; valid until the next call."""
 
 
 class Backend(Protocol):

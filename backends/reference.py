@@ -306,7 +306,7 @@ class ReferenceExecutor:
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         if self._model.is_smooth:
-            fires = np.abs(activate(self._model, gate, None)) >= self._find_limits(layer)[0]
+            fires = np.abs(activate(self._model, gate, None)) >= self._find_gate_limits(layer)
         else:
             fires = self._is_open(gate)
         if self._request.expert_neurons is None:
@@ -318,6 +318,13 @@ class ReferenceExecutor:
     def _find_limits(self, layer: int) -> tuple[float, float]:
         """What counts as zero of a smooth activation."""
         return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
+
+    def _find_gate_limits(self, layer: int) -> _F32 | float:
+        """The first limit: of the layer, or in a mixture of every gate row [neurons]."""
+        if self._request.expert_limits is None:
+            return self._find_limits(layer)[0]
+        limits = np.array(self._request.expert_limits[layer], np.float32)
+        return np.repeat(limits, self._model.shape.ffn)
 
     def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, stride]."""
@@ -368,6 +375,10 @@ class ReferenceExecutor:
     def read_ffn_input(self) -> _F32:
         """See `pi2.backends.protocol.InputReader`."""
         return self._u
+
+    def read_routes(self) -> _F32:
+        """See `pi2.backends.protocol.InputReader`."""
+        return self._routes
 
     def logits(self, first: int) -> _F32:
         head = EMBEDDING if self._model.tied_head else HEAD

@@ -289,6 +289,7 @@ def describe_build(
         gate_rows=gate_rows,
         gate_biases=gate_biases,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
+        expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
         expert_neurons=expert_neurons,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),

@@ -214,6 +214,10 @@ class CpuExecutor:
         values: _F32 = np.asarray(self._now.normalized[: self._now.tokens], np.float32)
         return values
 
+    def read_routes(self) -> _F32:
+        """Return the weights of a mixture's experts."""
+        return self._now.routes[: self._now.tokens]
+
     def logits(self, first: int) -> _F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""
         count = min(self._now.tokens - first, len(self._logits))

@@ -44,6 +44,7 @@ class Prediction:
         self.known_gates: Arguments = ()
         """Views of the gates that `find_open` computed, and of ``wanted``."""
         self._limits: list[tuple[float, ...]] = [()] * layers
+        self._expert_limits = request.expert_limits
         self._open: Any = None
         if spec.gate_rows is not None:
             self._open = library.find("predict_gate")
@@ -85,7 +86,10 @@ class Prediction:
         if not self._is_mixture:
             kernel(self._neurons, *limits, *arguments[0])
             return self._indices[: self._found[0]]
-        return self._collect(layer, experts, lambda size, n: kernel(size, *limits, *arguments[n]))
+        every = [limits] * len(arguments)
+        if limits and self._expert_limits is not None:
+            every = [(limit,) for limit in self._expert_limits[layer]]
+        return self._collect(layer, experts, lambda size, n: kernel(size, *every[n], *arguments[n]))
 
     def read_scores(self) -> _F32:
         """Return the scores of the last prediction."""

@@ -121,8 +121,10 @@ def write_table(statistics: Statistics) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for number, layer in enumerate(statistics.layers):
-        shares = (*layer.batches, layer.skew, layer.never)
+        shares = (layer.active, *layer.batches[1:], layer.skew, layer.never)
         lines.append(f"| {number} | {' | '.join(f'{share:.1%}' for share in shares)} |")
     lines.append("")
+    if any(layer.active != layer.batches[0] for layer in statistics.layers):
+        lines += ["active: of the experts that compute a token; all else: of the whole layer", ""]
     lines.append(f"mean: active {statistics.active:.1%}, neurons for 80 % {statistics.skew:.1%}")
     return "\n".join(lines)

@@ -106,7 +106,7 @@ def describe_training(training: Training) -> dict[str, Any]:
         "plan": str(training.plan),
         "layers": [
             {
-                "rank": fit.weights.rank,
+                "rank": fit.rank,
                 "recall": fit.recall,
                 "predicted": fit.predicted,
                 "active": fit.active,
@@ -122,7 +122,7 @@ def write_report(training: Training) -> str:
     """What was trained, and what it costs, for people."""
     from pi2.evaluation.report import write_markdown
 
-    ranks = ", ".join(str(fit.weights.rank) for fit in training.fits)
+    ranks = ", ".join(str(fit.rank) for fit in training.fits)
     curves = [dict(fit.curve) for fit in training.fits if fit.curve]
     lines = [f"ranks by layer: {ranks}"]
     if curves:

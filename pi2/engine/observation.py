@@ -2,12 +2,14 @@
 
 Any backend can be observed that shows its FFN's input (`pi2.backends.protocol.InputReader`): the
 activations are computed once more, in float32, from the bundles that pass by.  Only dense layers
-(prompts) are observed, since sparse ones leave neurons out.
+(prompts) are observed, since sparse ones leave neurons out.  In a mixture, neurons of experts that
+do not compute a token do nothing: they count as 0, and observers are told who computes what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +18,26 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import activate
 from pi2.diagnostics import UserError
-from pi2.plan.packing import slice_bias, unpack_part
+from pi2.plan.packing import slice_bias, slice_experts, unpack_part
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
-FfnObserver = Callable[[int, F32, F32], None]
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Who computes what in a layer of a mixture."""
+
+    owners: I32
+    """Expert of every neuron in stored order [neurons]."""
+    computes: npt.NDArray[np.bool_]
+    """Whether an expert computes a token [T, experts]."""
+
+
+FfnObserver = Callable[[int, F32, F32, Routing | None], None]
 """Called with a layer, its FFN's input [T, hidden] and its activations [T, neurons] in stored
-order, of the tokens of a chunk."""
+order, of the tokens of a chunk; and with who computed them in a mixture, else None."""
 
 
 class ObservedExecutor:
@@ -53,6 +66,7 @@ class ObservedExecutor:
         self._observer = observer
         self._compute = compute or compute_activations
         self._pieces: dict[int, list[F32]] = {}
+        self._owners: dict[int, list[I32]] = {}
         self._chunk = 0
         self.enabled = True
         """Whether the observer is called."""
@@ -84,23 +98,36 @@ class ObservedExecutor:
         """Begin a layer."""
         self._inner.begin_ffn(layer)
         self._pieces.pop(self._chunk, None)
+        self._owners.pop(self._chunk, None)
 
     def add_dense(self, layer: int, bundles: U8) -> None:
         """Compute neurons, and compute their activations."""
         if self.enabled:
             values = self._compute(self._request, self._read_input(), bundles)
+            if self._request.model.moe is not None:
+                owners = slice_experts(bundles, self._request.bundle)
+                values *= self._find_computing()[:, owners]
+                self._owners.setdefault(self._chunk, []).append(owners)
             self._pieces.setdefault(self._chunk, []).append(values)
         self._inner.add_dense(layer, bundles)
 
     def end_ffn(self, layer: int) -> None:
         """End a layer; tell the observer of it if all its neurons were computed."""
         if pieces := self._pieces.pop(self._chunk, None):
+            routing = None
+            if owners := self._owners.pop(self._chunk, None):
+                routing = Routing(np.concatenate(owners), self._find_computing())
             # Hot neurons come first, the others in stored order.
-            self._observer(layer, self._read_input(), np.concatenate(pieces, axis=-1))
+            values = np.concatenate(pieces, axis=-1)
+            self._observer(layer, self._read_input(), values, routing)
         self._inner.end_ffn(layer)
 
     def _read_input(self) -> F32:
         return self._input.read_ffn_input()
+
+    def _find_computing(self) -> npt.NDArray[np.bool_]:
+        """Whether an expert computes a token [T, experts]."""
+        return np.asarray(self._input.read_routes() != 0)
 
 
 def compute_activations(request: BuildRequest, inputs: F32, bundles: U8) -> F32:

@@ -49,7 +49,10 @@ def compute_digest(resolved: Resolved) -> str:
     # Plans without it have the digests that they had before there was such a table.
     sparsity = plan.pop("sparsity")
     if sparsity is not None and resolved.thresholds is not None:
-        limits = [list(pair) for pair in resolved.thresholds.limits]
+        found = resolved.thresholds
+        limits = [list(pair) for pair in found.limits]
+        if found.expert_limits is not None:
+            limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
         plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
     layers = [{"split": dict(layer.split), "hot": layer.hot} for layer in resolved.layers]
     return hash_json(

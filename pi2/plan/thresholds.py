@@ -27,12 +27,15 @@ class LayerThresholds(Table):
 
     gate: Magnitude
     """Neurons whose act(gate) is smaller count as zero."""
+    experts: tuple[Magnitude, ...] = ()
+    """In a mixture, the same for the neurons of each expert, instead of ``gate``, which is for all
+    together; expert 0 first."""
     down: Magnitude = 0.0
     """Of the others, those whose act(gate) * up is smaller do: their down is not read."""
     computed: Share
-    """Share of neurons whose up is read."""
+    """Share of neurons (in a mixture, of those of a token's experts) whose up is read."""
     active: Share
-    """Share of neurons whose down is read."""
+    """The same of neurons whose down is read."""
 
 
 class Thresholds(Document):
@@ -49,7 +52,7 @@ class Thresholds(Document):
     method: SparsityMethod
     """What is compared with a threshold."""
     target: Share
-    """Share of up and down that is not read."""
+    """Share of up and down (in a mixture, of those of a token's experts) that is not read."""
     max_perplexity_increase: float | None = Field(default=None, gt=0.0)
     """What the target was searched for, if it was."""
     tokens: Count
@@ -69,12 +72,20 @@ class Thresholds(Document):
         return tuple((layer.gate, layer.down) for layer in self.layers)
 
     @property
+    def expert_limits(self) -> tuple[tuple[float, ...], ...] | None:
+        """Per layer, the threshold of gates of each expert; None without experts."""
+        return tuple(layer.experts for layer in self.layers) if self.layers[0].experts else None
+
+    @property
     def computed(self) -> float:
         """Mean share of neurons whose up is read."""
         return sum(layer.computed for layer in self.layers) / len(self.layers)
 
     def fits(self, model: Model) -> bool:
         """Whether they can be those of ``model``."""
+        experts = 0 if model.moe is None else model.moe.experts
+        if any(len(layer.experts) != experts for layer in self.layers):
+            return False
         return (self.model, self.activation, self.hidden, self.neurons, len(self.layers)) == (
             model.id,
             model.ffn.activation,

@@ -217,10 +217,11 @@ def describe_cut_activity(
 ) -> tuple[tuple[LayerActivity, ...], str]:
     """The same of a plan whose thresholds cut small gates."""
     _, skew = _read_model(model, "gate", Constants())
+    chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     found = (
         LayerActivity(
             named=make_hotness(layer.computed, max(skew, 0.8 * layer.computed)),
-            chosen=1.0,
+            chosen=chosen,
             neurons=model.layer_neurons,
             opened=1.0,
             fired=min(1.0, layer.active / max(layer.computed, 1e-9)),

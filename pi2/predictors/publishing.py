@@ -18,7 +18,7 @@ from pi2.plan.packing import quantize
 from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.resolved import Resolved
 from pi2.plan.writing import write_document
-from pi2.predictors.fitting import Fit
+from pi2.predictors.layers import LayerFit
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import DenseTensor
@@ -27,7 +27,7 @@ from pi2.store.writer import StoreWriter, TensorPieces
 _KIB = 1024
 
 
-def publish_predictors(resolved: ResolvedPlan, fits: Sequence[Fit], output: Path) -> Path:
+def publish_predictors(resolved: ResolvedPlan, fits: Sequence[LayerFit], output: Path) -> Path:
     """Write ``output``: ``store``, ``ID.model.toml``, ``default.plan.toml``; returns the plan."""
     model = describe_model(resolved.model, fits)
     try:
@@ -49,19 +49,29 @@ def publish_predictors(resolved: ResolvedPlan, fits: Sequence[Fit], output: Path
     return plan
 
 
-def describe_model(model: Model, fits: Sequence[Fit]) -> Model:
+def describe_model(model: Model, fits: Sequence[LayerFit]) -> Model:
     """The model document with its new predictors."""
     found = [fit for fit in fits if fit.active > 0] or list(fits)
     predictor = Predictor(
-        rank=max(fit.weights.rank for fit in fits),
+        rank=max(fit.rank for fit in fits),
         recall=round(float(np.mean([fit.recall for fit in found])), 4),
         active=round(float(np.mean([fit.predicted for fit in fits])), 4),
     )
-    return model.model_copy(update={"predictor": predictor})
+    changes: dict[str, object] = {"predictor": predictor}
+    if model.moe is not None and "{expert}" not in model.tensors.predictor_in:
+        # The names of a document without predictors know nothing of experts.
+        place = model.tensors.gate.rpartition("{expert}")[0] + "{expert}.predictor"
+        names = {
+            "predictor_in": f"{place}.fc1.weight",
+            "predictor_out": f"{place}.fc2.weight",
+            "predictor_bias": f"{place}.bias",
+        }
+        changes["tensors"] = model.tensors.model_copy(update=names)
+    return model.model_copy(update=changes)
 
 
 def write_predictors(
-    resolved: ResolvedPlan, model: Model, fits: Sequence[Fit], target: Path
+    resolved: ResolvedPlan, model: Model, fits: Sequence[LayerFit], target: Path
 ) -> None:
     """Write the store ``target``: that of ``resolved`` with other predictors."""
     with NeuronStore.open(resolved.store_path, model=resolved.model) as old:
@@ -69,7 +79,7 @@ def write_predictors(
         with StoreWriter(
             target,
             model,
-            ranks=[fit.weights.rank for fit in fits],
+            ranks=[fit.rank for fit in fits],
             order=manifest.order,
             synthetic=manifest.synthetic,
             stride=manifest.bundle.stride,
@@ -81,15 +91,15 @@ def write_predictors(
             writer.finish()
 
 
-def _read_tensor(old: NeuronStore, fits: Sequence[Fit], tensor: DenseTensor) -> TensorPieces:
+def _read_tensor(old: NeuronStore, fits: Sequence[LayerFit], tensor: DenseTensor) -> TensorPieces:
     kind = tensor.name.rpartition(".")[2]
     if kind not in ("predictor_in", "predictor_out", "predictor_bias"):
         known = old.tensors[tensor.name]
         return [(known.weights, known.scales)]
-    weights = fits[int(tensor.name.split(".")[1])].weights
+    fit = fits[int(tensor.name.split(".")[1])]
     if kind == "predictor_bias":
-        return [(weights.bias[None].astype(np.float32), None)]
-    matrix = weights.inner if kind == "predictor_in" else weights.outer
+        return [(fit.join_bias()[None].astype(np.float32), None)]
+    matrix = fit.join_inner() if kind == "predictor_in" else fit.join_outer()
     assert tensor.precision != "fp32"
     return [quantize(np.ascontiguousarray(matrix), tensor.precision)]
 

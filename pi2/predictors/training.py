@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,23 +15,18 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.evaluation import Evaluation, evaluate_plan
 from pi2.orchestrator import load
-from pi2.plan.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.plan.resolve import ResolvedPlan
-from pi2.predictors.fitting import Fit, Recipe, fit_layer, start_rank
+from pi2.predictors.fitting import Recipe
+from pi2.predictors.layers import LayerFit, fit_predictors
 from pi2.predictors.publishing import publish_predictors
-from pi2.predictors.samples import LayerSamples, SampleRecorder
-from pi2.statistics.counting import measure_skew
+from pi2.predictors.samples import SampleRecorder
 from pi2.statistics.texts import encode_windows
 
 Progress = Callable[[str, float], None]
 
 HELD_OUT = 0.1
 """Share of every text, its end, that nothing is learned from."""
-WORTH = 0.99
-"""A larger rank is kept if it brings a token's bytes below this share of the smaller one's."""
 _SMALL_WEIGHTS = 1 << 22
-TRIAL = 0.25
-"""Share of the passes in which a rank is tried; the one that is kept is then trained in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +35,7 @@ class Training:
 
     plan: Path
     """The new plan, whose store has them."""
-    fits: tuple[Fit, ...]
+    fits: tuple[LayerFit, ...]
     """By layer."""
     evaluation: Evaluation
     """Of the new plan, on the ends of the texts."""
@@ -65,8 +59,7 @@ def train_predictors(
     ``rank`` is that of every layer; None chooses it for each.  ``output`` is a new folder with a
     store (its neurons shared with the old one), a model document and a plan; ``evaluated`` is the
     number of windows that they are judged on.  Raises `UserError` as loading does, P660-P662 for
-    text and backend, P665 for a model whose neurons never rest, P322 for a mixture, P667 if
-    ``output`` exists.
+    text and backend, P665 for a model whose neurons never rest, P667 if ``output`` exists.
     """
     chosen = recipe or Recipe()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -88,14 +81,6 @@ def train_predictors(
                     "are never exactly zero: there is nothing to predict",
                     help="use a model of the ReLU family",
                 )
-            if request.model.moe is not None:
-                raise UserError.of(
-                    "P322",
-                    f"model {request.model.id!r} is a mixture of experts: predictors are trained "
-                    "for whole layers only",
-                    help="predictors in its checkpoint are converted with it; without, "
-                    'decode.predictor = "gate" needs none',
-                )
             return ObservedExecutor(executor, request, recorder)
 
         with load(plan, set=overrides, progress=progress, wrap_executor=observe) as model:
@@ -104,7 +89,7 @@ def train_predictors(
             samples = recorder.record(model, cut, lambda share: progress("recording", share))
         fits = []
         with ThreadPoolExecutor(count_workers(resolved)) as pool:
-            work = partial(choose_fit, resolved=resolved, recipe=chosen, rank=rank)
+            work = partial(fit_predictors, resolved=resolved, recipe=chosen, rank=rank)
             for fit in pool.map(work, samples):
                 fits.append(fit)
                 progress("training", len(fits) / len(samples))
@@ -117,34 +102,5 @@ def train_predictors(
 
 def count_workers(resolved: ResolvedPlan) -> int:
     """Layers that are trained side by side: the products of small ones keep one core busy."""
-    is_small = resolved.model.shape.hidden * resolved.model.layer_neurons <= _SMALL_WEIGHTS
+    is_small = resolved.model.shape.hidden * resolved.model.shape.ffn <= _SMALL_WEIGHTS
     return max(1, os.cpu_count() or 1) if is_small else 1
-
-
-def choose_fit(
-    samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe, rank: int | None
-) -> Fit:
-    """Fit a layer: with ``rank``, or with growing ranks while a token's bytes become fewer."""
-    hidden, precision = resolved.model.shape.hidden, resolved.model.quantization.predictor
-    if rank is not None:
-        return fit_layer(samples, round_up(rank, GROUP), recipe, precision)
-    _, active = samples.read(slice(0, min(len(samples), 8192)))
-    current = start_rank(float(active.mean()), measure_skew(active.sum(axis=0)), hidden)
-    best, fewest = current, math.inf
-    while current <= hidden:
-        passes = TRIAL * recipe.count_passes(len(samples), current)
-        fit = fit_layer(samples, current, replace(recipe, passes=passes), precision)
-        taken = count_token_bytes(fit, resolved, precision)
-        if taken > WORTH * fewest:
-            break
-        best, fewest = current, taken
-        current = round_up(2 * current, GROUP)
-    return fit_layer(samples, best, recipe, precision)
-
-
-def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
-    """Bytes that a token takes from a layer: the predictor's, and those of the named neurons."""
-    hidden, neurons = resolved.model.shape.hidden, resolved.model.layer_neurons
-    rank = fit.weights.rank
-    own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
-    return own + fit.predicted * neurons * resolved.bundle.used_bytes

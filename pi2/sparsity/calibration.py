@@ -15,10 +15,11 @@ from pi2.evaluation.scores import Scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.model import Model
 from pi2.plan.resolve import ResolvedPlan
+from pi2.plan.rules.sparsity_fits_model import explain_method
 from pi2.plan.thresholds import Thresholds
 from pi2.sparsity.documents import describe_changes
 from pi2.sparsity.goals import Goal, choose_goal
-from pi2.sparsity.magnitudes import Histogram, MagnitudeObserver, compute_magnitudes
+from pi2.sparsity.magnitudes import LayerMagnitudes, MagnitudeObserver, compute_magnitudes
 from pi2.statistics.texts import Window, encode_windows
 
 Progress = Callable[[str, float], None]
@@ -68,7 +69,7 @@ class _Observed:
     """What the dense model did."""
 
     resolved: ResolvedPlan
-    histograms: Sequence[Histogram]
+    layers: Sequence[LayerMagnitudes]
     tokens: int
     """That they count."""
     held_out: list[Window]
@@ -105,7 +106,7 @@ def calibrate_thresholds(
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
     def attempt(target: float) -> Trial:
-        made = make_thresholds(found.resolved.model, found.histograms, chosen_goal, target)
+        made = make_thresholds(found.resolved.model, found.layers, chosen_goal, target)
         thresholds = made.model_copy(update={"tokens": found.tokens, "text": digest})
         return _measure(plan, settings, chosen_goal, thresholds, found, progress)
 
@@ -146,7 +147,7 @@ def _observe(
 
     def observe(executor: Executor, request: BuildRequest) -> Executor:
         nonlocal observed
-        _check_model(request.model)
+        _check_model(request.model, goal)
         observed = ObservedExecutor(executor, request, observer, compute_magnitudes)
         return observed
 
@@ -163,7 +164,7 @@ def _observe(
         judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
         dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
         tokens = sum(len(window.tokens) for window in cut)
-        return _Observed(model.plan, observer.list_histograms(), tokens, judged, dense)
+        return _Observed(model.plan, observer.list_layers(), tokens, judged, dense)
 
 
 def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:
@@ -187,7 +188,7 @@ def _keeps(trial: Trial, goal: Goal) -> bool:
 
 
 def make_thresholds(
-    model: Model, histograms: Sequence[Histogram], goal: Goal, target: float
+    model: Model, layers: Sequence[LayerMagnitudes], goal: Goal, target: float
 ) -> Thresholds:
     """Thresholds of all layers that leave out ``target``, the same share in every layer."""
     return Thresholds(
@@ -203,7 +204,7 @@ def make_thresholds(
         max_perplexity_increase=goal.max_increase,
         tokens=1,
         text="",
-        layers=tuple(histogram.choose(target) for histogram in histograms),
+        layers=tuple(layer.choose(target) for layer in layers),
     )
 
 
@@ -240,15 +241,14 @@ def _measure(
     )
 
 
-def _check_model(model: Model) -> None:
-    """UserError P257 for neurons that rest by themselves, and for mixtures."""
+def _check_model(model: Model, goal: Goal) -> None:
+    """UserError P257 for neurons that rest by themselves, and for what a method cannot cut."""
     if not model.is_smooth:
         raise UserError.of(
             "P257",
             f"neurons of model {model.id!r} ({model.ffn.activation}) rest by themselves",
             help='predictor = "gate" leaves them out without loss',
         )
-    if model.moe is not None:
-        raise UserError.of(
-            "P257", f"model {model.id!r} is a mixture of experts: nothing is calibrated for these"
-        )
+    problem = explain_method(goal.method, model)
+    if problem is not None:
+        raise UserError.of("P257", problem, help="say --method cats")

@@ -1,5 +1,7 @@
 """Histograms of a layer's magnitudes, and the thresholds that follow from them.
 
+In a mixture every expert has its own, of the tokens that it computes.
+
 Bins are the leading bits of float32 magnitudes: 64 to an octave for gates alone, 8 for gates
 against values, so that memory does not grow with the text, and equal texts give equal thresholds.
 
@@ -16,6 +18,7 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference import activate
+from pi2.engine.observation import Routing
 from pi2.plan.packing import slice_bias, unpack_part
 from pi2.plan.plan import SparsityMethod
 from pi2.plan.thresholds import LayerThresholds
@@ -32,6 +35,8 @@ _COARSE_SHIFT = 20
 _COARSE_FIRST = (127 - 20) << 3
 """First bin of the coarse histogram: magnitudes below 2^-20 lie in it too."""
 _COARSE_BINS = 32 << 3
+FEWEST_TOKENS = 32
+"""Of an expert, for thresholds of its own."""
 
 
 def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
@@ -69,7 +74,7 @@ class Histogram:
         )
 
     def add(self, magnitudes: F32) -> None:
-        """Count |act(gate)| and |act(gate) * up| [2, T, n]."""
+        """Count |act(gate)| and |act(gate) * up| [2, ...]."""
         gates, values = magnitudes.reshape(2, -1)
         bits = np.ascontiguousarray(gates, np.float32).view(np.uint32)
         self.gates += np.bincount(bits >> _FINE_SHIFT, minlength=_FINE_BINS)
@@ -81,6 +86,14 @@ class Histogram:
         self.both += np.bincount(cells, minlength=size).reshape(self.both.shape)
         squares = np.square(values, dtype=np.float64)
         self.energy += np.bincount(cells, squares, size).reshape(self.both.shape)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """What both have counted."""
+        return Histogram(
+            gates=self.gates + other.gates,
+            both=self.both + other.both,
+            energy=self.energy + other.energy,
+        )
 
     def choose(self, target: float) -> LayerThresholds:
         """Thresholds that leave out ``target`` of what up and down hold."""
@@ -134,21 +147,56 @@ class Histogram:
         )
 
 
+@dataclass(slots=True)
+class LayerMagnitudes:
+    """A layer's histograms."""
+
+    experts: list[Histogram]
+    """By expert; one without experts."""
+    tokens: list[int]
+    """That each expert has computed."""
+
+    def choose(self, target: float) -> LayerThresholds:
+        """Thresholds that leave out ``target`` of what up and down hold.
+
+        In a mixture of each expert; those of experts that have computed few tokens are the layer's.
+        """
+        whole = sum(self.experts[1:], self.experts[0]).choose(target)
+        if len(self.experts) == 1:
+            return whole
+        own = [
+            histogram.choose(target).gate if tokens >= FEWEST_TOKENS else whole.gate
+            for histogram, tokens in zip(self.experts, self.tokens, strict=True)
+        ]
+        return whole.model_copy(update={"experts": tuple(own)})
+
+
 class MagnitudeObserver:
-    """An observer of FFNs (`pi2.engine.observation`) that fills a histogram per layer."""
+    """An observer of FFNs (`pi2.engine.observation`) that fills histograms of each layer."""
 
     def __init__(self, method: SparsityMethod) -> None:
         self._method = method
-        self._histograms: dict[int, Histogram] = {}
+        self._layers: dict[int, LayerMagnitudes] = {}
 
-    def __call__(self, layer: int, inputs: F32, magnitudes: F32) -> None:
-        if layer not in self._histograms:
-            self._histograms[layer] = Histogram.make(self._method)
-        self._histograms[layer].add(magnitudes)
+    def __call__(
+        self, layer: int, inputs: F32, magnitudes: F32, routing: Routing | None = None
+    ) -> None:
+        if layer not in self._layers:
+            count = 1 if routing is None else routing.computes.shape[1]
+            histograms = [Histogram.make(self._method) for _ in range(count)]
+            self._layers[layer] = LayerMagnitudes(histograms, [0] * count)
+        found = self._layers[layer]
+        for expert, histogram in enumerate(found.experts):
+            values = magnitudes
+            if routing is not None:
+                values = magnitudes[:, routing.computes[:, expert]]
+                values = values[:, :, routing.owners == expert]
+            found.tokens[expert] += values.shape[1]
+            histogram.add(values)
 
-    def list_histograms(self) -> list[Histogram]:
+    def list_layers(self) -> list[LayerMagnitudes]:
         """By layer."""
-        return [self._histograms[layer] for layer in sorted(self._histograms)]
+        return [self._layers[layer] for layer in sorted(self._layers)]
 
 
 def _find_coarse(magnitudes: F32) -> I64:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.engine.observation import Routing
+
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -61,8 +63,15 @@ class ActivationCounter:
         self.counts = counts
         self._largest = largest
 
-    def __call__(self, layer: int, inputs: F32, activations: F32) -> None:
+    def __call__(
+        self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
+    ) -> None:
         active = find_active(activations, self._largest)
+        if routing is not None and self._largest is not None:
+            # The share is of the neurons that compute: of those of its experts.
+            computing = routing.computes[:, routing.owners]
+            share = self._largest * float(computing.mean())
+            active = find_active(activations, share) & computing
         for place, batch in enumerate(BATCHES):
             groups = len(active) // batch
             # Tokens of a batch stand far apart, as those of different sequences do.

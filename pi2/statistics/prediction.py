@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.engine.observation import Routing
 from pi2.plan.packing import dequantize
 from pi2.plan.tensor_names import name_layer_tensor
 
@@ -71,17 +72,17 @@ class RecallCounter:
         self._request = request
         self._counts: dict[int, npt.NDArray[np.int64]] = {}
 
-    def __call__(self, layer: int, inputs: F32, activations: F32) -> None:
+    def __call__(
+        self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
+    ) -> None:
         predicted = compute_scores(self._request, layer, inputs) >= self.threshold
         active = activations != 0
         possible = active.size
-        if self._request.model.moe is not None:
+        if routing is not None:
             # Predictors of experts that do not compute a token are not asked.
-            groups = _list_groups(self._request, layer)
-            computes = np.stack([active[:, group].any(axis=1) for group in groups], axis=1)
-            possible = int(computes.sum()) * groups.shape[1]
-            for expert, group in enumerate(groups):
-                predicted[:, group] &= computes[:, expert, None]
+            computing = routing.computes[:, routing.owners]
+            predicted &= computing
+            possible = int(computing.sum())
         counts = (possible, active.sum(), predicted.sum(), (active & predicted).sum())
         known = self._counts.setdefault(layer, np.zeros(4, np.int64))
         known += np.array(counts, np.int64)

@@ -33,6 +33,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
 from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
+from pi2.plan.model import Model
 from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
 from pi2.statistics.texts import encode_windows
 
@@ -53,13 +54,13 @@ class LayerStatistics:
     """A layer in short."""
 
     active: float
-    """Mean share of neurons that a token activates."""
+    """Mean share of neurons that a token activates; in a mixture, of those of its experts."""
     skew: float
     """Smallest share of neurons that makes 80 % of the activations."""
     never: float
     """Share of neurons that never fired."""
     batches: tuple[float, ...]
-    """Mean share of neurons that some token of a batch of 1, 2, 3, 4 tokens activates."""
+    """Mean share of a layer's neurons that some token of a batch of 1, 2, 3, 4 tokens activates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ def record_activations(
                 # Moments are large: most of the time is for counting.
                 pause_s = max(SAVE_S, 20 * (saved - saving))
         original = np.stack([layer.original for layer in model.store.layers])
-        summary = summarise_counts(counter.counts, model.plan.model.id, job)
+        summary = summarise_counts(counter.counts, model.plan.model, job)
         _write(folder / ACTIVATIONS, encode_activations(counter.counts, original))
         _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original))
         for layer, moments in enumerate(counter.counts.moments):
@@ -158,12 +159,13 @@ def record_activations(
     return summary
 
 
-def summarise_counts(counts: Counts, model: str, job: str) -> Statistics:
+def summarise_counts(counts: Counts, model: Model, job: str) -> Statistics:
     """Shares by layer."""
     neurons = counts.fired.shape[2]
+    chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     layers = tuple(
         LayerStatistics(
-            active=float(fired[0].sum() / (groups[0] * neurons)),
+            active=float(fired[0].sum() / (groups[0] * neurons * chosen)),
             skew=measure_skew(fired[0]),
             never=float((fired[0] == 0).mean()),
             batches=tuple(
@@ -174,7 +176,7 @@ def summarise_counts(counts: Counts, model: str, job: str) -> Statistics:
         for fired, groups in zip(counts.fired, counts.groups, strict=True)
     )
     return Statistics(
-        model=model,
+        model=model.id,
         job=job,
         tokens=int(counts.groups[0, 0]),
         active=float(np.mean([layer.active for layer in layers])),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tomlkit
 
 import pi2
 import pi2.orchestrator
@@ -19,22 +18,14 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import ObservedExecutor
-from pi2.importing.synthesis.blueprint import draw_blueprint
-from pi2.importing.synthesis.generation import write_synthetic_store
-from pi2.importing.synthesis.plan_file import PlanWish, write_plan
-from pi2.importing.synthesis.recipe import Recipe
-from pi2.plan.check import check_file
-from pi2.plan.device import Device
-from pi2.plan.references import find_document
+from pi2.plan.resolve import load_plan
+from pi2.plan.thresholds import LayerThresholds, Thresholds
 from pi2.statistics.prediction import RecallCounter
-from pi2.store.manifest import read_manifest
 from tests.helpers.kernels import measure_error
-from tests.helpers.models import MIXTURE, make_model
+from tests.helpers.mixtures import make_mixture_plan
 
 F32 = npt.NDArray[np.float32]
 
-SHAPE = {"layers": 2, "hidden": 128, "ffn": 200, "vocab": 300}
-"""200 neurons: an expert's biases do not begin at a multiple of 64 bytes."""
 TOKENS = [7, 100, 8, 290]
 
 
@@ -49,43 +40,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         del os.environ["PI2_CACHE_DIR"]
 
 
-def make_plan(folder: Path, activation: str) -> Path:
-    """A plan with everything in memory for a synthetic mixture, four experts of which two."""
-    model = make_model(
-        {
-            "shape": SHAPE,
-            "ffn": {"activation": activation},
-            **MIXTURE,
-            "tied_head": False,
-        }
-    )
-    store, plan = folder / "store", folder / "tiny.plan.toml"
-    write_synthetic_store(store, draw_blueprint(model, Recipe(active=0.3, skew=0.4)))
-    model_file = folder / "tiny.model.toml"
-    model_file.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
-    device = check_file(find_document("host", "device", Path())).document
-    assert isinstance(device, Device)
-    write_plan(
-        plan,
-        model=model,
-        model_file=model_file,
-        device=device,
-        store=store,
-        bundle=read_manifest(store).bundle.layout,
-        store_bytes=0,
-        wish=PlanWish(context=64),
-    )
-    return plan
-
-
 @pytest.fixture(scope="module")
 def drelu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan(tmp_path_factory.mktemp("drelu"), "drelu")
+    return make_mixture_plan(tmp_path_factory.mktemp("drelu"), "drelu")
 
 
 @pytest.fixture(scope="module")
 def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan(tmp_path_factory.mktemp("silu"), "silu")
+    return make_mixture_plan(tmp_path_factory.mktemp("silu"), "silu")
 
 
 REFERENCE = {"backends.cpu": "reference"}
@@ -240,3 +202,36 @@ def test_gates_of_chosen_experts_give_what_dense_computing_gives(drelu: Path) ->
     dense, _ = run(drelu, **REFERENCE, **{"decode.predictor": "none"})
     assert measure_error(found, dense) < 3e-4
     assert model.stats.cache_misses > 0
+
+
+def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path) -> None:
+    layers = tuple(
+        LayerThresholds(gate=0.3, experts=experts, computed=0.5, active=0.5)
+        for experts in ((0.1, 0.2, 0.4, 0.8), (0.8, 0.4, 0.2, 0.1))
+    )
+    model = load_plan(silu).model
+    thresholds = Thresholds(
+        schema_version=1,
+        model=model.id,
+        activation="silu",
+        hidden=model.shape.hidden,
+        neurons=model.layer_neurons,
+        method="cats",
+        target=0.5,
+        tokens=1,
+        text="",
+        layers=layers,
+    )
+    assert thresholds.fits(model)
+    sparsity = {"method": "cats", "target": 0.5, "thresholds": "none.thresholds.toml"}
+    room = {"memory.segments.predictor": "8 MiB", "memory.budget": "2 GiB"}
+    settings = {"decode.predictor": "gate", "sparsity": sparsity, **room}
+    logits, named = [], []
+    for backend in ("cpu", "reference"):
+        chosen = {**settings, "backends.cpu": backend}
+        with pi2.orchestrator.load(silu, set=chosen, thresholds=thresholds) as loaded:
+            logits.append(loaded.logits(TOKENS, mode="decode"))
+            named.append(loaded.stats.predicted_neurons)
+    assert measure_error(logits[0], logits[1]) < 3e-4
+    assert named[0] == pytest.approx(named[1], rel=0.01)
+    assert 0 < named[0] < 4 * 2 * 2 * 200

@@ -24,11 +24,13 @@ from pi2.predictors.fitting import (
     start_rank,
 )
 from pi2.predictors.guessing import guess_weights
+from pi2.predictors.layers import fit_experts
 from pi2.predictors.samples import LayerSamples
 from pi2.predictors.training import train_predictors
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
-from tests.helpers.models import make_tiny
+from tests.helpers.mixtures import SHAPE, make_mixture_plan
+from tests.helpers.models import MIXTURE, make_tiny
 from tests.helpers.plans import write_plan
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 6
@@ -142,6 +144,49 @@ def test_a_store_without_predictors_gets_them(tmp_path: Path) -> None:
         assert len(loaded.generate("The", max_tokens=4, ignore_eos=True).result.token_ids) == 4
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"store", "tiny.model.toml", "tiny.plan.toml", "new"}
+
+
+def test_every_expert_of_a_mixture_gets_a_predictor(tmp_path: Path) -> None:
+    names = {key: name for key, name in MIXTURE["tensors"].items() if "predictor" not in key}
+    (tmp_path / "mixture").mkdir()
+    changes = {"predictor": None, "tensors": names, "shape": {**SHAPE, "layers": 1}}
+    plan = make_mixture_plan(tmp_path / "mixture", "drelu", changes)
+    found = train_predictors(
+        plan,
+        [TEXT],
+        tmp_path / "new",
+        overrides={"backends.cpu": "reference"},
+        recipe=Recipe(recall=0.9, passes=2),
+        rank=32,
+        context=40,
+        evaluated=1,
+    )
+    with NeuronStore.open(plan.parent / "store") as store:
+        for fit in found.fits:
+            assert len(fit.experts) == 4
+            # Nine tenths of the text, a byte each, in whole windows; two experts compute a token.
+            assert sum(fit.tokens) == 2 * 400
+            assert store.layers[0].neurons == len(fit.join_bias()) == 800
+    assert load_plan(found.plan).model.tensors.predictor_in.count("{expert}") == 1
+    low_rank = found.evaluation.runs[1]
+    assert low_rank.predicted is not None and low_rank.active is not None
+    assert 0.2 < low_rank.active <= low_rank.predicted < 0.6
+    # Which neurons are active, and which are named, is counted among a token's experts.
+    for layer, fit in zip(found.evaluation.layers, found.fits, strict=True):
+        assert layer.active == pytest.approx(0.33, abs=0.05)
+        assert fit.recall == pytest.approx(0.9, abs=0.05)
+        assert layer.recall == pytest.approx(0.9, abs=0.1)
+        assert layer.recall is not None and layer.recall > layer.predicted
+
+
+def test_an_expert_that_no_token_came_to_names_all_of_its_neurons() -> None:
+    samples = draw_samples()
+    found = fit_experts([samples, samples.cut(0)], 32, Recipe(passes=1), "int8")
+    trained, unknown = found.experts
+    assert (unknown.recall, unknown.predicted, unknown.active) == (1.0, 1.0, 0.0)
+    assert (unknown.weights.score(np.ones((2, 32), np.float32)) >= 0).all()
+    assert found.predicted == trained.predicted
+    assert found.join_inner().shape == (64, 32) and found.join_outer().shape == (128, 32)
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
+from pi2.orchestrator import load
 from pi2.plan.packing import unpack_part
 from pi2.plan.plan import SparsityMethod
 from pi2.plan.resolve import load_plan
@@ -22,7 +23,8 @@ from pi2.plan.thresholds import read_thresholds
 from pi2.planning.activity import describe_cut_activity
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal
-from pi2.sparsity.magnitudes import Histogram
+from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
+from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -210,6 +212,62 @@ def test_what_is_not_said_is_asked_for(
 ) -> None:
     assert run(["sparsity", "calibrate", str(plan), "--text", str(text), *options]) == 2
     assert code in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan with thresholds for a mixture of SiLU experts, run by the reference backend."""
+    plan = make_mixture_plan(tmp_path_factory.mktemp("mixture"), "silu", {"predictor": None})
+    plan.write_text(plan.read_text().replace('cpu = "cpu"', 'cpu = "reference"'))
+    (plan.parent / "text.txt").write_text(TEXT)
+    command = ["sparsity", "calibrate", str(plan), "--text", str(plan.parent / "text.txt")]
+    file, made = plan.with_name("half.thresholds.toml"), plan.with_name("half.plan.toml")
+    assert run([*command, "--target", "0.5", "-o", str(file), "--plan", str(made)]) == 0
+    return made
+
+
+def test_every_expert_of_a_mixture_gets_a_threshold(mixture: Path) -> None:
+    thresholds = load_plan(mixture).thresholds
+    assert thresholds is not None
+    for layer in thresholds.layers:
+        assert len(layer.experts) == 4
+        assert min(layer.experts) < layer.gate < max(layer.experts)
+        assert layer.computed == 0.5
+    with pi2.load(mixture) as model:
+        model.logits(list(TEXT[:40].encode()), mode="decode")
+        # Of the neurons of the two experts that compute a token.
+        assert model.stats.predicted_share == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_threshold_is_that_of_its_expert(mixture: Path) -> None:
+    thresholds = load_plan(mixture).thresholds
+    assert thresholds is not None
+    closed = [layer.model_copy(update={"experts": (99.0,) * 4}) for layer in thresholds.layers]
+    with load(mixture, thresholds=thresholds.model_copy(update={"layers": tuple(closed)})) as model:
+        model.logits(list(TEXT[:5].encode()), mode="decode")
+        assert model.stats.predicted_neurons == 0
+    other = thresholds.model_copy(update={"layers": tuple(closed)})
+    assert other.limits == thresholds.limits and other.expert_limits != thresholds.expert_limits
+
+
+def test_an_expert_of_few_tokens_takes_the_thresholds_of_its_layer() -> None:
+    histograms = [Histogram.make("cats"), Histogram.make("cats")]
+    histograms[0].add(draw((100, 400)))
+    histograms[1].add(2 * draw((1, 400)))
+    few = LayerMagnitudes(histograms, [100, 1]).choose(0.5)
+    assert few.experts[1] == few.gate > few.experts[0]
+    enough = LayerMagnitudes(histograms, [100, 100]).choose(0.5)
+    assert enough.experts[1] == pytest.approx(2 * enough.experts[0], rel=0.2)
+
+
+def test_second_thresholds_are_not_for_mixtures(mixture: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_plan(mixture, overrides={"sparsity.method": "cats-teal"})
+    assert "P257" in {diagnostic.code for diagnostic in caught.value.diagnostics}
+    goal = Goal(method="cats-teal", target=0.5)
+    with pytest.raises(UserError) as caught:
+        calibrate_thresholds(mixture, [TEXT], goal=goal)
+    assert caught.value.diagnostics[0].code == "P257"
 
 
 def test_neurons_that_rest_by_themselves_need_no_thresholds(tmp_path: Path) -> None:

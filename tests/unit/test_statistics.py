@@ -17,6 +17,7 @@ from pi2.importing.activations import read_counts
 from pi2.statistics import recording
 from pi2.statistics.counting import find_active, measure_skew
 from pi2.statistics.recording import RecordingOptions, record_activations
+from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
@@ -72,6 +73,17 @@ def test_counts_are_those_of_the_checkpoints_neurons(
             np.testing.assert_array_equal(stored, united)
         assert found.layers[layer].active == pytest.approx(fired[layer].mean())
         assert found.layers[layer].batches[0] < found.layers[layer].batches[3]
+
+
+def test_in_a_mixture_only_the_experts_of_a_token_count(tmp_path: Path) -> None:
+    plan = make_mixture_plan(tmp_path, "drelu", {"predictor": None})
+    plan.write_text(plan.read_text().replace('cpu = "cpu"', 'cpu = "reference"'))
+    found = record_activations(plan, [TEXT[:40]], tmp_path / "stats", options=OPTIONS)
+    fired = observe_plainly(plan, _encode(plan, TEXT[:32]))
+    for layer, shares in enumerate(found.layers):
+        # Two of four experts compute a token.
+        assert shares.batches[0] == pytest.approx(fired[layer].mean(), rel=0.1)
+        assert shares.active == pytest.approx(2 * shares.batches[0])
 
 
 def test_pairs_are_counted_together(tiny: tuple[TinyModel, Path], tmp_path: Path) -> None:

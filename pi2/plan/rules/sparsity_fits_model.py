@@ -1,9 +1,9 @@
 """``[sparsity]`` is for activations that are zero nowhere, and its method for the model's neurons.
 
 Why: neurons of the ReLU family rest by themselves, and ``predictor = "gate"`` leaves them out
-without loss; thresholds would only add an error.  In a mixture, most experts rest anyway, and
-nothing is calibrated for them.  ``cats-teal`` skips down behind a gate: neurons without gates have
-nothing else to skip, and the kernel for biases reads a neuron as a whole.
+without loss; thresholds would only add an error.  ``cats-teal`` skips down behind a gate: neurons
+without gates have nothing else to skip, the kernel for biases reads a neuron as a whole, and the
+neurons of a mixture are computed together, for which its experts' second thresholds would differ.
 
 Example: ``[sparsity]`` for a model with ``activation = "relu"``.
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding, Origin
+from pi2.plan.model import Model
+from pi2.plan.plan import SparsityMethod
 
 CODE = "P257"
 SEVERITY = "error"
@@ -37,16 +39,16 @@ def check(facts: Facts) -> Iterator[Finding]:
                 Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
             ),
         )
-    elif model.moe is not None:
-        yield Finding(
-            path=("sparsity",),
-            message=f"`{model.id}` is a mixture of experts, for which nothing is calibrated",
-            help="remove [sparsity]",
-            at="key",
-        )
-    elif sparsity.method == "cats-teal" and (not model.ffn.gated or model.ffn.bias):
-        yield Finding(
-            path=("sparsity", "method"),
-            message=f"cats-teal needs gates without biases: not `{model.id}`",
-            help='write method = "cats"',
-        )
+    elif (problem := explain_method(sparsity.method, model)) is not None:
+        yield Finding(path=("sparsity", "method"), message=problem, help='write method = "cats"')
+
+
+def explain_method(method: SparsityMethod, model: Model) -> str | None:
+    """Why neurons of ``model`` cannot be cut by ``method``; None if they can."""
+    if method == "cats":
+        return None
+    if model.moe is not None:
+        return f"{method} is not for mixtures of experts: not for `{model.id}`"
+    if not model.ffn.gated or model.ffn.bias:
+        return f"{method} needs gates without biases: not `{model.id}`"
+    return None

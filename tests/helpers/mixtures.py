@@ -1,0 +1,55 @@
+"""A tiny mixture of experts with a plan that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from pi2.importing.synthesis.blueprint import draw_blueprint
+from pi2.importing.synthesis.generation import write_synthetic_store
+from pi2.importing.synthesis.plan_file import PlanWish, write_plan
+from pi2.importing.synthesis.recipe import Recipe
+from pi2.plan.check import check_file
+from pi2.plan.device import Device
+from pi2.plan.references import find_document
+from pi2.store.manifest import read_manifest
+from tests.helpers.models import MIXTURE, make_model
+
+SHAPE = {"layers": 2, "hidden": 128, "ffn": 200, "vocab": 300}
+"""200 neurons: an expert's biases do not begin at a multiple of 64 bytes."""
+
+
+def make_mixture_plan(
+    folder: Path, activation: str, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """A plan with everything in memory for a synthetic mixture, four experts of which two compute a
+    token; ``changes`` are those of `make_model`."""
+    model = make_model(
+        {
+            "shape": SHAPE,
+            "ffn": {"activation": activation},
+            **MIXTURE,
+            "tied_head": False,
+            **(changes or {}),
+        }
+    )
+    store, plan = folder / "store", folder / "tiny.plan.toml"
+    write_synthetic_store(store, draw_blueprint(model, Recipe(active=0.3, skew=0.4)))
+    model_file = folder / "tiny.model.toml"
+    model_file.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(device, Device)
+    write_plan(
+        plan,
+        model=model,
+        model_file=model_file,
+        device=device,
+        store=store,
+        bundle=read_manifest(store).bundle.layout,
+        store_bytes=0,
+        wish=PlanWish(context=64),
+    )
+    return plan
