@@ -89,10 +89,10 @@ def command(
             raise click.UsageError("--pareto is for one --batch")
         _show_pareto(replace(wish, batch=batches[0]), plot)
         return
-    from pi2.planning.planner import plan
+    from pi2.planning.device_memory import plan_within_device
     from pi2.planning.text import describe_choices, write_batches
 
-    found = [plan(replace(wish, batch=number)) for number in batches]
+    found = [plan_within_device(replace(wish, batch=number)) for number in batches]
     for planned in found:
         click.echo("\n".join(describe_choices(planned)))
         path = outputs[planned.wish.batch]
@@ -232,10 +232,11 @@ def _refer_path(path: Path, folder: Path) -> str:
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
     """The fastest plans for several memories, as a table and as a picture."""
+    from pi2.planning.device_memory import find_device_memory
     from pi2.planning.pareto import draw_curve, write_table
     from pi2.planning.planner import trace_pareto
 
-    found = trace_pareto(wish, POINTS)
+    found = trace_pareto(wish, POINTS, most_bytes=find_device_memory(wish.device))
     click.echo("\n".join(write_table(found)))
     if plot is not None:
         try:

@@ -12,27 +12,27 @@ from pi2.plan.paths import KeyPath
 
 def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
     """Every figure below ``value`` with its key path."""
-    for place, item in _walk(value, path):
+    for place, item in walk_values(value, path):
         if isinstance(item, Origin):
             yield place, item
 
 
 def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Every text below ``value`` with its key path."""
-    for place, item in _walk(value, path):
+    for place, item in walk_values(value, path):
         if isinstance(item, str):
             yield place, item
 
 
-def _walk(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     """``value`` and everything below it; values that nobody wrote, too."""
     yield path, value
     if isinstance(value, BaseModel):
         for name, item in value:
-            yield from _walk(item, (*path, name))
+            yield from walk_values(item, (*path, name))
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _walk(item, (*path, str(key)))
+            yield from walk_values(item, (*path, str(key)))
     elif isinstance(value, tuple):
         for number, item in enumerate(value):
-            yield from _walk(item, (*path, number))
+            yield from walk_values(item, (*path, number))

@@ -20,7 +20,7 @@ from pi2.planning.bundle_layout import (
     read_stored,
 )
 from pi2.planning.cost import Cost, cost_resolved
-from pi2.planning.problem import MIB, Problem, pose_problem
+from pi2.planning.problem import MIB, Problem, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.rates import Rates, check_flash, check_power, read_rates
 from pi2.planning.refinement import Decision, refine_values
@@ -170,8 +170,11 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     return replace(planned, values=values, resolved=resolved, cost=cost, decisions=decisions)
 
 
-def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
-    """The best plans for memories from the least to what holds everything."""
+def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> list[PlannedPlan]:
+    """The best plans for memories from the least to what holds everything, or ``most_bytes``.
+
+    UserError P350 where not even the smallest plan has so little.
+    """
     rates = read_rates(wish.device, wish.model.shape.hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)
@@ -181,6 +184,12 @@ def trace_pareto(wish: Wish, points: int) -> list[PlannedPlan]:
     if least is None or fastest is None:
         raise _explain_impossible(problem, program)
     low, high = least.memory_bytes, fastest.memory_bytes
+    if most_bytes is not None:
+        if low > most_bytes:
+            raise _explain_impossible(
+                with_wish(problem, replace(wish, memory_bytes=most_bytes)), program
+            )
+        high = min(high, most_bytes - MIB)
     found = []
     for number in range(points):
         limit = low + (high - low) * number / max(points - 1, 1)

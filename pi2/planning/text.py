@@ -152,9 +152,11 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     )
     if cost.token_j is not None:
         yield f"Energy: {cost.token_j:.3g} J a token, from the device's power figures."
-    prefill = "unknown" if cost.prefill_tokens_s is None else f"{cost.prefill_tokens_s:.3g}"
+    prefill = "Prompts unknown, no unit of the plan has units.*.compute in the device"
+    if cost.prefill_tokens_s is not None:
+        prefill = f"Prompts {cost.prefill_tokens_s:.3g} tokens/s"
     yield (
-        f"Prompts {prefill} tokens/s, {approximate_bytes(cost.memory_bytes)} of memory, "
+        f"{prefill}; {approximate_bytes(cost.memory_bytes)} of memory, "
         f"{cost.hit_rate:.1%} of the neurons used are in it."
     )
     yield f"Activity of neurons: {cost.activity}."

@@ -79,6 +79,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "extends-too-deep.plan.toml": ("P022", 2, 12, "parts/levels/8.toml"),
     "factor-of-plain-rope.model.toml": ("P248", 19, 10),
     "fatrelu-without-threshold.model.toml": ("P245", 15, 1),
+    "figure-of-zero.device.toml": ("P261", 14, 8),
     "figure-without-origin.device.toml": ("P102", 18, 1),
     "fraction-for-whole.plan.toml": ("P103", 41, 9),
     "gate-of-silu.plan.toml": ("P234", 44, 13),

@@ -1,0 +1,47 @@
+"""Wishes against what the device has: a plan that does not fit is no plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pi2.diagnostics import UserError
+from pi2.plan.device import Device
+from pi2.plan.quantities import approximate_bytes
+from pi2.planning.planner import PlannedPlan, plan
+from pi2.planning.wish import Wish
+
+_MIB = 1 << 20
+
+
+def find_device_memory(device: Device) -> int | None:
+    """Bytes that a process may have; None where the device leaves it to the machine."""
+    memory = device.memory
+    return memory.usable if memory.usable is not None else memory.capacity
+
+
+def plan_within_device(wish: Wish) -> PlannedPlan:
+    """The best plan for a wish that the device has the memory for.
+
+    Raises `UserError` as `plan` does, and P350 for more memory than the device has, or a speed that
+    needs more, with the nearest wish.
+    """
+    limit = find_device_memory(wish.device)
+    if limit is not None and wish.memory_bytes is not None and wish.memory_bytes > limit:
+        raise UserError.of(
+            "P350",
+            f"the device {wish.device.id!r} has {approximate_bytes(limit)} of memory, "
+            f"{approximate_bytes(wish.memory_bytes)} are asked for",
+            help=f"--memory '{limit // _MIB} MiB' is the most",
+        )
+    planned = plan(wish)
+    needed = planned.resolved.plan.memory.budget
+    if limit is None or needed <= limit or wish.tokens_s is None:
+        return planned
+    within = plan(replace(wish, memory_bytes=limit, tokens_s=None, objective="speed"))
+    speed = within.cost.tokens_s
+    raise UserError.of(
+        "P350",
+        f"{wish.tokens_s:g} tokens/s take {approximate_bytes(needed)} of memory, the device "
+        f"{wish.device.id!r} has {approximate_bytes(limit)}",
+        help=f"the nearest wish is --speed {int(speed * 100) / 100:g}tok/s",
+    )
