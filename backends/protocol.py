@@ -74,9 +74,11 @@ class BuildRequest:
     """Tokens that the KV cache holds."""
     kv_type: KvType = "fp16"
     """What its elements are: ``int8`` has a scale for every head's vector of a token."""
+    token_type: ActivationType = "int16"
+    """What the inputs of projections are rounded to where one token goes through a layer, by
+    backends that round them: integers with a scale for 32 of them, or not at all (fp32)."""
     chunk_type: ActivationType = "int16"
-    """What the inputs of projections are rounded to where several tokens go through a layer
-    together, by backends that round them: integers with a scale for 32 of them."""
+    """The same, where several tokens go through a layer together."""
     phases: Literal[1, 2] | None = None
     """Loops of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves it
     to the backend."""

@@ -284,6 +284,7 @@ def describe_build(
         chunks=count_chunks(resolved),
         context=resolved.plan.kv.context,
         kv_type=resolved.plan.kv.type,
+        token_type=resolved.plan.decode.activations,
         chunk_type=resolved.plan.prefill.activations,
         phases=resolved.plan.decode.phases,
         gate_rows=gate_rows,

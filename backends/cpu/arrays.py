@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments
 from pi2.backends.cpu.workspace import Workspace
-from pi2.backends.kernels.isa import choose_isa
 from pi2.backends.kernels.spec import KernelSpec
 
 _F32 = npt.NDArray[np.float32]
@@ -44,8 +43,7 @@ class Arrays:
 
 def count_tiles(spec: KernelSpec) -> int:
     """Return the tiles for weights that kernels need: as many as threads, or none."""
-    isa = choose_isa(frozenset(spec.features), spec.architecture)
-    return spec.threads if isa.pairs else 0
+    return spec.threads if spec.isa.pairs else 0
 
 
 def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
@@ -54,7 +52,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     y = space.wrap(space.make("float32", chunk, spec.hidden))
     normalized = space.make("float32", chunk, spec.hidden)
     hidden = space.make_activations(
-        chunk, spec.hidden, spec.planes, normalized, tiles=count_tiles(spec)
+        chunk, spec.hidden, spec.most_planes, normalized, tiles=count_tiles(spec)
     )
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
     weights = space.make("float32", chunk, max(1, spec.experts))

@@ -18,7 +18,9 @@ def bind_attention(
     request: BuildRequest, space: Workspace, spec: KernelSpec, arrays: Arrays, context: int
 ) -> list[Arguments]:
     """Return the arrays of ``attend`` for each layer; the cache holds ``context`` tokens."""
-    mixed = space.make_activations(request.chunk, spec.width, spec.planes, tiles=count_tiles(spec))
+    mixed = space.make_activations(
+        request.chunk, spec.width, spec.most_planes, tiles=count_tiles(spec)
+    )
     qkv = space.wrap(space.make("float32", request.chunk, spec.qkv_rows))
     model = request.model
     rope = _make_tables(space, spec, model.rope, request.context)

@@ -127,7 +127,7 @@ class CpuExecutor:
         views: list[Any] = [space.wrap(array) for array in arrays]
         # Where kernels take tokens in pairs, the last one may be alone.
         even = round_up(chunk, 2)
-        views += space.make_activations(even, hidden, self._spec.planes, normalized)
+        views += space.make_activations(even, hidden, self._spec.most_planes, normalized)
         routes, layer_input = first.routes, first.layer_input
         if self._spec.experts:
             routes = space.make("float32", *routes.shape)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.model import Model
+from pi2.plan.plan import ActivationType
 from pi2.plan.tensor_names import name_layer_tensor
 
-PLANES = 2
-"""Bytes of a quantised activation, and of a chunk's unless the plan asks for one."""
+PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
+"""Bytes of an activation."""
 
 
 def make_spec(request: BuildRequest) -> KernelSpec:
@@ -40,8 +43,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         ranks=tuple(sorted(ranks)),
         stride=request.bundle.stride,
         threads=request.threads,
-        planes=PLANES,
-        chunk_planes=1 if request.chunk_type == "int8" else PLANES,
+        planes=PLANES[request.token_type],
+        chunk_planes=PLANES[request.chunk_type],
         # With gates that are known there is less to read in a row: measured in docs/performance.md.
         phases=request.phases or (1 if request.gate_rows is None else 2),
         architecture=request.architecture,

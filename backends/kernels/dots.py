@@ -8,87 +8,23 @@ group is exact: only its product with the two scales rounds.
 
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
 (30720), ``multiply`` adds 8 (15360).
+
+Activations that are not rounded go another way (`kernels.floats`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.floats import emit_float_dots, emit_half_dots
 from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import Unit
-from pi2.plan.layout import GROUP, Precision, split_lanes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """Quantised vectors of ``length``, one per token, in flat buffers.
-
-    ``codes`` int8 [tokens, planes, length], ``scales`` float32 [tokens, length / 32], ``sums``
-    int32 [tokens, length / 32] (-8 * sum of the group), ``values`` float32 [tokens, length] (what
-    was quantised; fp16 weights use it).
-    """
-
-    length: int
-    planes: int
-    codes: v.Buffer
-    scales: v.Buffer
-    sums: v.Buffer
-    values: v.Buffer
-    once: v.Expr
-    """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
-    unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
-    several: v.Expr | None = None
-    """Whether there is more than one token, where those of a chunk have other planes or order."""
-    chunk_planes: int = 0
-    """Their planes; the arrays are large enough for either."""
-    tiles: v.Buffer | None = None
-    """int8 [threads, length / 32, `isa.PAIRED_GROUP_BYTES`]: rows of weights unpacked for several
-    tokens, where the schedule does so (`i8mm`)."""
-    paired: bool = False
-    """Whether codes and scales are in the order of `i8mm`, as those of several tokens are there."""
-
-    def for_chunk(self) -> Activations:
-        """Return the same arrays as several tokens have them."""
-        if self.several is None:
-            return self
-        paired = self.tiles is not None
-        return replace(self, planes=self.chunk_planes, several=None, paired=paired)
-
-    def for_one(self) -> Activations:
-        """Return the same arrays as one token has them."""
-        return replace(self, several=None, paired=False)
-
-
-Prefetch = Callable[[int, v.Expr, int], None]
-"""Called with (vector, byte, size) where the weights ``byte`` to ``byte + size`` of a vector are
-loaded, to ask for others at the same pace: requests in bunches would wait for each other."""
-
-
-def list_runs(length: int) -> list[tuple[int, int, int]]:
-    """Return (lanes, first group, number of blocks) for each run of equal blocks."""
-    blocks = split_lanes(length)
-    full = blocks.count(16)
-    runs = [(16, 0, full)] if full else []
-    group = full * 16
-    for lanes in blocks[full:]:
-        runs.append((lanes, group, 1))
-        group += lanes
-    return runs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vector:
-    """A packed weight vector: where its weights and scales begin, in bytes of uint8 buffers."""
-
-    weights: v.Buffer
-    weights_base: v.Expr
-    scales: v.Buffer
-    scales_base: v.Expr
-    precision: Precision
+from pi2.plan.layout import GROUP
 
 
 def emit_dots(
@@ -103,7 +39,9 @@ def emit_dots(
     Several vectors share the loads of activations, several tokens the unpacking of weights.
     """
     if vectors[0].precision == "fp16":
-        return _emit_halves(vectors, activations, tokens, prefetch)
+        return emit_half_dots(vectors, activations, tokens, prefetch)
+    if activations.planes == FLOAT_PLANES:
+        return emit_float_dots(isa, vectors, activations, tokens, prefetch)
     tokens = [v.let(v.wide(token)) for token in tokens]
     runs = list_runs(activations.length)
     top = runs[0][0]
@@ -284,46 +222,3 @@ def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
     if lanes == 2:
         return v.take_lane(total, 0) + v.take_lane(total, 1)
     return v.low_half(total, "int32", lanes) + v.high_half(total, "int32", lanes)
-
-
-def _emit_halves(
-    vectors: Sequence[Vector],
-    activations: Activations,
-    tokens: Sequence[v.Expr],
-    prefetch: Prefetch | None,
-) -> list[list[v.Expr]]:
-    """Return dot products of fp16 vectors with the float32 values."""
-    length = activations.length
-    sums = [T.alloc_buffer((len(tokens) * 32,), "float32") for _ in vectors]
-    for buffer in sums:
-        for part in range(2 * len(tokens)):
-            v.store(buffer, part * 16, v.constant(0.0, "float32", 16), 16)
-    with T.serial(length // GROUP * activations.once) as group:
-        if prefetch is not None:
-            for index in range(len(vectors)):
-                prefetch(index, v.wide(group * 2 * GROUP), 2 * GROUP)
-        for half in range(2):
-            at = group * GROUP + half * 16
-            rows = [
-                v.let(v.load_halves(vector.weights, vector.weights_base + v.wide(at * 2), 16))
-                for vector in vectors
-            ]
-            for index, token in enumerate(tokens):
-                place = index * 32 + half * 16
-                value = v.let(v.load(activations.values, token * length + at, 16))
-                for buffer, weights in zip(sums, rows, strict=True):
-                    old = v.load(buffer, place, 16)
-                    v.store(buffer, place, T.fma(weights, value, old), 16)
-    return [
-        [
-            v.let(
-                v.add_lanes(
-                    v.load(buffer, index * 32, 16) + v.load(buffer, index * 32 + 16, 16),
-                    "float32",
-                    16,
-                )
-            )
-            for index in range(len(tokens))
-        ]
-        for buffer in sums
-    ]

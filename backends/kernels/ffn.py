@@ -8,17 +8,12 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
-from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import ROW_TILE, emit_split
-from pi2.backends.kernels.neurons import (
-    emit_unit,
-    list_places,
-    list_units,
-    load_unit_scale,
-    take_part,
-)
+from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.units import emit_unit, list_places, list_units, load_unit_scale
 from pi2.backends.kernels.values import emit_activations
 
 

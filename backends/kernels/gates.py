@@ -5,11 +5,12 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, emit_dots
+from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.gathered import TOGETHER
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.layout import vector_bytes
 

@@ -25,18 +25,13 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, Prefetch, Vector, emit_dots
+from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared
-from pi2.backends.kernels.neurons import (
-    activate,
-    emit_unit,
-    is_firing,
-    list_units,
-    load_unit_scale,
-    take_part,
-)
+from pi2.backends.kernels.neurons import activate, is_firing, take_part
+from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
 from pi2.plan.layout import GROUP, PartName, vector_bytes
 
 TOGETHER = 4

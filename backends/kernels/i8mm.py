@@ -28,10 +28,10 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
-from pi2.backends.kernels.dots import Activations, Vector, list_runs
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.operands import Activations, Vector, list_runs
 from pi2.plan.layout import GROUP, Precision
 
 TOKENS = 4

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.operands import Activations, Vector
 from pi2.plan.layout import Precision, scale_bytes, vector_bytes, weight_bytes
 
 ROW_TILE = 32
@@ -190,7 +191,7 @@ def emit_token_tiles(
     The last tile repeats the last token instead of needing a kernel of its own.
     """
     # With one plane instead of two, the registers hold the sums of twice as many tokens.
-    together = isa.tile_tokens * 2 // planes
+    together = isa.tile_tokens * (2 if planes == 1 else 1)
     with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
         first = v.let(tile * together)
         emit(first, [v.let(T.min(first + index, tokens - 1)) for index in range(together)])

@@ -9,8 +9,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.matrix import Matrix
+from pi2.backends.kernels.operands import Activations
 from pi2.plan.layout import Precision
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, Vector
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
-from pi2.backends.kernels.neurons import emit_unit, list_units, load_unit_scale, take_part
+from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.operands import Activations, Vector
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
 from pi2.backends.kernels.values import emit_values, load_route
 
 

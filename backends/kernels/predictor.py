@@ -5,10 +5,10 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.neurons import activate_smoothly
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.spec import KernelSpec
 

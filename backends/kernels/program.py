@@ -49,7 +49,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_end_ffn,
     emit_find_gates,
 )
-from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.parameters import Parameters, make_function
 from pi2.backends.kernels.reads import emit_read_runs
 from pi2.backends.kernels.schedule import Schedule
@@ -63,7 +63,7 @@ class Program:
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-        self.isa: Isa = choose_isa(frozenset(spec.features), spec.architecture)
+        self.isa: Isa = spec.isa
 
     def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
         """Return what emits each function, by name."""

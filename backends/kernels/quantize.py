@@ -2,7 +2,8 @@
 
 Per group of 32: ``scale`` = max|x| / 32512 and x16 = rint(x / scale) = 256 high + low, high in
 -127..127, low in -128..127 (two planes, relative error of an element's group maximum 1.6e-5);
-``scale`` = max|x| / 127 (one plane, 4e-3).  A group of zeros has scale 0 and codes 0.
+``scale`` = max|x| / 127 (one plane, 4e-3).  A group of zeros has scale 0 and codes 0.  Or
+nothing is rounded, and values are only brought into lane order (`operands.FLOAT_PLANES`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations, list_runs
+from pi2.backends.kernels.floats import emit_lane_order
 from pi2.backends.kernels.i8mm import place_scale, place_steps
+from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, list_runs
 from pi2.plan.layout import GROUP
 
 LIMIT = {1: 127, 2: 127 * 256}
@@ -49,13 +51,16 @@ def emit_norm(
 
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
-    """Set codes, scales and sums of ``target`` from its values."""
+    """Set codes, scales and sums of ``target`` from its values; codes alone if those are floats."""
     if target.several is not None:
         with T.If(target.several):
             with T.Then():
                 emit_quantize(target.for_chunk(), token)
             with T.Else():
                 emit_quantize(target.for_one(), token)
+        return
+    if target.planes == FLOAT_PLANES:
+        emit_lane_order(target, token)
         return
     for lanes, first, count in list_runs(target.length):
         with T.serial(count * target.once) as block, T.serial(lanes * target.once) as lane:

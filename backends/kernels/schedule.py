@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Activations
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.norms import NormWeights
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import Parameters
 from pi2.backends.kernels.spec import KernelSpec
 

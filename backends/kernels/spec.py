@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
 from pi2.plan.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.plan import KvType
@@ -66,7 +67,7 @@ class KernelSpec:
     stride: int
     threads: int
     planes: int
-    """Bytes of a quantised activation: 2 (int16 as two int8 planes) or 1 (int8)."""
+    """Bytes of an activation: 1 (int8), 2 (int16 as two int8 planes), 4 (float32, not rounded)."""
     chunk_planes: int
     """The same, where several tokens go through a layer together."""
     architecture: str
@@ -106,8 +107,7 @@ class KernelSpec:
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
-        assert self.planes in (1, 2) and self.chunk_planes in (1, 2) and self.threads >= 1
-        assert self.chunk_planes <= self.planes, "arrays are made for one token's planes"
+        assert {self.planes, self.chunk_planes} <= {1, 2, 4} and self.threads >= 1
         assert list(self.features) == sorted(set(self.features))
 
     @property
@@ -131,6 +131,17 @@ class KernelSpec:
             bias=self.ffn_bias,
             mixed=self.experts > 0,
         )
+
+    @property
+    def most_planes(self) -> int:
+        """Bytes of an activation that arrays have room for."""
+        return max(self.planes, self.chunk_planes)
+
+    @property
+    def isa(self) -> Isa:
+        """The schedule; tokens are taken in pairs as integers only."""
+        isa = choose_isa(frozenset(self.features), self.architecture)
+        return isa if self.most_planes < 4 else dataclasses.replace(isa, pairs=False)
 
     @property
     def is_smooth(self) -> bool:

@@ -9,11 +9,12 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.chosen import Chosen
-from pi2.backends.kernels.dots import Activations, Vector, emit_dots
+from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_token_tiles
 from pi2.backends.kernels.neurons import activate, take_part
+from pi2.backends.kernels.operands import Activations, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.dots import Vector
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.matrix import emit_multiply
 from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.operands import Vector
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.rows import emit_scale
 from pi2.backends.kernels.schedule import Schedule

@@ -155,7 +155,7 @@ class Threads(Table):
     move them.  Threads that read from flash are never bound."""
 
 
-ActivationType = Literal["int8", "int16"]
+ActivationType = Literal["int8", "int16", "fp32"]
 
 
 class Prefill(Table):
@@ -165,7 +165,8 @@ class Prefill(Table):
     """Tokens that go through a layer together."""
     activations: ActivationType = "int16"
     """What the cpu backend rounds the inputs of matrices to, with a scale for 32 of them: ``int8``
-    takes half of the arithmetic, and moves logits by up to 1 % of the largest."""
+    takes half of the arithmetic, and moves logits by up to 1 % of the largest; ``fp32`` rounds
+    nothing and is slower."""
 
 
 class Decode(Table):
@@ -186,6 +187,9 @@ class Decode(Table):
     same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
     else 1, which was quicker with ReLU, dReLU and SiLU (docs/performance.md).  Neurons with biases
     or without gates are computed one by one in either case."""
+    activations: Literal["int16", "fp32"] = "int16"
+    """What the cpu backend rounds the inputs of matrices to, as in ``prefill``: ``int16`` moves
+    logits by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
     """Sequences that generate at the same time.  The engine runs one; `pi2 plan --batch`,
     `pi2 simulate` and `pi2 explain PLAN --cost` count with more."""

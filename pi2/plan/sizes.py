@@ -261,14 +261,14 @@ def _expect_active(resolved: Resolved) -> float:
 def _need_workspace(resolved: Resolved) -> Need:
     """Activations, logits and staging, as the cpu backend takes them.
 
-    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and h w
-    wide, each in two 8-bit planes, as floats, and with a float and an integer per group; qkv
-    floats; 264 floats of dense FFN; its id; d floats more for parallel residuals and mixtures, and
-    a float per expert and an integer. V floats of logits for up to 16 tokens. Rotary positions
-    (context w floats, twice where layers differ), 16 spans of attention of w + 2 floats per head,
-    eight numbers per neuron of a layer (in a mixture nine), d floats and 33 KiB per thread. Two
-    staging buffers of min(f, 512) neurons. On cores that have or may have i8mm, 10 (d + h w) bytes
-    per thread, and the inputs of an even number of tokens.
+    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
+    h w wide, each in two 8-bit planes (or four bytes, where a plan rounds nothing), as floats, and
+    with a float and an integer per group; qkv floats; 264 floats of dense FFN; its id; d floats
+    more for parallel residuals and mixtures, and a float per expert and an integer.  V floats of
+    logits for up to 16 tokens.  Rotary positions (context w floats, twice where layers differ), 16
+    spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in a mixture nine), d
+    floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.  On cores that have
+    or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -277,7 +277,8 @@ def _need_workspace(resolved: Resolved) -> Need:
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
 
-    inputs = (shape.hidden + query) * 6 + (shape.hidden + query) // GROUP * 8
+    inputs = (shape.hidden + query) * (4 + _count_planes(plan))
+    inputs += (shape.hidden + query) // GROUP * 8
     activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     ropes = 1 if model.other_rope is None else 2
@@ -312,7 +313,7 @@ def count_chunks(resolved: Resolved) -> int:
     if plan.pipeline.prefill == "chunks-first":
         return 1
     hidden, chunk = model.shape.hidden, plan.prefill.chunk
-    own = hidden * 14 + hidden // GROUP * 8
+    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
     if model.residual == "parallel" or model.moe is not None:
         own += 4 * hidden
     if model.moe is not None:
@@ -321,6 +322,11 @@ def count_chunks(resolved: Resolved) -> int:
     own_bytes = (chunk + 1) * own + 8 * ALIGNMENT
     room = plan.memory.segments.workspace - resolved.needs.workspace.bytes
     return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
+
+
+def _count_planes(plan: Plan) -> int:
+    """Bytes that an input of a projection is rounded to, or takes as it is."""
+    return 4 if "fp32" in (plan.decode.activations, plan.prefill.activations) else 2
 
 
 def _may_pair_tokens(device: Device) -> bool:

@@ -195,6 +195,33 @@ def test_chunks_may_be_rounded_to_8_bits_and_single_tokens_are_not() -> None:
         assert np.array_equal(runs[0], runs[1])
 
 
+@pytest.mark.parametrize("name", ["demo-like", "odd"])
+def test_nothing_is_rounded_where_everything_is_fp32(name: str) -> None:
+    model = RandomModel(
+        **MODELS[name], kv_type="fp32", token_type="fp32", chunk_type="fp32", seed=5
+    )
+    ours, truth = cpu.build(model.request), reference.build(model.request)
+    ids, position = list(range(40, 56)), 0
+    for count in (9, 1, 1, 4, 1):
+        chunk = ids[position : position + count]
+        found = feed(ours, model, chunk, position, "gate")
+        expected = feed(truth, model, chunk, position, "gate")
+        assert measure_error(found, expected) < 1e-5
+        position += count
+    assert ours.count_active() == truth.count_active()
+
+
+@pytest.mark.parametrize(("token", "chunk"), [("fp32", "int8"), ("int16", "fp32")])
+def test_single_tokens_and_chunks_may_be_rounded_differently(token: Any, chunk: Any) -> None:
+    mixed = RandomModel(**MODELS["demo-like"], token_type=token, chunk_type=chunk)
+    ours, truth = cpu.build(mixed.request), reference.build(mixed.request)
+    assert measure_error(feed(ours, mixed, [7], 0), feed(truth, mixed, [7], 0)) < 3e-4
+    ids = list(range(20))
+    ours, truth = cpu.build(mixed.request), reference.build(mixed.request)
+    limit = {"int8": 1e-2, "fp32": 3e-4}[chunk]
+    assert measure_error(feed(ours, mixed, ids[:16], 0), feed(truth, mixed, ids[:16], 0)) < limit
+
+
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
     model = RandomModel(**MODELS["demo-like"])
     runs = []

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ F32 = npt.NDArray[np.float32]
 FOLDER = Path(__file__).resolve().parents[1] / "golden/models"
 EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
 """Quantisation that keeps fp16 weights as they are."""
+UNROUNDED = {"kv.type": "fp32", "decode.activations": "fp32", "prefill.activations": "fp32"}
+"""What makes the cpu backend round nothing but the weights (docs/exactness.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +105,11 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
     return path
 
 
-def run_golden(plan: Path, golden: Golden, tokens: int = 32) -> tuple[F32, list[int]]:
-    """Logits of the prompt, and the greedy tokens after it."""
-    with pi2.load(plan) as model:
+def run_golden(
+    plan: Path, golden: Golden, tokens: int = 32, settings: Mapping[str, str] = MappingProxyType({})
+) -> tuple[F32, list[int]]:
+    """Logits of the prompt, and the greedy tokens after it, with ``settings`` of the plan."""
+    with pi2.load(plan, set=dict(settings)) as model:
         logits = model.logits(golden.prompt)
         generation = model.generate(
             golden.prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True

@@ -13,7 +13,7 @@ from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
-from pi2.plan.layout import GROUP, Precision, lay_out_bundle
+from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
 from pi2.plan.packing import pack_bundles, pack_codes, quantize, slice_part
 from pi2.plan.plan import ActivationType, KvType
@@ -120,6 +120,11 @@ def allocate_tiles(threads: int, length: int) -> npt.NDArray[np.int8]:
 def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F64]:
     """Quantise as the kernels do; return their four arrays, and the values that they stand for."""
     tokens, length = x.shape
+    if planes == 4:
+        arrays = allocate_activations(tokens, length, planes)
+        arrays[0].view(np.float32).reshape(tokens, length)[:] = put_in_lane_order(x)
+        arrays[3][:] = x
+        return arrays, x.astype(np.float64)
     limit = 127 * 256 if planes == 2 else 127
     groups = x.reshape(tokens, -1, GROUP)
     largest = np.abs(groups).max(-1)
@@ -138,6 +143,16 @@ def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F
     arrays[3][:] = x
     stands_for = codes * scales.astype(np.float64)[..., None]
     return arrays, stands_for.reshape(tokens, length)
+
+
+def put_in_lane_order(x: F32) -> F32:
+    """Rows with element e of group j of a block of L lanes at ``e * L + j``."""
+    parts, start = [], 0
+    for lanes in split_lanes(x.shape[1]):
+        block = x[:, start : start + lanes * GROUP].reshape(len(x), lanes, GROUP)
+        parts.append(block.transpose(0, 2, 1).reshape(len(x), -1))
+        start += lanes * GROUP
+    return np.concatenate(parts, 1)
 
 
 def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
@@ -205,6 +220,7 @@ class RandomModel:
         rope: Rope | None = None,
         kv_type: KvType = "fp16",
         chunk_type: ActivationType = "int16",
+        token_type: ActivationType = "int16",
         precision: Mapping[str, Precision] | None = None,
         features: frozenset[str] | None = None,
         limits: tuple[float, float] | None = None,
@@ -274,6 +290,7 @@ class RandomModel:
             context=context,
             kv_type=kv_type,
             chunk_type=chunk_type,
+            token_type=token_type,
             gate_rows=gates,
             limits=None if limits is None else [limits] * layers,
             threads=threads,

@@ -21,6 +21,7 @@ from tests.helpers.kernels import (
     list_runnable_isas,
     make_isa,
     measure_error,
+    put_in_lane_order,
     quantize_activations,
 )
 
@@ -59,7 +60,7 @@ def make_multiply(
 @given(
     length=LENGTHS,
     precision=PRECISIONS,
-    planes=st.sampled_from([1, 2]),
+    planes=st.sampled_from([1, 2, 4]),
     threads=st.sampled_from([1, 3]),
     rows=st.integers(1, 70),
     tokens=st.integers(1, 9),
@@ -110,19 +111,20 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     assert measure_error(y, stands_for @ plain.T) < 1e-6
 
 
+@pytest.mark.parametrize("planes", [2, 4])
 @pytest.mark.parametrize("isa", list_runnable_isas())
-def test_one_token_gives_the_same_bits_as_many(isa: str) -> None:
+def test_one_token_gives_the_same_bits_as_many(isa: str, planes: int) -> None:
     rng = np.random.default_rng(5)
     rows, tokens, length = 33, 6, 352
     weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), "int4")
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     assert scales is not None
-    kernel = compile_kernel(make_multiply(isa, length, "int4", 2, 2), make_isa(isa))
+    kernel = compile_kernel(make_multiply(isa, length, "int4", planes, 2), make_isa(isa))
     together, alone = allocate("float32", tokens, rows), allocate("float32", tokens, rows)
-    arrays, _ = quantize_activations(x, 2)
+    arrays, _ = quantize_activations(x, planes)
     kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, together)
     for token in range(tokens):
-        arrays, _ = quantize_activations(x[token : token + 1], 2)
+        arrays, _ = quantize_activations(x[token : token + 1], planes)
         row = allocate("float32", 1, rows)
         kernel(rows, 1, weights, scales.view(np.uint8), *arrays, row)
         alone[token] = row
@@ -160,6 +162,21 @@ def test_norm_and_quantisation_are_those_of_numpy(
     assert np.allclose(arrays[1], expected[1], rtol=1e-6, atol=0)
     assert np.array_equal(arrays[2], -8 * sum_groups(arrays[0], length))
     assert not arrays[0][0, :, unpack_order(length)[:32]].any()
+
+
+@pytest.mark.parametrize("length", [32, 480, 1504])
+def test_activations_that_are_not_rounded_are_brought_into_lane_order(length: int) -> None:
+    tokens = 3
+    rng = np.random.default_rng(length)
+    x, weight = allocate("float32", tokens, length), allocate("float32", length)
+    x[:], weight[:] = rng.standard_normal((tokens, length)), 1
+    arrays = allocate_activations(tokens, length, 4)
+    kernel = compile_kernel(make_norm(length, 4), make_isa(list_runnable_isas()[-1]))
+    kernel(tokens, x, weight, *arrays)
+    norm = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    assert measure_error(arrays[3], norm) < 1e-6
+    found = arrays[0].view(np.float32).reshape(tokens, length)
+    assert np.array_equal(found, put_in_lane_order(arrays[3]))
 
 
 def join_planes(codes: Any) -> Any:

@@ -130,7 +130,7 @@ def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> npt.NDArray[np.fl
     precision=PRECISIONS,
     activation=ACTIVATIONS,
     threads=st.integers(1, 3),
-    planes=st.sampled_from([1, 2]),
+    planes=st.sampled_from([1, 2, 4]),
     phases=st.sampled_from([1, 2]),
     neurons=st.integers(1, 80),
     tokens=st.integers(2, 9),

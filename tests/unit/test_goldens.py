@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.goldens import (
     EXACT,
+    UNROUNDED,
     convert_golden,
     copy_checkpoint,
     list_goldens,
@@ -35,7 +36,8 @@ def test_the_reference_backend_agrees(tmp_path: Path, name: str) -> None:
 
 
 CPU_ERROR = 5e-3
-"""Activations are 16-bit integers, keys and values fp16; 1e-2 is what the backend promises."""
+"""Keys and values are rounded to fp16, which is what is seen here: fp16 weights are multiplied with
+activations that are not rounded.  The largest of all goldens is 2.4e-3 (docs/exactness.md)."""
 
 
 @pytest.mark.parametrize("name", list_goldens())
@@ -47,3 +49,34 @@ def test_the_cpu_backend_agrees(tmp_path: Path, name: str) -> None:
     logits, greedy = run_golden(plan, golden)
     assert measure_error(logits, golden.logits) <= CPU_ERROR
     np.testing.assert_array_equal(greedy, golden.greedy)
+
+
+@pytest.mark.parametrize("name", list_goldens())
+def test_the_cpu_backend_agrees_as_the_reference_does_where_nothing_is_rounded(
+    tmp_path: Path, name: str
+) -> None:
+    golden = read_golden(name)
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    model = convert_golden(checkpoint, tmp_path, EXACT)
+    plan = write_plan(tmp_path, model, {"backends": {"cpu": "cpu"}})
+    logits, greedy = run_golden(plan, golden, settings=UNROUNDED)
+    assert measure_error(logits, golden.logits) <= REFERENCE_ERROR
+    np.testing.assert_array_equal(greedy, golden.greedy)
+
+
+INT4 = dict.fromkeys(EXACT, "int4")
+INT4_ERROR = 5e-3
+"""The same, and activations of 16 bits: 3.5e-3 is the largest of those that were measured."""
+
+
+@pytest.mark.parametrize("name", ["llama-relu-odd-heads", "mixtral", "opt"])
+def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
+    golden = read_golden(name)
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    model = convert_golden(checkpoint, tmp_path, INT4)
+    plan = write_plan(tmp_path, model, {})
+    expected, text = run_golden(plan, golden)
+    for settings, limit in ((UNROUNDED, REFERENCE_ERROR), ({}, INT4_ERROR)):
+        logits, greedy = run_golden(plan, golden, settings=settings | {"backends.cpu": "cpu"})
+        assert measure_error(logits, expected) <= limit
+        np.testing.assert_array_equal(greedy, text)

@@ -9,6 +9,7 @@ import pytest
 import pi2
 from pi2.plan.resolve import load_plan
 from pi2.plan.sizes import compute_needs
+from tests.helpers.goldens import UNROUNDED
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -38,12 +39,14 @@ def test_no_segment_takes_more_than_the_plan_counts(
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_float_cache_takes_what_the_plan_counts(backend: str, tmp_path: Path) -> None:
+def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: Path) -> None:
     path = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(path, set={"backends.cpu": backend, "kv.type": "fp32"}) as model:
+    with pi2.load(path, set={"backends.cpu": backend, **UNROUNDED}) as model:
         assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
-        need = compute_needs(model.plan).kv.bytes
-        assert 0.9 * need <= model._parts.budget.used_bytes["kv"] <= need
+        used, needs = model._parts.budget.used_bytes, compute_needs(model.plan)
+        assert 0.9 * needs.kv.bytes <= used["kv"] <= needs.kv.bytes
+        assert used["workspace"] <= needs.workspace.bytes
+        assert needs.workspace.bytes > load_plan(path).needs.workspace.bytes
 
 
 @pytest.mark.parametrize("more", [0, 20_000, 1 << 20])

@@ -1,0 +1,81 @@
+"""What dot products are made of: packed weight vectors, and activations of some tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pi2.backends.kernels import vectors as v
+from pi2.plan.layout import Precision, split_lanes
+
+FLOAT_PLANES = 4
+"""Bytes of an activation that is not rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Quantised vectors of ``length``, one per token, in flat buffers.
+
+    ``codes`` int8 [tokens, planes, length], ``scales`` float32 [tokens, length / 32], ``sums``
+    int32 [tokens, length / 32] (-8 * sum of the group), ``values`` float32 [tokens, length] (what
+    was quantised; fp16 weights use it).  With `FLOAT_PLANES`, ``codes`` are the bytes of the values
+    in lane order (`kernels.units`), and scales and sums have no meaning.
+    """
+
+    length: int
+    planes: int
+    codes: v.Buffer
+    scales: v.Buffer
+    sums: v.Buffer
+    values: v.Buffer
+    once: v.Expr
+    """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
+    unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
+    several: v.Expr | None = None
+    """Whether there is more than one token, where those of a chunk have other planes or order."""
+    chunk_planes: int = 0
+    """Their planes; the arrays are large enough for either."""
+    tiles: v.Buffer | None = None
+    """int8 [threads, length / 32, `isa.PAIRED_GROUP_BYTES`]: rows of weights unpacked for several
+    tokens, where the schedule does so (`i8mm`)."""
+    paired: bool = False
+    """Whether codes and scales are in the order of `i8mm`, as those of several tokens are there."""
+
+    def for_chunk(self) -> Activations:
+        """Return the same arrays as several tokens have them."""
+        if self.several is None:
+            return self
+        paired = self.tiles is not None
+        return replace(self, planes=self.chunk_planes, several=None, paired=paired)
+
+    def for_one(self) -> Activations:
+        """Return the same arrays as one token has them."""
+        return replace(self, several=None, paired=False)
+
+
+Prefetch = Callable[[int, v.Expr, int], None]
+"""Called with (vector, byte, size) where the weights ``byte`` to ``byte + size`` of a vector are
+loaded, to ask for others at the same pace: requests in bunches would wait for each other."""
+
+
+def list_runs(length: int) -> list[tuple[int, int, int]]:
+    """Return (lanes, first group, number of blocks) for each run of equal blocks."""
+    blocks = split_lanes(length)
+    full = blocks.count(16)
+    runs = [(16, 0, full)] if full else []
+    group = full * 16
+    for lanes in blocks[full:]:
+        runs.append((lanes, group, 1))
+        group += lanes
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vector:
+    """A packed weight vector: where its weights and scales begin, in bytes of uint8 buffers."""
+
+    weights: v.Buffer
+    weights_base: v.Expr
+    scales: v.Buffer
+    scales_base: v.Expr
+    precision: Precision

@@ -1,0 +1,97 @@
+"""Packed vectors unpacked to floats, a unit at a time.
+
+A *unit* is what one chunk of a block unpacks to: 4 ``lanes`` bytes.  Its elements are in *lane
+order*: within a block of L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in
+natural order.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.kernels import vectors as v
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.operands import Vector, list_runs
+from pi2.plan.layout import GROUP, Precision
+
+
+def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
+    """Return (lanes, first group, number of units) for each run of equal blocks.
+
+    A *unit* is the part of y that one 4 ``lanes``-byte chunk unpacks to.
+    """
+    if precision == "fp16":
+        return [(16, 0, hidden // GROUP)]
+    per_block = 4 if precision == "int4" else 8
+    return [(lanes, first, count * per_block) for lanes, first, count in list_runs(hidden)]
+
+
+def emit_unit(
+    isa: Isa, vector: Vector, lanes: int, first: v.Expr, chunk: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a unit: (place in y, weights without their scale as float32 x lanes) of each element.
+
+    ``first`` is the block's first group, ``chunk`` the chunk within the block.
+    """
+    if vector.precision == "fp16":
+        byte = vector.weights_base + v.wide(first * GROUP * 2)
+        return [
+            (first * GROUP + half * 16, v.load_halves(vector.weights, byte + half * 32, 16))
+            for half in range(2)
+        ]
+    int4 = vector.precision == "int4"
+    byte = vector.weights_base + v.wide(
+        first * (GROUP // 2 if int4 else GROUP) + chunk * (4 * lanes)
+    )
+    word = v.let(v.load_as(vector.weights, byte, "int32", lanes))
+    start = first * GROUP
+    if not int4:
+        result = []
+        for index in range(4):
+            place = start + (4 * chunk + index) * lanes
+            shifted = word << v.constant(24 - 8 * index, "int32", lanes) if index < 3 else word
+            code = shifted >> v.constant(24, "int32", lanes)
+            result.append((place, v.cast(code, "float32", lanes)))
+        return result
+    table = isa.lanes == 16 and lanes == 16
+    if table:
+        # vpermps looks at the low 4 bits of each lane only: no mask, no subtraction.
+        values = v.let(v.cast(T.ramp(-8, 1, 16), "float32", 16))
+    else:
+        # q + 8 with its top bit flipped is q in two's complement.
+        word = v.let(word ^ v.constant(-2004318072, "int32", lanes))
+    result = []
+    for index in range(8):
+        element = 4 * chunk + index // 2 + 16 * (index % 2)
+        place = start + element * lanes
+        if table:
+            code = word >> v.constant(4 * index, "int32", lanes) if index else word
+            weights = T.call_llvm_pure_intrin(
+                "float32x16", "llvm.x86.avx512.permvar.sf.512", values, code
+            )
+        else:
+            shifted = word << v.constant(28 - 4 * index, "int32", lanes) if index < 7 else word
+            code = shifted >> v.constant(28, "int32", lanes)
+            weights = v.cast(code, "float32", lanes)
+        result.append((place, weights))
+    return result
+
+
+def list_places(
+    precision: Precision, lanes: int, first: v.Expr, chunk: v.Expr | int
+) -> list[v.Expr]:
+    """Return where the elements of a unit stand in y, in the order of `emit_unit`."""
+    start = first * GROUP
+    if precision == "fp16":
+        return [v.let(start + half * 16) for half in range(2)]
+    if precision == "int8":
+        return [v.let(start + (4 * chunk + index) * lanes) for index in range(4)]
+    elements = [4 * chunk + index // 2 + 16 * (index % 2) for index in range(8)]
+    return [v.let(start + element * lanes) for element in elements]
+
+
+def load_unit_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
+    """Return the scales of a block as float32 x lanes."""
+    if vector.precision == "fp16":
+        return v.constant(1.0, "float32", lanes)
+    return v.load_halves(vector.scales, vector.scales_base + v.wide(first * 2), lanes)
