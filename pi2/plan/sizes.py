@@ -266,9 +266,10 @@ def _need_workspace(resolved: Resolved) -> Need:
     with a float and an integer per group; qkv floats; 264 floats of dense FFN; its id; d floats
     more for parallel residuals and mixtures, and a float per expert and an integer.  V floats of
     logits for up to 16 tokens.  Rotary positions (context w floats, twice where layers differ), 16
-    spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in a mixture nine), d
-    floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.  On cores that have
-    or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of tokens.
+    spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in a mixture
+    nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.  On cores
+    that have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of
+    tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
