@@ -17,39 +17,47 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
-def compute_frequencies(rope: Rope, head_dim: int) -> F64:
+def compute_frequencies(rope: Rope, head_dim: int, context: int) -> F64:
     """Angular frequencies [head_dim / 2] in radians per token, those of rotated pairs first.
 
     ``linear`` divides all by the factor; ``llama3`` divides the long wavelengths, keeps the short
     ones, and blends between (the rule that Llama 3.1 published with its configuration); ``yarn``
-    blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2).
+    blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2);
+    ``longrope`` divides each by its own number, one set of them for contexts beyond the original
+    (arXiv 2402.13753).
     """
     rotated = rope.count_rotated(head_dim)
     frequencies = np.zeros(head_dim // 2)
     if rotated:
         plain = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-        frequencies[: rotated // 2] = _scale(rope, plain, rotated)
+        frequencies[: rotated // 2] = _scale(rope, plain, rotated, context)
     return frequencies
 
 
 def compute_rope_tables(rope: Rope, head_dim: int, context: int) -> tuple[F32, F32]:
     """Cosines and sines [context, head_dim / 2], float32."""
-    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim))
+    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim, context))
     cosines, sines = np.cos(angles), np.sin(angles)
-    if rope.kind == "yarn":
+    if rope.kind in ("yarn", "longrope"):
         factor = rope.attention_factor
-        if factor is None:
+        if factor is None and rope.kind == "yarn":
             factor = 0.1 * math.log(rope.factor) + 1.0
+        elif factor is None:
+            factor = math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))
         pairs = rope.count_rotated(head_dim) // 2
         cosines[:, :pairs] *= factor
         sines[:, :pairs] *= factor
     return cosines.astype(np.float32), sines.astype(np.float32)
 
 
-def _scale(rope: Rope, frequencies: F64, rotated: int) -> F64:
+def _scale(rope: Rope, frequencies: F64, rotated: int, context: int) -> F64:
     """Frequencies [rotated / 2] with the scaling of ``rope``."""
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "longrope":
+        is_long = context > rope.original_context
+        factors = rope.long_factors if is_long else rope.short_factors
+        return frequencies / np.asarray(factors, np.float64)
     if rope.kind == "llama3":
         wavelengths = 2 * math.pi / frequencies
         low, high = rope.low_frequency_factor, rope.high_frequency_factor

@@ -111,6 +111,35 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 100,
+            "max_position_embeddings": 300,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 9.0],
+            },
+        },
+    ),
+    "llama-longrope-beyond": (
+        "Llama",
+        {
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "longrope",
+                "factor": 5.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.5, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
     "mistral-window": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
     "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96}),
     "qwen2-window": (

@@ -90,6 +90,13 @@ class Config:
         value = self._values.get(key, [])
         return value if isinstance(value, list) else [] if value is None else [value]
 
+    def read_numbers(self, key: str) -> list[float]:
+        """A list of positive numbers."""
+        numbers = self.read_list(key)
+        if not all(type(item) in (int, float) and 0 < item < _HUGE for item in numbers):
+            raise self.refuse(f"{key} is not a list of positive numbers")
+        return [float(item) for item in numbers]
+
     def demand(self, key: str, wanted: bool | str | int, default: bool | str | int) -> None:
         """`UserError` P544 unless ``key`` has the only value that can be computed."""
         value = self._values.get(key)
@@ -176,11 +183,30 @@ def scale_rope(
         }
     if kind == "yarn":
         return rope | _read_yarn(scaling, original, context)
+    if kind in ("longrope", "su"):
+        return rope | _read_longrope(config, scaling, original, context)
     raise config.refuse(f"the position scaling {kind!r} is unknown")
 
 
 def _read_share(config: Config, key: str, default: float | None) -> float | None:
     return config.read(key, float) if config.has(key) else default
+
+
+def _read_longrope(config: Config, scaling: Config, original: int, context: int) -> dict[str, Any]:
+    # Where both state it, what the configuration itself says counts.
+    original = config.read("original_max_position_embeddings", int, original)
+    if original < 2:
+        raise config.refuse(f"original_max_position_embeddings is {original}")
+    longrope: dict[str, Any] = {
+        "kind": "longrope",
+        "factor": max(1.0, scaling.read("factor", float, context / original)),
+        "original_context": original,
+        "short_factors": scaling.read_numbers("short_factor"),
+        "long_factors": scaling.read_numbers("long_factor"),
+    }
+    if scaling.has("attention_factor"):
+        longrope["attention_factor"] = scaling.read("attention_factor", float)
+    return longrope
 
 
 def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:

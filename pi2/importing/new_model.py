@@ -19,7 +19,8 @@ from pi2.importing.requirements import check_checkpoint, raise_findings
 from pi2.importing.rows import fill_name
 from pi2.plan.findings import Facts
 from pi2.plan.layout import GROUP, round_up
-from pi2.plan.model import Model, Tensors
+from pi2.plan.model import Model
+from pi2.plan.model_tensors import Tensors
 from pi2.plan.rules import load_rules
 from pi2.plan.toml_text import write_key, write_value
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
 from pi2.plan.layout import BundleLayout, lay_out_bundle
+from pi2.plan.model_tensors import Tensors
 
 Precision = Literal["int4", "int8", "fp16"]
 """Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
@@ -62,10 +63,14 @@ class Norm(Table):
     """Whether what attention and the FFN give is normalised too, before it is added (Gemma 2)."""
 
 
+Divisor = Annotated[float, Field(gt=0.0, examples=[1.5])]
+"""What a frequency is divided by."""
+
+
 class Rope(Table):
     """Rotary position embedding, rotating pairs of a head's elements."""
 
-    kind: Literal["plain", "linear", "llama3", "yarn", "none"] = "plain"
+    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "none"] = "plain"
     """Scaling of positions or frequencies; ``none`` rotates nothing."""
     theta: float = Field(default=10000.0, gt=1.0)
     """Base of the frequencies."""
@@ -75,13 +80,13 @@ class Rope(Table):
     """Which elements of the checkpoint's heads turn together: one of each half of the rotated
     part, or two that follow each other."""
     factor: float = Field(default=1.0, ge=1.0)
-    """By how much the context is stretched (``linear``, ``llama3``, ``yarn``)."""
+    """By how much the context is stretched (``linear``, ``llama3``, ``yarn``, ``longrope``)."""
     low_frequency_factor: float = Field(default=1.0, gt=0.0)
     """Longest wavelength kept unscaled by factor (``llama3``)."""
     high_frequency_factor: float = Field(default=4.0, gt=0.0)
     """Shortest wavelength that is scaled (``llama3``)."""
     original_context: Count = 8192
-    """Context before stretching, in tokens (``llama3``, ``yarn``)."""
+    """Context before stretching, in tokens (``llama3``, ``yarn``, ``longrope``)."""
     fast_rotations: float = Field(default=32.0, gt=0.0)
     """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
     slow_rotations: float = Field(default=1.0, gt=0.0)
@@ -89,7 +94,13 @@ class Rope(Table):
     whole_pairs: bool = True
     """Whether the two bounds are rounded to whole pairs (``yarn``)."""
     attention_factor: float | None = Field(default=None, gt=0.0, examples=[1.1])
-    """What sines and cosines are multiplied by (``yarn``); absent means 0.1 ln(factor) + 1."""
+    """What sines and cosines are multiplied by; absent means 0.1 ln(factor) + 1 (``yarn``) or
+    sqrt(1 + ln(factor) / ln(original_context)) (``longrope``)."""
+    short_factors: tuple[Divisor, ...] = ()
+    """What each pair's frequency is divided by in plans for ``original_context`` tokens or fewer
+    (``longrope``)."""
+    long_factors: tuple[Divisor, ...] = ()
+    """The same in plans for more tokens."""
 
     def count_rotated(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
@@ -199,103 +210,6 @@ class Quantization(Table):
     """Output head where it is not tied."""
     predictor: Precision = "int8"
     """Activation predictors."""
-
-
-class Tensors(Table):
-    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number and, in a
-    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names."""
-
-    embedding: str = "model.embed_tokens.weight"
-    """Embedding table [vocab, hidden]."""
-    attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
-    """Norm before attention [hidden]."""
-    query: str = "model.layers.{layer}.self_attn.q_proj.weight"
-    """Query projection [heads x head_dim, hidden]."""
-    key: str = "model.layers.{layer}.self_attn.k_proj.weight"
-    """Key projection [kv_heads x head_dim, hidden]."""
-    value: str = "model.layers.{layer}.self_attn.v_proj.weight"
-    """Value projection [kv_heads x head_dim, hidden]."""
-    output: str = "model.layers.{layer}.self_attn.o_proj.weight"
-    """Output projection of attention [hidden, heads x head_dim]."""
-    query_bias: str = "model.layers.{layer}.self_attn.q_proj.bias"
-    """Bias of the query projection."""
-    key_bias: str = "model.layers.{layer}.self_attn.k_proj.bias"
-    """Bias of the key projection."""
-    value_bias: str = "model.layers.{layer}.self_attn.v_proj.bias"
-    """Bias of the value projection."""
-    output_bias: str = "model.layers.{layer}.self_attn.o_proj.bias"
-    """Bias of the output projection."""
-    fused_qkv: str | None = Field(
-        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.weight"]
-    )
-    """Query, key and value projections in one tensor, which then replaces the three."""
-    fused_qkv_bias: str | None = Field(
-        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.bias"]
-    )
-    """Their biases in one tensor."""
-    fused_order: Literal["stacked", "grouped"] = "stacked"
-    """``stacked``: all query rows, all key rows, all value rows; ``grouped``: for every key head
-    its queries, its key, its value."""
-    query_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
-    """Norm of every query head [head_dim]."""
-    key_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
-    """Norm of every key head [head_dim]."""
-    attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
-    """Bias of the norm before attention."""
-    ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
-    """Norm before the FFN [hidden]; the one before attention where both share it."""
-    ffn_norm_bias: str = "model.layers.{layer}.post_attention_layernorm.bias"
-    """Bias of the norm before the FFN."""
-    attention_output_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
-    """Norm of what attention gives [hidden], with ``norm.outputs``."""
-    ffn_output_norm: str = "model.layers.{layer}.post_feedforward_layernorm.weight"
-    """Norm of what the FFN gives [hidden], with ``norm.outputs``."""
-    gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
-    """Gate projection [ffn, hidden]."""
-    up: str = "model.layers.{layer}.mlp.up_proj.weight"
-    """Up projection [ffn, hidden]."""
-    down: str = "model.layers.{layer}.mlp.down_proj.weight"
-    """Down projection [hidden, ffn]."""
-    fused_gate_up: str | None = Field(
-        default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
-    )
-    """Gate and up projections in one tensor [2 x ffn, hidden], gates first."""
-    gate_bias: str = "model.layers.{layer}.mlp.gate_proj.bias"
-    """Bias of the gate projection [ffn]."""
-    up_bias: str = "model.layers.{layer}.mlp.up_proj.bias"
-    """Bias of the up projection [ffn]."""
-    down_bias: str = "model.layers.{layer}.mlp.down_proj.bias"
-    """Bias of the down projection [hidden]."""
-    final_norm: str = "model.norm.weight"
-    """Norm after the last layer [hidden]."""
-    final_norm_bias: str = "model.norm.bias"
-    """Its bias."""
-    positions: str = "model.embed_positions.weight"
-    """Learned position vectors [context + offset, hidden]."""
-    head: str = "lm_head.weight"
-    """Output head [vocab, hidden], where it is not tied."""
-    head_bias: str = "lm_head.bias"
-    """Bias of the output head [vocab]."""
-    router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
-    """Router of a mixture of experts [experts, hidden]."""
-    shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
-    """Gate projection of the shared experts [shared experts x ffn, hidden]."""
-    shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"
-    """Up projection of the shared experts [shared experts x ffn, hidden]."""
-    shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj.weight"
-    """Down projection of the shared experts [hidden, shared experts x ffn]."""
-    shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
-    """Router of the shared experts [1, hidden]."""
-    predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
-    """First matrix of the activation predictor [rank, hidden]."""
-    predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
-    """Second matrix of the activation predictor [ffn, rank]."""
-    predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
-    """Bias of the activation predictor [ffn]."""
-
-
-TENSOR_OPTIONS = frozenset({"fused_order"})
-"""Keys of `Tensors` that are not names."""
 
 
 class Predictor(Table):

@@ -27,7 +27,10 @@ _PARTS = (
 )
 _NEWER = {
     "norm": ("bias", "weight_offset", "outputs"),
-    "rope": ("share", "pairs", "fast_rotations", "slow_rotations", "whole_pairs"),
+    "rope": (
+        *("share", "pairs", "fast_rotations", "slow_rotations", "whole_pairs"),
+        *("short_factors", "long_factors"),
+    ),
     "attention": ("output_bias", "head_norm"),
     "ffn": ("gated", "bias"),
     "multipliers": ("embedding", "residual", "logits"),
@@ -43,12 +46,14 @@ def describe_weights(model: Model) -> dict[str, Any]:
     not change the digest of models that do not use it.
     """
     parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
+    if model.other_rope is not None:
+        parts["other_rope"] = model.other_rope.model_dump(mode="json", exclude_defaults=True)
     for table, options in _NEWER.items():
         if table not in parts:
             continue
         fields = type(getattr(model, table)).model_fields
         for option in options:
-            if parts[table][option] == fields[option].default:
+            if parts[table][option] in (fields[option].default, []):
                 del parts[table][option]
         if not parts[table]:
             del parts[table]

@@ -51,6 +51,9 @@ ELSEWHERE = {
     "other_rope.slow_rotations": "as rope",
     "other_rope.whole_pairs = False": "as rope",
     "other_rope.attention_factor": "as rope",
+    "other_rope.kind = 'longrope'": "as rope.kind",
+    "other_rope.short_factors": "as rope",
+    "other_rope.long_factors": "as rope",
     "predictor.recall": "a figure, no operator",
     "predictor.active": "a figure, no operator",
 }

@@ -1,7 +1,8 @@
 """Position scaling is complete and has an effect.
 
 Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, ``yarn``
-between two numbers of rotations, which must be in order; elements turn in pairs.
+between two numbers of rotations, which must be in order; elements turn in pairs, of which each has
+its factors with ``longrope``.
 
 Example: ``kind = "plain"`` with ``factor = 4.0``.
 
@@ -53,6 +54,23 @@ def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
             path=(table, "share"),
             message=f"{rotated} elements of a head are rotated, expected an even number",
             help="take the share from the checkpoint's configuration",
+        )
+    pairs = rotated // 2 if rope.kind == "longrope" else 0
+    for name in ("short_factors", "long_factors"):
+        count = len(getattr(rope, name))
+        if count != pairs:
+            yield Finding(
+                document="model",
+                path=(table, name),
+                message=f"{count} factors are stated, expected {pairs}",
+                help='only kind = "longrope" has them, one for each pair that turns',
+                origins=(kind,),
+            )
+    if rope.kind == "longrope" and rope.original_context < 2:
+        yield Finding(
+            document="model",
+            path=(table, "original_context"),
+            message="original_context is 1, expected 2 tokens or more",
         )
     if rope.kind == "llama3" and rope.high_frequency_factor <= rope.low_frequency_factor:
         yield Finding(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from pi2.plan.findings import Facts, Finding
-from pi2.plan.model import TENSOR_OPTIONS
+from pi2.plan.model_tensors import TENSOR_OPTIONS
 
 CODE = "P247"
 SEVERITY = "error"
