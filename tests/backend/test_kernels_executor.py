@@ -131,9 +131,9 @@ def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:
 def test_chunks_of_a_prompt_may_take_turns_in_every_layer() -> None:
     model = RandomModel(**MODELS["demo-like"])
     ids, sizes = list(range(22)), (9, 12, 1)
-    executor, expected, position = cpu.build(model.request), [], 0
+    whole, expected, position = cpu.build(model.request), [], 0
     for size in sizes:
-        expected.append(feed(executor, model, ids[position : position + size], position))
+        expected.append(feed(whole, model, ids[position : position + size], position))
         position += size
     request = dataclasses.replace(model.request, chunks=3)
     for build in (cpu.build, reference.build):

@@ -13,6 +13,7 @@ import pytest
 from pi2.backends.kernels.isa import choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.plan.check import check_file
+from pi2.plan.device import Device
 from pi2.plan.packing import dequantize, quantize
 from pi2.plan.references import list_shipped
 from tests.helpers.aarch64 import (
@@ -44,8 +45,9 @@ def test_features_choose_the_fastest_x86_schedule(name: str) -> None:
 def test_a_device_document_chooses_the_schedule_of_its_cores() -> None:
     chosen = {}
     for name in ("oneplus-12", "xiaomi-14", "pixel-8", "raspberry-pi-5"):
-        cpu = check_file(list_shipped("device")[name]).document.units["cpu"]
-        chosen[name] = choose_isa(set(cpu.features), "aarch64").name
+        device = check_file(list_shipped("device")[name]).document
+        assert isinstance(device, Device)
+        chosen[name] = choose_isa(set(device.units["cpu"].features or ()), "aarch64").name
     assert chosen.pop("raspberry-pi-5") == "dotprod"
     assert set(chosen.values()) == {"i8mm"}
 
@@ -160,6 +162,7 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
         norm[:] = 1
         matrices: list[Any] = []
         for weights, scales in (qkv_weights, output_weights):
+            assert scales is not None
             matrices += [weights, scales.view(np.uint8)]
         tables = [allocate("float32", context, 16) for _ in range(2)]
         tables[0][:], tables[1][:] = 0.8, 0.6

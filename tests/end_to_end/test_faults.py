@@ -86,7 +86,7 @@ def test_a_store_replaced_while_it_is_opened_is_an_error(
     plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = store_of(plan) / MANIFEST
-    open_reader = pi2.orchestrator.open_reader  # type: ignore[attr-defined]
+    open_reader = pi2.orchestrator.open_reader
 
     def replace_meanwhile(*arguments: Any) -> Any:
         reader = open_reader(*arguments)
@@ -106,8 +106,8 @@ def test_a_reader_that_fails_once_costs_nothing_but_time(
     with pi2.load(plan) as model:
         expected = generate(model)
     with pi2.load(plan, set={"io.engine": "pread"}) as model:
-        engine = model._parts.reader._engine  # type: ignore[union-attr]
-        read_runs, count = engine._read_runs, 0  # type: ignore[attr-defined]
+        engine: Any = model._parts.reader._engine  # type: ignore[union-attr]
+        read_runs, count = engine._read_runs, 0
 
         def fail_often(*arguments: Any) -> None:
             nonlocal count

@@ -133,7 +133,7 @@ class Emulated:
     def _find_code(self) -> tuple[int, int]:
         """Return where the kernel's code begins and ends in the program."""
         assert COMPILER is not None
-        command = [COMPILER.removesuffix("gcc") + "nm", self._program]
+        command = [COMPILER.removesuffix("gcc") + "nm", str(self._program)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         fields = [line.split() for line in done.stdout.splitlines()]
         places = {row[2]: int(row[0], 16) for row in fields if len(row) == 3}

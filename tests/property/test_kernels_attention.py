@@ -101,7 +101,7 @@ def attend_plainly(
         if kv == "fp16":
             return x.astype(np.float16).astype(np.float64)
         codes, scales = quantize_kv(x.astype(np.float32))
-        return codes * scales[..., None].astype(np.float64)
+        return codes.astype(np.float64) * scales[..., None]
 
     def rotate(x: F64) -> F64:
         half = x.shape[-1] // 2

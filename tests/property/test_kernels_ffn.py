@@ -43,6 +43,7 @@ def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F6
             return positive**2 * up
         case "silu":
             return gate / (1 + np.exp(-gate)) * up
+    raise AssertionError(activation)
 
 
 class Layer:

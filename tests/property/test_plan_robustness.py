@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -120,7 +121,7 @@ def changed_documents(draw: st.DrawFn) -> tuple[str, bytes]:
     kind, data = draw(st.sampled_from([("plan", DEMO), ("model", MODEL), ("device", DEVICE)]))
     values = tomli.loads(data.decode())
     path = draw(st.sampled_from(list_paths(values)))
-    holder = values
+    holder: Any = values
     for part in path[:-1]:
         holder = holder[part]
     holder[path[-1]] = draw(toml_values)

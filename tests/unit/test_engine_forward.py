@@ -39,6 +39,7 @@ def activate(tiny: TinyModel, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
             return gate / (1 + np.exp(-gate)) * up
         case "fatrelu":
             return gate * (gate > tiny.model.ffn.threshold) * up
+    raise AssertionError(tiny.model.ffn.activation)
 
 
 def run_plain(tiny: TinyModel, tokens: list[int]) -> np.ndarray:
@@ -133,7 +134,7 @@ def test_a_predictor_that_names_no_neuron_leaves_out_the_ffn(tmp_path: Path) -> 
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "low-rank", "threshold": 1e9}})
     for name in list(tiny.weights):
         if "down_proj" in name:
-            tiny.weights[name][:] = 0  # type: ignore[index]
+            tiny.weights[name][:] = 0
     with pi2.load(plan) as model:
         got = model.logits(TOKENS, mode="decode")
         assert compute_error(got, run_plain(tiny, TOKENS)) < KV_ROUNDING
@@ -210,7 +211,7 @@ def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_
                 raise KeyboardInterrupt
             attend(layer, position)
 
-        executor.attend = fail_once  # type: ignore[method-assign]
+        executor.attend = fail_once
         with pytest.raises(KeyboardInterrupt):
             model.logits(TOKENS, mode="decode")
         again = model.logits(TOKENS, mode="decode")
@@ -231,7 +232,7 @@ def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
         engine = parts.reader._engine  # type: ignore[union-attr]
         submit, calls = engine.submit, []
 
-        def fail_once(batch: object) -> None:
+        def fail_once(batch: Any) -> None:
             calls.append(batch)
             if len(calls) == 2:
                 raise KeyboardInterrupt

@@ -108,7 +108,9 @@ def test_pieces_make_the_text_that_the_tokenizer_decodes(
     tokenizer = make_tokenizer(kind)
     whole = tokenizer.encode("".join(words)).ids
     # A special token is no text, wherever it stands.
-    ids = [*whole[:cut], tokenizer.token_to_id("<end>"), *whole[cut:]]
+    end = tokenizer.token_to_id("<end>")
+    assert end is not None
+    ids = [*whole[:cut], end, *whole[cut:]]
     text = tokenizer.decode(whole)
     assert "".join(stream(tokenizer, ids)) == text
     # A character that is cut off shows at the end alone, and takes no other with it.

@@ -111,10 +111,10 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
             counts[layer] = active.mean(), named.mean(), (active & named).sum() / active.sum()
             executor.add_dense(layer, parts.store.layers[layer].bundles)
             executor.end_ffn(layer)
-    for layer, (active, named, recall) in zip(found.layers, counts, strict=True):
-        assert layer.active == pytest.approx(active)
-        assert layer.predicted == pytest.approx(named)
-        assert layer.recall == pytest.approx(recall)
+    for counted, (active, named, recall) in zip(found.layers, counts, strict=True):
+        assert counted.active == pytest.approx(active)
+        assert counted.predicted == pytest.approx(named)
+        assert counted.recall == pytest.approx(recall)
 
 
 def test_another_plan_is_compared_token_by_token(plan: Path, tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def test_no_two_neurons_share_a_slot_and_contents_stay_right(
         found = cache.look_up(layer, np.array(wanted, np.int32))
         for index, slot in zip(found.missing, found.missing_slots, strict=True):
             cache.arena[slot, :2] = layer, index  # what a read would do
-        slots = [*found.resident_slots.tolist(), *found.missing_slots.tolist()]
-        assert len(set(slots)) == len(wanted)
-        contents = {(int(cache.arena[s, 0]), int(cache.arena[s, 1])) for s in slots}
+        taken = [*found.resident_slots.tolist(), *found.missing_slots.tolist()]
+        assert len(set(taken)) == len(wanted)
+        contents = {(int(cache.arena[s, 0]), int(cache.arena[s, 1])) for s in taken}
         assert contents == {(layer, index) for index in wanted}
         check_maps(cache)
 

@@ -142,7 +142,7 @@ def test_lfu_lets_old_uses_count_less_and_less() -> None:
 
 
 def test_lfu_begins_with_what_it_is_told_to_expect() -> None:
-    expected = np.arange(KEYS, dtype=np.float32) / KEYS
+    expected = np.arange(KEYS, dtype=np.float32) / np.float32(KEYS)
     simulation = Simulation(LeastFrequentlyUsed(3, KEYS, expected), 3)
     for key in [39, 38, 0, 1]:
         simulation.request([key])

@@ -174,7 +174,7 @@ def read_constraints() -> dict[str, str]:
         if line and not line.startswith("#"):
             name, separator, version = line.partition("==")
             assert separator, f"not a name and a version: {line!r}"
-            pins[canonicalize_name(name)] = str(Version(version))
+            pins[str(canonicalize_name(name))] = str(Version(version))
     return pins
 
 

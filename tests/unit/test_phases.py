@@ -140,7 +140,7 @@ def test_reads_that_fail_are_repeated_in_either_phase(
     with load(tmp_path, tiny, 2) as model:
         expected = model.logits(FEW, mode="decode")
     with load(tmp_path, tiny, 2) as model:
-        engine = model._parts.reader._engine  # type: ignore[union-attr]
+        engine: Any = model._parts.reader._engine  # type: ignore[union-attr]
         read_runs, calls = engine._read_runs, []
 
         def fail_often(*arguments: Any) -> None:

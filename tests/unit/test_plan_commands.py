@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -25,14 +26,14 @@ def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def start(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pi2", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=False,
-        **options,  # type: ignore[call-overload]
+        **options,
     )
 
 

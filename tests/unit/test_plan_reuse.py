@@ -13,6 +13,7 @@ from pi2.plan import check
 from pi2.plan.check import check_file
 from pi2.plan.listing import list_documents
 from pi2.plan.reuse import Reuse
+from pi2.plan.source import read_source
 
 ROOT = Path(__file__).parents[2]
 BROKEN = ROOT / "tests/plans/broken"
@@ -44,7 +45,7 @@ def test_the_same_is_found_with_and_without() -> None:
 
 def test_devices_and_models_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    original = check.read_source
+    original = read_source
 
     def count(path: Path, name: str) -> object:
         read.append(path.name)

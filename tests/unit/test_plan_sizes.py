@@ -10,7 +10,7 @@ import pytest
 
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.plan.layout import GROUP
-from pi2.plan.model import Model
+from pi2.plan.model import Model, Predictor
 from pi2.plan.resolve import load_plan
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import (
@@ -29,7 +29,7 @@ DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
 def demo() -> Resolved:
     """The demo plan with a predictor of rank 64 and a context of 1000."""
     resolved = load_plan(DEMO, overrides={"kv.context": 1000, "layers.hot": 0.125})
-    predictor = type(resolved.model.predictor).model_validate({"rank": 64, "active": 0.2})
+    predictor = Predictor.model_validate({"rank": 64, "active": 0.2})
     return change_model(resolved, predictor=predictor)
 
 

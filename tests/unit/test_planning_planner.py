@@ -30,7 +30,7 @@ from pi2.simulate.activations import unite_chances
 
 pytest.importorskip("scipy")
 GIB, MIB = 1 << 30, 1 << 20
-DEVICE = {
+DEVICE: dict[str, Any] = {
     "schema_version": 1,
     "id": "box",
     "units": {
@@ -315,7 +315,7 @@ def test_energy_is_joules_of_the_power_figures() -> None:
     found = plan(make_wish(device=device, objective="energy"))
     assert found.cost.token_j == pytest.approx(10.0 * found.cost.token_s)
     fastest = plan(make_wish(device=device))
-    assert fastest.cost.token_j is not None
+    assert found.cost.token_j is not None and fastest.cost.token_j is not None
     assert found.cost.token_j <= fastest.cost.token_j * 1.01
 
 

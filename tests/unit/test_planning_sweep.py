@@ -81,7 +81,7 @@ def test_what_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(journal.read_text().splitlines()) == 1
     with journal.open("a") as file:
         file.write('{"key": "cut o')
-    monkeypatch.setattr(sweep, "run_cell", lambda cell: done.clear() or count(cell))
+    done.clear()
     sweep.run_sweep(cells, output, jobs=1, progress=ignore)
     assert done == [5 * GIB]
     assert [row["memory_bytes"] for row in pq.read_table(output).to_pylist()] == [3 * GIB, 5 * GIB]

@@ -98,7 +98,11 @@ def test_rounds_measure_everything_in_turn() -> None:
     order: list[str] = []
 
     def make(name: str) -> Any:
-        return lambda: float(len(order)) if not order.append(name) else 0.0
+        def measure() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return measure
 
     found = collect_rounds([(("a",), make("a")), (("b",), make("b"))], 2, lambda *_: None, "x")
     assert order == ["a", "b", "a", "b"]

@@ -63,7 +63,7 @@ def test_important_columns_err_less() -> None:
 
 def test_compensation_keeps_the_output_on_real_inputs() -> None:
     rows, inputs = draw_rows(), draw_inputs()
-    moments = inputs.T @ inputs / len(inputs)
+    moments = (inputs.T @ inputs / len(inputs)).astype(np.float32)
     importance = np.diag(moments).copy()
 
     def measure(stored: F32) -> float:
@@ -99,7 +99,7 @@ def test_what_cannot_be_stored_is_refused_by_every_quantiser(value: float) -> No
     rows[1, 5] = value
     for method in ("nearest", "search"):
         with pytest.raises(ValueError, match=r"finite|fp16"):
-            Quantizer(method).quantize(rows, "int4", "tensor")  # type: ignore[arg-type]
+            Quantizer(method).quantize(rows, "int4", "tensor")
 
 
 def test_errors_are_reported_by_tensor() -> None:
