@@ -234,7 +234,7 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     if owners is None:
         kernel(neurons, tokens, bundles, *arrays, values, masks, unpacked, y)
     for expert in range(2 if owners is not None else 0):
-        places = allocate("int32", int((owners == expert).sum()))
+        places = allocate("int32", int(np.count_nonzero(owners == expert)))
         places[:] = np.flatnonzero(owners == expert)
         # Token 2 with 3, with which it is multiplied; token 4 has no other.
         named = [[0, 1, 2, 3, 4], [2, 3, 4]][expert]

@@ -130,7 +130,7 @@ def test_neurons_that_are_used_often_and_are_there_become_hot(policy: PolicyName
         assert found.missing.tolist() == np.flatnonzero(~there).tolist(), "and nothing else"
         return found
 
-    run.cache.resize_hot = resize_and_look  # type: ignore[method-assign]
+    run.cache.resize_hot = resize_and_look
     run.use(300)
     grown = sum(run.list_hot())
     assert grown == run.balance.grown - run.balance.shrunk > 4 * BAND
