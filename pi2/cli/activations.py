@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.text_options import add_text_options
+from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 @click.command("activations")
 @click.argument("plan", type=click.Path(path_type=Path))
 @add_text_options("UTF-8 text; may be given again.")
-@click.option(
+@add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="STATS",
-    type=click.Path(path_type=Path),
-    help="Folder of the statistics.",
+    text="Folder of the statistics.",
 )
 @click.option(
     "--largest",
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Keep the second moments of what weights meet, for `pi2 convert --quantizer`.",
 )
-@click.option(
+@add_path_option(
     "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a picture (needs the extra `plot`).",
+    dir_okay=False,
+    text="Write a picture (needs the extra `plot`).",
 )
 @click.option("--replace", is_flag=True, help="Replace the statistics of another run.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_set_option
+@add_json_option
 def command(
     plan: Path,
     files: tuple[Path, ...],

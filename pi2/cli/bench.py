@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -71,7 +72,7 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     type=click.Path(path_type=Path),
     help="Take tokens from this file, not from the vocabulary in order.",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@add_set_option
 def command(
     plans: tuple[Path, ...],
     prompt: tuple[int, ...],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.cli.options import add_path_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -30,36 +31,29 @@ PLAN = "default.plan.toml"
     metavar="FILE",
     help="Model document, or a short name.  [default: made from the checkpoint]",
 )
-@click.option(
+@add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="STORE",
-    type=click.Path(path_type=Path),
-    help="Folder of the new neuron store.",
+    text="Folder of the new neuron store.",
 )
 @click.option(
     "--quantization",
     type=click.Choice(["int4", "int8", "fp16"]),
     help="Type of the weights, instead of what the model document says.",
 )
-@click.option(
+@add_path_option(
     "--tokenizer",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="tokenizer.json, if the checkpoint has none or one that cannot be read.",
+    text="tokenizer.json, if the checkpoint has none or one that cannot be read.",
 )
-@click.option(
+@add_path_option(
     "--predictors",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Safetensors file of the activation predictors, if the checkpoint has none.",
+    text="Safetensors file of the activation predictors, if the checkpoint has none.",
 )
-@click.option(
+@add_path_option(
     "--activations",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Parquet file of activation counts: neurons are stored most active first.",
+    text="Parquet file of activation counts: neurons are stored most active first.",
 )
 @click.option(
     "--quantizer",
@@ -68,25 +62,21 @@ PLAN = "default.plan.toml"
     show_default=True,
     help="How int4 is rounded: search and compensated are slower and err less.",
 )
-@click.option(
+@add_path_option(
     "--statistics",
     metavar="STATS",
-    type=click.Path(path_type=Path),
-    help="Folder of `pi2 activations --moments`: what weights meet, for search and compensated.",
+    text="Folder of `pi2 activations --moments`: what weights meet, for search and compensated.",
 )
-@click.option(
+@add_path_option(
     "--errors",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the error of every quantised tensor as JSON.",
+    dir_okay=False,
+    text="Write the error of every quantised tensor as JSON.",
 )
-@click.option(
+@add_path_option(
     "--evaluate",
     "texts",
-    metavar="FILE",
     multiple=True,
-    type=click.Path(path_type=Path),
-    help="UTF-8 text to measure perplexity with, before and after; may be given again.",
+    text="UTF-8 text to measure perplexity with, before and after; may be given again.",
 )
 @click.option("--replace", is_flag=True, help="Replace a neuron store that exists.")
 def command(

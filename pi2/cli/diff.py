@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Speed:
 @click.argument("before", metavar="A")
 @click.argument("after", metavar="B")
 @click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_json_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs.")
 def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
     """Compare A and B, two plans, devices or models, with everything resolved.

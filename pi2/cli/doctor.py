@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi2.cli.main import wants_colour
+from pi2.cli.options import add_json_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_json_option
 def command(as_json: bool) -> int:
     """Say what this machine has and which shipped plans can run on it.
 

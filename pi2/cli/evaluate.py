@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pi2.cli.text_options import add_text_options
+from pi2.cli.options import add_json_option, add_set_option, add_text_options
 from pi2.plan.overrides import parse_assignments
 
 
@@ -25,8 +25,8 @@ from pi2.plan.overrides import parse_assignments
     metavar="WHAT",
     help="Also run reference, gate, low-rank, or another plan; may be given again.",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_set_option
+@add_json_option
 def command(
     plan: Path,
     files: tuple[Path, ...],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.main import print_diagnostics, wants_colour
+from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ COLUMNS = 88
 @click.command("explain")
 @click.argument("what", required=False, metavar="[CODE|KEY]")
 @click.argument("file", required=False, metavar="[FILE]")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@add_set_option
 @click.option("--cost", is_flag=True, help="Of a plan: the time of a token, layer by layer.")
 @click.option(
     "--plot",

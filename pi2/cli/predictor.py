@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.text_options import add_text_options
+from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.plan.overrides import parse_assignments
 
 if TYPE_CHECKING:
@@ -25,13 +25,12 @@ def command() -> None:
 @add_text_options(
     "UTF-8 text to learn from; its last tenth is kept for judging.  May be given again."
 )
-@click.option(
+@add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="New folder for store, model document and plan.",
+    text="New folder for store, model document and plan.",
 )
 @click.option("--rank", default="auto", show_default=True, help="Rank of all layers, or auto.")
 @click.option(
@@ -46,8 +45,8 @@ def command() -> None:
     type=click.FloatRange(0, 1000, min_open=True),
     help="Times that the text is learned from; default: 4 to 16, the fewer the longer it is.",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_set_option
+@add_json_option
 def train(
     plan: Path,
     files: tuple[Path, ...],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, help="End at this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--memory", metavar="SIZE", help="Another budget, such as 3GiB; segments follow.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@add_set_option
 @click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
 @click.option("--offline", is_flag=True, help="Use no network; running never does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from pi2.cli.main import print_diagnostics
+from pi2.cli.options import add_set_option
 
 
 @click.command("show")
@@ -24,7 +25,7 @@ from pi2.cli.main import print_diagnostics
     default="plan",
     help="Print the plan's device or model instead.",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@add_set_option
 def command(
     plan: str, resolved: bool, origins: bool, document: str, settings: tuple[str, ...]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.options import add_json_option, add_set_option
 from pi2.plan.overrides import parse_assignments
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ TRACED_TOKENS = 2
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a picture of the times between tokens (needs the extra `plot`).",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_set_option
+@add_json_option
 def command(
     plan: Path,
     tokens: int,

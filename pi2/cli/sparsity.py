@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.text_options import add_text_options
+from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
@@ -40,19 +40,17 @@ def command() -> None:
     type=click.Choice(["cats", "cats-teal"]),
     help="What is compared with a threshold.  [default: cats]",
 )
-@click.option(
+@add_path_option(
     "-o",
     "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File of the thresholds; default: the one that the plan names.",
+    dir_okay=False,
+    text="File of the thresholds; default: the one that the plan names.",
 )
-@click.option(
+@add_path_option(
     "--plan",
     "new_plan",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write a plan that extends PLAN and uses them.",
+    dir_okay=False,
+    text="Also write a plan that extends PLAN and uses them.",
 )
 @click.option(
     "--evaluated",
@@ -62,8 +60,8 @@ def command() -> None:
     help="Windows that the perplexity is measured on.",
 )
 @click.option("--force", is_flag=True, help="Overwrite files.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_set_option
+@add_json_option
 def calibrate(
     plan: Path,
     files: tuple[Path, ...],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def show_info(path: Path, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@add_json_option
 def verify(path: Path, as_json: bool) -> int:
     """Read every file of the neuron store at PATH and compare it with the manifest.
 

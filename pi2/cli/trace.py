@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pi2.cli.options import add_set_option
 from pi2.plan.overrides import parse_assignments
 
 
@@ -29,7 +30,7 @@ from pi2.plan.overrides import parse_assignments
     show_default=True,
     help="Tokens that are generated before, so that the cache is as it usually is.",
 )
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value.")
+@add_set_option
 def command(
     plan: Path, output: Path, prompt: str, tokens: int, warm_up: int, settings: tuple[str, ...]
 ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.importing.activations import read_counts
+from pi2.pictures import make_figure, pick_colours, save_figure
 from pi2.statistics.recording import ACTIVATIONS, Statistics
 
 
@@ -18,23 +18,12 @@ def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> 
     Raises `UserError` P632 without matplotlib, P633 for an unknown format, P540 if the counts in
     ``folder`` were damaged.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError.of(
-            "P632",
-            "pictures need matplotlib, which is not installed",
-            help="install it with `pip install 'pi2[plot]'`",
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
     layers = len(statistics.layers)
     rows = count_rows(folder / ACTIVATIONS)
     counts = read_counts(folder / ACTIVATIONS, layers, rows // layers)
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = make_figure(11, 4)
     left, middle, right = figure.subplots(1, 3)
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, layers))
+    colours = pick_colours(layers)
     for layer, fired in enumerate(counts):
         chances = np.sort(fired)[::-1] / statistics.tokens
         shares = np.arange(1, len(chances) + 1) / len(chances)
@@ -53,14 +42,7 @@ def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> 
     right.set_ylabel("% of neurons active")
     right.legend(title="tokens in a batch")
     figure.suptitle(f"{statistics.model}: {statistics.tokens} tokens")
-    data = io.BytesIO()
-    try:
-        figure.savefig(data, format=file_format)
-    except ValueError as error:
-        raise UserError.of(
-            "P633", f"cannot draw a picture of type {file_format!r}: {error}", help="use .png"
-        ) from None
-    return data.getvalue()
+    return save_figure(figure, file_format)
 
 
 def count_rows(file: Path) -> int:

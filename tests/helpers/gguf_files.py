@@ -17,11 +17,11 @@ F32 = npt.NDArray[np.float32]
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "sparsellama": "llama"}
 """Where GGUF's name of a family is not that of transformers."""
 _NAMES = (
-    (r"model\.embed_tokens", "token_embd"),
+    (r"model\.(?:decoder\.)?embed_tokens", "token_embd"),
     (r"model\.norm", "output_norm"),
     (r"lm_head", "output"),
     (r"model\.layers\.(\d+)\.input_layernorm", r"blk.\1.attn_norm"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
+    (r"model\.(?:decoder\.)?layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
     (r"model\.layers\.(\d+)\.self_attn\.qkv_proj", r"blk.\1.attn_qkv"),
     (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk.\1.attn_output"),
     (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
@@ -32,11 +32,9 @@ _NAMES = (
     (r"model\.layers\.(\d+)\.mlp\.c_proj", r"blk.\1.ffn_down"),
     (r"model\.layers\.(\d+)\.mlp\.predictor\.(fc[12])", r"blk.\1.\2"),
     (r"model\.layers\.(\d+)\.block_sparse_moe\.gate", r"blk.\1.ffn_gate_inp"),
-    (r"model\.decoder\.embed_tokens", "token_embd"),
     (r"model\.decoder\.embed_positions", "position_embd"),
     (r"model\.decoder\.final_layer_norm", "output_norm"),
     (r"model\.decoder\.layers\.(\d+)\.self_attn_layer_norm", r"blk.\1.attn_norm"),
-    (r"model\.decoder\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
     (r"model\.decoder\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
     (r"model\.decoder\.layers\.(\d+)\.final_layer_norm", r"blk.\1.ffn_norm"),
     (r"model\.decoder\.layers\.(\d+)\.fc1", r"blk.\1.ffn_up"),

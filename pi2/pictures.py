@@ -1,4 +1,4 @@
-"""Pictures of plans and sweeps: matplotlib, which is optional and loaded late."""
+"""Pictures: matplotlib, which is optional (the extra ``plot``) and loaded late."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def save_figure(figure: Any, form: str) -> bytes:
             "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
         ) from None
     return stream.getvalue()
+
+
+def pick_colours(count: int) -> Any:
+    """Colours [count, 4] from dark to light, for things in an order; after `make_figure`."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"]([0.9 * place / max(1, count - 1) for place in range(count)])

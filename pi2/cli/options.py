@@ -1,27 +1,36 @@
-"""Options of the commands that run a model over texts."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
+add_set_option = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value."
+)
+"""``--set`` (argument ``settings``)."""
+
+add_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+"""``--json`` (argument ``as_json``)."""
+
+
+def add_path_option(
+    *names: str, text: str, metavar: str = "FILE", dir_okay: bool = True, **settings: Any
+) -> Callable[[Command], Command]:
+    """An option that takes the path of a file or a folder; ``text`` is its help."""
+    kind = click.Path(path_type=Path, dir_okay=dir_okay)
+    return click.option(*names, metavar=metavar, type=kind, help=text, **settings)
+
 
 def add_text_options(text_help: str) -> Callable[[Command], Command]:
     """``--text`` (argument ``files``), ``--context`` and ``--windows``."""
     options = (
-        click.option(
-            "--text",
-            "files",
-            required=True,
-            multiple=True,
-            type=click.Path(path_type=Path),
-            help=text_help,
-        ),
+        add_path_option("--text", "files", required=True, multiple=True, text=text_help),
         click.option(
             "--context",
             type=click.IntRange(min=2),
