@@ -2,8 +2,9 @@
 
 The driving thread has one lane: kernels, waiting for reads, and in between Python.  A kernel runs
 on all compute threads at once, so each of them has a lane with the kernels that it took part in.
-Every thread that reads has a lane; a queue of the system (io_uring) has one for each part of a
-batch that is in flight at a time, from its submission until the driving thread noticed its end.
+Every thread that reads has a lane; a queue of the system (io_uring), and the thread of long reads,
+have as many as reads are under way at a time, from the submission of each until its end was
+noticed.  An arrow goes from the end of a read to the first kernel after it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class _Tape:
     wait_s: float = 0.0
     read_spans: list[tuple[float, float]] = field(default_factory=list)
     readers: dict[int, str] = field(default_factory=dict)
+    queues: dict[str, list[float]] = field(default_factory=dict)
+    """When the last read of every lane of a queue ended."""
+    arrivals: list[tuple[str, float]] = field(default_factory=list)
+    """Lane and end of reads that no kernel has come after."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def now(self) -> float:
@@ -87,6 +92,9 @@ class _Tape:
         end = self.now()
         self.kernels_s += end - start_s
         self.recorder.add_slice(DRIVER, name, start_s, end)
+        for lane, ready_s in self.arrivals:
+            self.recorder.add_flow(lane, ready_s, DRIVER, start_s)
+        self.arrivals.clear()
         for thread in range(self.threads):
             self.recorder.add_slice(f"compute {thread}", name, start_s, end)
 
@@ -94,6 +102,18 @@ class _Tape:
         with self.lock:
             self.read_spans.append((start_s, end_s))
             self.recorder.add_slice(lane, name, start_s, end_s)
+
+    def add_queued_read(self, queue: str, name: str, start_s: float, end_s: float) -> str:
+        """Add a read to a lane of ``queue`` in which nothing else was under way; return it."""
+        ends = self.queues.setdefault(queue, [])
+        free = [number for number, end in enumerate(ends) if end <= start_s]
+        if not free:
+            free = [len(ends)]
+            ends.append(0.0)
+        ends[free[0]] = end_s
+        lane = f"{queue} {free[0]}"
+        self.add_read(lane, name, start_s, end_s)
+        return lane
 
     def name_reader(self) -> str:
         """Lane of the calling thread."""
@@ -182,7 +202,9 @@ class _RecordingReader:
         tape, start = self._tape, self._tape.now()
         future = self._reader.start_run(layer, first, buffer)
         name = f"layer {layer}, {len(buffer)} neurons in a run"
-        future.add_done_callback(lambda _: tape.add_read("read runs", name, start, tape.now()))
+        future.add_done_callback(
+            lambda _: tape.add_queued_read("read runs", name, start, tape.now())
+        )
         result = future.result
 
         def wait(*arguments: Any) -> Any:
@@ -211,12 +233,10 @@ class _RecordingReader:
         if exact is None:
             place = pending.number + number
             name = _name_read(pending.layer, place, pending.batch)
-            lane = f"queue {_name_read(pending.layer % 2, place, pending.batch)}"
             start = self._submitted.get(id(pending), noticed_s)
-            self._tape.add_read(lane, f"layer {name}", start, noticed_s)
+            lane = self._tape.add_queued_read("queue", f"layer {name}", start, noticed_s)
             exact = (lane, noticed_s)
-        lane, ready = exact
-        self._tape.recorder.add_flow(lane, ready, DRIVER, self._tape.now())
+        self._tape.arrivals.append(exact)
 
 
 def _name_read(layer: int, number: int, batch: ReadBatch | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -69,6 +71,22 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
             digest.update(piece)
             advance(len(piece))
     return digest.hexdigest()
+
+
+def exchange_names(first: Path, second: Path) -> bool:
+    """Let two folders change names at once, so that nobody ever finds either missing; False where
+    the system or the file system cannot (renameat2 of Linux)."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(second))
 
 
 def sync_folder(folder: Path) -> None:

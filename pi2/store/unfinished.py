@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
-from pi2.store.files import hash_file, sync_folder
+from pi2.store.files import exchange_names, hash_file, sync_folder
 from pi2.store.manifest import MANIFEST, StoredFile
 
 JOURNAL = "journal.jsonl"
@@ -68,9 +68,14 @@ class UnfinishedStore:
         (self.folder / JOURNAL).unlink()
         sync_folder(self.folder / "layers")
         sync_folder(self.folder)
-        if self.target.exists() and not _is_empty_folder(self.target):
+        if not self.target.exists() or _is_empty_folder(self.target):
+            os.rename(self.folder, self.target)
+        elif exchange_names(self.folder, self.target):
+            # At no moment was there no store.
+            os.rename(self.folder, self._old)
+        else:
             os.rename(self.target, self._old)
-        os.rename(self.folder, self.target)
+            os.rename(self.folder, self.target)
         sync_folder(self.target.parent)
         os.close(self._lock)
         if self._old.exists():

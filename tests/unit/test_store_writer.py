@@ -185,6 +185,38 @@ def test_a_replacement_cut_in_two_by_a_crash_is_repaired(
     assert list_names(tmp_path) == ["store"]
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr("pi2.store.unfinished.exchange_names", lambda first, second: False)
+    with open_writer(tmp_path / "store", model) as writer:
+        write_all(writer)
+    before = (tmp_path / "store/manifest.json").stat().st_ino
+    rename = os.rename
+
+    def crash(source: Path, target: Path) -> None:
+        rename(source, target) if not exchange else None
+        raise SystemExit(9)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("pi2.store.unfinished.os.rename", crash)
+        with (
+            pytest.raises(SystemExit),
+            open_writer(tmp_path / "store", model, replace=True) as writer,
+        ):
+            write_all(writer)
+    if exchange:
+        # Where names are exchanged there is a store at every moment: here, the new one.
+        assert verify_store(tmp_path / "store") == []
+        assert (tmp_path / "store/manifest.json").stat().st_ino != before
+    with open_writer(tmp_path / "store", model, replace=True) as writer:
+        write_all(writer)
+    assert verify_store(tmp_path / "store") == []
+    assert list_names(tmp_path) == ["store"]
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_folder_that_is_no_store_is_never_replaced(
     tmp_path: Path, model: Model, replace: bool

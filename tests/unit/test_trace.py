@@ -77,3 +77,48 @@ def test_a_trace_of_what_is_all_in_memory_has_no_reads(tmp_path: Path) -> None:
 def test_time_covered_by_reads_is_counted_once() -> None:
     assert _measure_union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.6)]) == pytest.approx(4.0)
     assert _measure_union([]) == 0.0
+
+
+@pytest.mark.parametrize("engine", ["pread", "io_uring"])
+def test_a_viewer_finds_both_ends_of_every_arrow(tmp_path: Path, engine: str) -> None:
+    document = trace(
+        tmp_path, f'io.engine="{engine}"', "pipeline.cluster=4", 'decode.look_ahead="layer"'
+    )
+    check_for_viewers(document)
+
+
+def check_for_viewers(document: dict[str, Any]) -> None:
+    """What Perfetto drops or ties to the wrong place is not there."""
+    slices: dict[int, list[dict[str, Any]]] = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            slices.setdefault(event["tid"], []).append(event)
+    named = {
+        event["tid"]: event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    assert slices.keys() == named.keys()
+    for tid, own in slices.items():
+        own.sort(key=lambda event: event["ts"])
+        for first, second in pairwise(own):
+            assert first["ts"] + first["dur"] <= second["ts"] + 1e-3, (named[tid], first, second)
+
+    def find(event: dict[str, Any]) -> str:
+        around = [
+            item["name"]
+            for item in slices[event["tid"]]
+            if item["ts"] <= event["ts"] < item["ts"] + item["dur"]
+        ]
+        assert len(around) == 1, (event, around)
+        return str(around[0])
+
+    arrows = [event for event in document["traceEvents"] if event["ph"] in "sf"]
+    assert arrows
+    for event in arrows:
+        name = find(event)
+        if event["ph"] == "s":
+            assert name.startswith("layer ")
+        else:
+            assert event["bp"] == "e"
+            assert not name.startswith("wait"), "an arrow ends where something is computed"
