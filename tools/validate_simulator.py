@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise
 from paper.document import make_tables, render_document
-from paper.points import OP12, PI2, list_points, list_predictions
+from paper.points import OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, SYSTEMS, Scenario
 from pi2.simulate.constants import Constants
 
@@ -39,12 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{item.scenario.memory:g} GB: {item.tokens_s:.2f} tokens/s (simulated)")
         return 0
     rows = compare(list_points(), tokens=tokens)
+    held_out = compare(list_held_out(), tokens=tokens)
     if options.print:
         print_table(rows)
+        print("held out:")
+        print_table(held_out)
         return 0
     predictions = predict(list_predictions(), tokens=tokens)
     old = DOCUMENT.read_text("utf-8")
-    new = render_document(old, make_tables(rows, predictions, Constants()))
+    new = render_document(old, make_tables(rows, held_out, predictions, Constants()))
     if options.check:
         print(f"{DOCUMENT.name}: {'current' if new == old else 'not current'}", file=sys.stderr)
         return int(new != old)

@@ -75,7 +75,7 @@ def summarise(rows: Iterable[Comparison]) -> Summary | None:
 
 
 def _compare_point(point: Point, tokens: int, constants: Constants) -> Comparison:
-    if point.measure == "mean speed-up":
+    if point.rival:
         return Comparison(point=point, simulated=_find_speed_up(point, tokens, constants))
     if point.measure == "prefill tokens/s":
         tokens = 1
@@ -89,13 +89,23 @@ def _compare_point(point: Point, tokens: int, constants: Constants) -> Compariso
 
 
 def _find_speed_up(point: Point, tokens: int, constants: Constants) -> float:
-    """Mean over models of the speed of a system, divided by a rival's."""
+    """Speed of a system divided by a rival's: of one model, or the mean over several."""
+    models = {
+        "mean speed-up": (L13, QWEN, BAMBOO, MIXTRAL),
+        "mean prefill speed-up": (L13, QWEN, BAMBOO),
+    }.get(point.measure, (point.scenario.model,))
+    prefill = point.measure == "mean prefill speed-up"
+    measure = MEASURES["prefill tokens/s" if prefill else "decode tokens/s"]
     ratios = []
-    for model in (L13, QWEN, BAMBOO, MIXTRAL):
+    for model in models:
         ours = replace(point.scenario, model=model)
         theirs = replace(ours, system=point.rival)
-        speeds = [_simulate(item, point.prompt, tokens, constants) for item in (ours, theirs)]
-        ratios.append(speeds[0].tokens_s / speeds[1].tokens_s)
+        count = 1 if prefill else tokens
+        speeds = [
+            measure(_simulate(item, point.prompt, count, constants)) for item in (ours, theirs)
+        ]
+        assert speeds[0] is not None and speeds[1] is not None
+        ratios.append(speeds[0] / speeds[1])
     return sum(ratios) / len(ratios)
 
 
@@ -109,6 +119,7 @@ def _simulate(
 MEASURES: Mapping[Measure, Callable[[SimulationResult], float | None]] = {
     "decode tokens/s": lambda result: result.tokens_s,
     "prefill tokens/s": lambda result: result.prefill.tokens_s if result.prefill else None,
+    "mean ms": lambda result: 1e3 / result.tokens_s,
     "P50 ms": lambda result: result.find_percentile_s(50) * 1e3,
     "P90 ms": lambda result: result.find_percentile_s(90) * 1e3,
     "P99 ms": lambda result: result.find_percentile_s(99) * 1e3,

@@ -24,12 +24,17 @@ def render_document(text: str, tables: Mapping[str, Iterable[str]]) -> str:
 
 
 def make_tables(
-    rows: list[Comparison], predictions: list[Prediction], constants: Constants
+    rows: list[Comparison],
+    held_out: list[Comparison],
+    predictions: list[Prediction],
+    constants: Constants,
 ) -> dict[str, list[str]]:
     """All tables by name."""
     return {
         "summary": list(write_summary(rows)),
         "comparison": list(write_comparison(rows)),
+        "held-out-summary": list(write_summary(held_out)),
+        "held-out": list(write_rows(held_out)),
         "unscored": list(write_rows([row for row in rows if not row.point.scored])),
         "predictions": list(write_predictions(predictions)),
         "constants": list(write_constants(constants)),
@@ -76,7 +81,7 @@ def write_rows(rows: list[Comparison]) -> Iterator[str]:
         if measure == "prefill tokens/s":
             measure = f"prefill tokens/s, {point.prompt} tokens"
         if point.rival:
-            measure = f"mean speed-up over {point.rival}"
+            measure = f"{measure} over {point.rival}"
         simulated = "-" if row.simulated is None else _write_number(row.simulated)
         error = "-" if row.error is None else f"{row.error:+.0%}"
         cells = [

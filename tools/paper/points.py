@@ -15,6 +15,9 @@ from paper.scenarios import MIXTRAL, Scenario
 Measure = Literal[
     "decode tokens/s",
     "mean speed-up",
+    "speed-up",
+    "mean prefill speed-up",
+    "mean ms",
     "prefill tokens/s",
     "P50 ms",
     "P90 ms",
@@ -25,6 +28,8 @@ Measure = Literal[
     "I/O share",
 ]
 SPEED_UP_MODELS = "four models"
+DENSE_MODELS = "three models"
+POWERSERVE = "PowerServe"
 OP12, ACE2 = "oneplus-12", "oneplus-ace-2"
 L7, L13 = "prosparse-llama-2-7b", "prosparse-llama-2-13b"
 TSM, BAMBOO, QWEN = "turbosparse-mistral-7b", "bamboo-7b", "sparse-qwen2-7b"
@@ -51,7 +56,7 @@ class Point:
     rival: str = ""
     """Whose speed a speed-up divides by."""
     scored: bool = True
-    """Whether it counts for the mean error: not where the paper contradicts itself."""
+    """Whether it counts for the mean error: not where sources contradict each other."""
 
 
 def _decode(
@@ -86,6 +91,11 @@ def list_points() -> list[Point]:
         *_list_energy(),
         *_list_shares(),
     ]
+
+
+def list_held_out() -> list[Point]:
+    """Published figures that nothing was fitted to: they were looked up when all was done."""
+    return [*_list_tasks(), *_list_best_of(), *_list_other_papers(), *_list_npu_checkpoints()]
 
 
 def list_predictions() -> list[Scenario]:
@@ -220,6 +230,77 @@ def _list_prefill() -> Iterator[Point]:
             published=speed,
             source="v3, Fig 12",
             prompt=512,
+        )
+
+
+def _list_tasks() -> Iterator[Point]:
+    """Means over role play, dialogue, mathematics and code; and what else the text states."""
+    group = "held out: tasks and means"
+    source = "v3, Fig 11, mean of four tasks"
+    for system, value in ((PI2, 11.6), (FLASH, 3.65), (LLAMA, 0.525)):
+        yield _decode(group, system, MIXTRAL, value, source, 19.0)
+    yield _decode(group, FLASH, BAMBOO, 2.3, "v3, Table 2 (`Mistral-7B`)")
+    half = Scenario(system=PI2, device=OP12, model=MIXTRAL)
+    yield Point(
+        group=group, scenario=half, measure="mean ms", published=99.76, source="v3, Table 5"
+    )
+    yield Point(
+        group=group,
+        scenario=Scenario(system=PI2, device=OP12, model=DENSE_MODELS),
+        rival=QNN,
+        measure="mean prefill speed-up",
+        published=1.99,
+        prompt=512,
+        source="v3, sec 7.2",
+    )
+
+
+def _list_best_of() -> Iterator[Point]:
+    """Best-of-4: several sequences at once, in memory."""
+    for batch, rival, value in (
+        (1, QNN, 1.77),
+        (1, CPU_ONLY, 1.1),
+        (4, QNN, 1.84),
+        (4, CPU_ONLY, 1.28),
+    ):
+        yield Point(
+            group=f"held out: Best-of-4, {batch} sequence{'s' if batch > 1 else ''}",
+            scenario=Scenario(system=PI2, device=OP12, model=BAMBOO, memory="full", batch=batch),
+            rival=rival,
+            measure="speed-up",
+            published=value,
+            source="v3, Fig 13",
+        )
+
+
+def _list_other_papers() -> Iterator[Point]:
+    group = "held out: other papers"
+    source = "TurboSparse, arXiv 2406.05955v2"
+    for system, value in ((PI2, 11.1), (LLAMA, 0.5)):
+        yield _decode(group, system, MIXTRAL, value, source, 19.0)
+
+
+def _list_npu_checkpoints() -> Iterator[Point]:
+    """Dense models on the NPU of the same chip, by an open engine."""
+    source = "PowerServe's README"
+    rows = (
+        ("llama-3.1-8b", 468.35, 12.03),
+        ("llama-3.2-1b", 1876.58, 58.99),
+        ("qwen2.5-3b", 906.98, 21.01),
+        ("qwen2-0.5b", 3590.91, 104.53),
+    )
+    for model, prefill, decode in rows:
+        group = "held out: dense models on the NPU"
+        yield _decode(group, POWERSERVE, model, decode, source, "full")
+        yield Point(
+            group=group,
+            scenario=Scenario(system=POWERSERVE, device=OP12, model=model, memory="full"),
+            measure="prefill tokens/s",
+            published=prefill,
+            prompt=512,
+            source=source,
+            # The paper's QNN reaches 772 with a 7B, this engine 468 with an 8B: other arithmetic.
+            scored=False,
         )
 
 

@@ -37,6 +37,7 @@ MIXTRAL = "turbosparse-mixtral-47b"
 PAPER_FIXED = {"not FFN": 1.0e9, "predictors": 2.6e9, "scales": 2.7e9, "runtime": 0.3e9}
 CONTEXT = 2048
 """Tokens that llama.cpp has room for."""
+BAMBOO_VOCAB = 32000
 PAPER_NEURON_BYTES = 6144
 """A cached neuron: three rows of 2 KB, their scales being always in memory."""
 
@@ -50,11 +51,14 @@ class Scenario:
     model: str
     memory: str | float = "half"
     """``half`` or ``full``: FFN neurons in memory; a number: the whole budget in 1e9 bytes."""
+    batch: int = 1
+    """Sequences that generate at the same time."""
 
 
 def read_scenario(scenario: Scenario, constants: Constants | None = None) -> SimulationInput:
     """Make the simulation's inputs; ``UserError`` names what the device lacks."""
     inputs = SYSTEMS[scenario.system](scenario, constants or Constants())
+    inputs = replace(inputs, workload=replace(inputs.workload, batch=scenario.batch))
     return replace(inputs, name=f"{scenario.system}: {inputs.name}")
 
 
@@ -216,6 +220,58 @@ def make_qnn(scenario: Scenario, constants: Constants) -> SimulationInput:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseShape:
+    """Sizes of a dense model that is no document of its own."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+DENSE_SHAPES: Mapping[str, DenseShape] = {
+    "llama-3.1-8b": DenseShape(
+        layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
+    ),
+    "llama-3.2-1b": DenseShape(
+        layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256
+    ),
+    "qwen2.5-3b": DenseShape(
+        layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, head_dim=128, vocab=151936
+    ),
+    "qwen2-0.5b": DenseShape(
+        layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2, head_dim=64, vocab=151936
+    ),
+}
+
+
+def make_powerserve(scenario: Scenario, constants: Constants) -> SimulationInput:
+    """PowerServe: dense, on the NPU, all layers in one graph, which is started once a token."""
+    shape = DENSE_SHAPES[scenario.model]
+    inputs = make_qnn(replace(scenario, model="bamboo-7b"), constants)
+    old = inputs.workload
+    weights = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    workload = replace(
+        old,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        attention_bytes=old.attention_bytes * weights / old.attention_weights,
+        attention_weights=weights,
+        kv_token_bytes=4 * shape.kv_heads * shape.head_dim,
+        head_bytes=old.head_bytes * shape.vocab * shape.hidden / (BAMBOO_VOCAB * old.hidden),
+        neuron_bytes=old.neuron_bytes * shape.hidden / old.hidden,
+        dense_neuron_bytes=old.dense_neuron_bytes * shape.hidden / old.hidden,
+    )
+    once = replace(constants, dense_launch_s=constants.dense_launch_s / shape.layers)
+    inputs = replace(inputs, name=scenario.model, workload=workload, constants=once)
+    return _change(inputs, layers=_keep(inputs, dense=1.0, hot=1.0))
+
+
 SYSTEMS: Mapping[str, Callable[[Scenario, Constants], SimulationInput]] = {
     "PowerInfer-2": make_powerinfer2,
     "PowerInfer-2, CPU only": make_powerinfer2_cpu,
@@ -224,4 +280,5 @@ SYSTEMS: Mapping[str, Callable[[Scenario, Constants], SimulationInput]] = {
     "LLMFlash": make_llmflash,
     "llama.cpp": make_llama_cpp,
     "QNN": make_qnn,
+    "PowerServe": make_powerserve,
 }
