@@ -47,6 +47,7 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
         inputs.choices,
         compute_threads=settings.threads,
         io_threads=1,
+        streams_hot=False,  # pi2's engine gathers what is named
         keeps_most_used=resolved.plan.cache.policy == "lfu" and workload.hotness is not None,
         cold_neurons=cold,
     )

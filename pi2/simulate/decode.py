@@ -148,6 +148,23 @@ def find_cold_share(inputs: SimulationInput, choice: LayerChoice) -> float:
     return min(1.0 - choice.hot, all_cold * (1.0 - choice.hot) / sum(absent))
 
 
+def find_hot_part(inputs: SimulationInput, choice: LayerChoice) -> float:
+    """What the CPU's hot neurons cost, as part of gathering the active ones of them.
+
+    Single neurons reach a part of the bandwidth only.  Where more than that part of some neurons is
+    active, their cluster is computed densely, streaming by.
+    """
+    if inputs.choices.policy != "neuron-cluster" or not inputs.choices.streams_hot:
+        return 1.0
+    chances = make_hotness(inputs).compute_chances()
+    share = weigh_hot(choice.hot) - weigh_hot(min(choice.dense, choice.hot))
+    active = float((chances * share).sum())
+    if active <= 0.0:
+        return 1.0
+    gathered = np.minimum(chances, inputs.constants.gather_efficiency)
+    return float((gathered * share).sum()) / active
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWork:
     """Neurons per token and layer [tokens, layers], before rounding."""
@@ -202,7 +219,7 @@ def draw_work(
     return TokenWork(
         dense=dense,
         cold=cold,
-        resident=drawn.hot + drawn.cached,
+        resident=drawn.hot * find_hot_part(inputs, choice) + drawn.cached,
         missing=drawn.missing,
         active=drawn.dense + drawn.hot + drawn.cached + drawn.missing,
     )

@@ -147,6 +147,8 @@ class Choices:
     page_cache_bytes: float
     """Memory that mapped files may fill."""
     layers: tuple[LayerChoice, ...]
+    streams_hot: bool = True
+    """Whether hot neurons that are nearly always active are computed densely on the CPU."""
     keeps_most_used: bool = False
     """Whether the cache holds the neurons that follow the hot ones, as with ``lfu`` and known
     frequencies, instead of the last ones that were used."""

@@ -9,6 +9,7 @@ import pytest
 
 from pi2.simulate import SimulationInput, SimulationResult, simulate
 from pi2.simulate.constants import Constants, describe_constants
+from pi2.simulate.decode import find_hot_part
 from pi2.simulate.inputs import LayerChoice
 from tests.helpers.simulation import make_flash, make_inputs
 
@@ -223,3 +224,19 @@ def test_ten_thousand_tokens_of_a_47b_take_less_than_a_minute() -> None:
     start = time.process_time()
     simulate(inputs, tokens=10_000)
     assert time.process_time() - start < 60.0
+
+
+def test_hot_neurons_stream_where_more_of_them_is_active_than_gathering_reaches() -> None:
+    inputs = make_inputs(dense=0.0)
+    choice = inputs.choices.layers[0]
+    part = find_hot_part(inputs, choice)
+    assert 0.2 < part <= 1.0
+    crowd = replace(inputs, workload=replace(inputs.workload, batch=8))
+    assert find_hot_part(crowd, choice) < part, "more of them is active"
+    best = replace(inputs, constants=replace(inputs.constants, gather_efficiency=1.0))
+    assert find_hot_part(best, choice) == 1.0
+    for choices in (
+        replace(crowd.choices, policy="layer-barrier"),
+        replace(crowd.choices, streams_hot=False),
+    ):
+        assert find_hot_part(replace(crowd, choices=choices), choice) == 1.0

@@ -82,6 +82,8 @@ def write_rows(rows: list[Comparison]) -> Iterator[str]:
             measure = f"prefill tokens/s, {point.prompt} tokens"
         if point.rival:
             measure = f"{measure} over {point.rival}"
+        if scenario.batch > 1:
+            measure = f"{measure}, {scenario.batch} sequences"
         simulated = "-" if row.simulated is None else _write_number(row.simulated)
         error = "-" if row.error is None else f"{row.error:+.0%}"
         cells = [
