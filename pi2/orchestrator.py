@@ -45,6 +45,7 @@ from pi2.sharing.resolver import LockedReferences
 from pi2.store.dense_reader import read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer
+from pi2.store.verification import check_small_files
 
 U8 = npt.NDArray[np.uint8]
 Progress = Callable[[str, float], None]
@@ -106,6 +107,8 @@ def build(
             check_fit(resolved, machine)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
             cleanup.callback(store.close)
+            if resolved.plan.io.verify == "first-read":
+                check_small_files(store.path, store.manifest, progress)
             check_bundles(resolved, store)
             tokenizer = read_tokenizer(store.tokenizer_path)
         budget = Budget(dict(resolved.plan.memory.segments))

@@ -126,7 +126,8 @@ class Io(Table):
     """Neighbours in the store are read in one request; so are two neurons with at most this many
     others between them, which are read and thrown away."""
     verify: Literal["never", "first-read"] = "never"
-    """``first-read`` compares every neuron with its checksum when it is read for the first time."""
+    """``first-read`` compares every neuron with its checksum when it is read for the first time,
+    and the other files of the store with their hashes at loading."""
 
 
 class Cache(Table):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.store.files import hash_file
 from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
 
@@ -37,8 +37,43 @@ def verify_store(path: Path, progress: Progress = lambda label, share: None) -> 
     ]
 
 
+def check_small_files(path: Path, manifest: Manifest, progress: Progress) -> None:
+    """Hash the files that are read as a whole: all but those of layers, whose neurons have checks.
+
+    Raises `UserError` P506, P507 or P508, with a finding per bad file.
+    """
+    entries = [entry for entry in manifest.files if entry.bundles_offset is None]
+    total_bytes = max(1, sum(entry.bytes for entry in entries))
+    done_bytes = 0
+
+    def advance(count: int) -> None:
+        nonlocal done_bytes
+        done_bytes += count
+        progress("verifying", min(1.0, done_bytes / total_bytes))
+
+    findings = [f for entry in entries for f in _compare_hash(path / entry.path, entry, advance)]
+    if findings:
+        raise UserError(tuple(findings), exit_code=2)
+
+
 def _check_file(
     file: Path, entry: StoredFile, manifest: Manifest, advance: Callable[[int], None]
+) -> Iterator[Diagnostic]:
+    findings = list(_compare_hash(file, entry, advance))
+    if findings:
+        yield from findings
+        return
+    problem = None
+    if entry.path == DENSE_FILE:
+        problem = _compare_dense(file, manifest)
+    elif entry.bundles_offset is not None:
+        problem = _compare_layer(file, entry, manifest.bundle.stride)
+    if problem is not None:
+        yield _report("P510", file, problem)
+
+
+def _compare_hash(
+    file: Path, entry: StoredFile, advance: Callable[[int], None]
 ) -> Iterator[Diagnostic]:
     try:
         size = file.stat().st_size
@@ -53,14 +88,6 @@ def _check_file(
         return
     except OSError as error:
         yield _report("P508", file, f"it cannot be read: {error.strerror}")
-        return
-    problem = None
-    if entry.path == DENSE_FILE:
-        problem = _compare_dense(file, manifest)
-    elif entry.bundles_offset is not None:
-        problem = _compare_layer(file, entry, manifest.bundle.stride)
-    if problem is not None:
-        yield _report("P510", file, problem)
 
 
 def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:

@@ -161,6 +161,12 @@ def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
     assert done.returncode == 2
     assert "error[P511]: the neuron at place 700 of" in done.stderr
     assert "Traceback" not in done.stderr
+    dense = store_of(plan) / "dense.arrow"
+    with dense.open("r+b") as file:
+        file.seek(dense.stat().st_size // 2)
+        file.write(b"\xff\xfe\xfd\xfc")
+    done = run(plan, "--max-tokens", "4", "--set", "io.verify=first-read")
+    assert (done.returncode, "error[P507]: dense.arrow" in done.stderr) == (2, True), done.stderr
     cut = store_of(plan) / LAYER
     os.truncate(cut, cut.stat().st_size - 512)
     done = run(plan, "--max-tokens", "4")
