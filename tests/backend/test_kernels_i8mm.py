@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from tests.helpers.kernels import (
     allocate_tiles,
     list_runnable_isas,
     make_isa,
+    make_multiply,
     measure_error,
     quantize_activations,
 )
@@ -68,37 +67,12 @@ def pair_activations(
     return paired, paired_scales
 
 
-@functools.cache
-def make_multiply(isa: Isa, precision: Precision, planes: int) -> Callable[[Any], None]:
-    """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
-    from pi2.backends.kernels import vectors as v
-    from pi2.backends.kernels.matrix import Matrix, emit_multiply
-
-    def emit(take: Any) -> None:
-        rows, tokens = take.take_number("rows"), take.take_number("tokens")
-        matrix = Matrix(
-            weights=take.take_array("weights", "uint8"),
-            scales=take.take_array("scales", "uint8"),
-            rows=rows,
-            length=LENGTH,
-            precision=precision,
-        )
-        x = take.take_activations("x", LENGTH, planes, tokens, planes, pairs=isa.pairs)
-        y = take.take_array("y", "float32")
-
-        def keep(token: Any, row: Any, value: Any) -> None:
-            v.store(y, token * rows + row, value, 1)
-
-        emit_multiply(isa, 2, matrix, x, tokens, keep)
-
-    return emit
-
-
 class Product:
     """A compiled `make_multiply`, and integers to try it with."""
 
     def __init__(self, isa: Isa, precision: Precision, planes: int, folder: Path) -> None:
-        module = generate(isa, "aarch64", "multiply", make_multiply(isa, precision, planes))
+        emit = make_multiply(isa, LENGTH, precision, planes, 2)
+        module = generate(isa, "aarch64", "multiply", emit)
         self._kernel = Emulated(module, "multiply", folder)
         self._isa, self._precision, self._planes = isa, precision, planes
 

@@ -193,8 +193,12 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     """Machines without VNNI run its schedule with the instruction written out."""
     from pi2.backends.kernels import products
     from pi2.backends.kernels import vectors as v
-    from pi2.backends.kernels.matrix import Matrix, emit_multiply
-    from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
+    from tests.helpers.kernels import (
+        compile_kernel,
+        list_runnable_isas,
+        make_isa,
+        make_multiply,
+    )
 
     def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
         lanes = 4 * width
@@ -206,30 +210,13 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     # The schedule of VNNI, machine code for what this machine has.
     isa = dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
     rows, tokens = 9, 3
-
-    def emit(take: Any) -> None:
-        count = take.take_number("tokens")
-        matrix = Matrix(
-            weights=take.take_array("weights", "uint8"),
-            scales=take.take_array("scales", "uint8"),
-            rows=rows,
-            length=length,
-            precision=precision,
-        )
-        x = take.take_activations("x", length, 2, count)
-        y = take.take_array("y", "float32")
-
-        def keep(token: Any, row: Any, value: Any) -> None:
-            v.store(y, token * rows + row, value, 1)
-
-        emit_multiply(isa, 1, matrix, x, count, keep)
-
     rng = np.random.default_rng(0)
     weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     arrays, stands_for = quantize_activations(x, 2)
     y = allocate("float32", tokens, rows)
     assert scales is not None
-    compile_kernel(emit, isa)(tokens, weights, scales.view(np.uint8), *arrays, y)
+    kernel = compile_kernel(make_multiply(isa, length, precision, 2, 1), isa)
+    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, y)
     expected = stands_for @ dequantize(weights, scales, length, precision).T
     assert measure_error(y, expected) < 1e-5

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pi2.backends.kernels.isa import choose_isa
 from pi2.plan.layout import Precision, scale_bytes, weight_bytes
 from tests.helpers.aarch64 import ARM_FEATURES, Emulated, generate
-from tests.helpers.kernels import allocate, allocate_activations, allocate_tiles
+from tests.helpers.kernels import allocate, allocate_activations, allocate_tiles, make_multiply
 
 ROWS, LENGTH, THREADS = 32, 1024, 2
 TOKENS = (2, 4, 5, 16, 128)
@@ -25,28 +24,8 @@ PRECISIONS: tuple[Precision, ...] = ("int4", "int8")
 
 def count_multiply(features: str, precision: Precision, planes: int) -> dict[int, int]:
     """Return the instructions of ROWS x LENGTH times x, by the number of tokens."""
-    from pi2.backends.kernels import vectors as v
-    from pi2.backends.kernels.matrix import Matrix, emit_multiply
-
     isa = choose_isa(set(ARM_FEATURES[features]), "aarch64")
-
-    def emit(take: Any) -> None:
-        tokens = take.take_number("tokens")
-        matrix = Matrix(
-            weights=take.take_array("weights", "uint8"),
-            scales=take.take_array("scales", "uint8"),
-            rows=ROWS,
-            length=LENGTH,
-            precision=precision,
-        )
-        x = take.take_activations("x", LENGTH, planes, tokens, planes, pairs=isa.pairs)
-        y = take.take_array("y", "float32")
-
-        def keep(token: Any, row: Any, value: Any) -> None:
-            v.store(y, token * ROWS + row, value, 1)
-
-        emit_multiply(isa, THREADS, matrix, x, tokens, keep)
-
+    emit = make_multiply(isa, LENGTH, precision, planes, THREADS)
     weights = allocate("uint8", ROWS * weight_bytes(LENGTH, precision))
     scales = allocate("uint8", ROWS * scale_bytes(LENGTH, precision))
     tiles = [allocate_tiles(THREADS, LENGTH)] if isa.pairs else []
@@ -56,7 +35,9 @@ def count_multiply(features: str, precision: Precision, planes: int) -> dict[int
         for tokens in TOKENS:
             arrays = allocate_activations(tokens + tokens % 2, LENGTH, planes)
             y = allocate("float32", tokens, ROWS)
-            counts[tokens] = kernel.count_instructions(tokens, weights, scales, *arrays, *tiles, y)
+            counts[tokens] = kernel.count_instructions(
+                ROWS, tokens, weights, scales, *arrays, *tiles, y
+            )
     return counts
 
 

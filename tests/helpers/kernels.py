@@ -102,6 +102,34 @@ def compile_program(name: str, spec: KernelSpec) -> Callable[..., None]:
     return compile_kernel(program.list_functions()[name], program.isa)
 
 
+@functools.cache
+def make_multiply(
+    isa: Isa, length: int, precision: Precision, planes: int, threads: int
+) -> Callable[[Any], None]:
+    """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
+    from pi2.backends.kernels import vectors as v
+    from pi2.backends.kernels.matrix import Matrix, emit_multiply
+
+    def emit(take: Any) -> None:
+        rows, tokens = take.take_number("rows"), take.take_number("tokens")
+        matrix = Matrix(
+            weights=take.take_array("weights", "uint8"),
+            scales=take.take_array("scales", "uint8"),
+            rows=rows,
+            length=length,
+            precision=precision,
+        )
+        x = take.take_activations("x", length, planes, tokens, planes, pairs=isa.pairs)
+        y = take.take_array("y", "float32")
+
+        def keep(token: Any, row: Any, value: Any) -> None:
+            v.store(y, token * rows + row, value, 1)
+
+        emit_multiply(isa, threads, matrix, x, tokens, keep)
+
+    return emit
+
+
 def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDArray[Any]]:
     """Return codes, scales, sums and values."""
     return [

@@ -20,6 +20,7 @@ from tests.helpers.kernels import (
     compile_kernel,
     list_runnable_isas,
     make_isa,
+    make_multiply,
     measure_error,
     put_in_lane_order,
     quantize_activations,
@@ -27,32 +28,6 @@ from tests.helpers.kernels import (
 
 LENGTHS = st.sampled_from([32, 64, 96, 160, 256, 320, 480, 512, 544, 1024, 1504])
 PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
-
-
-@functools.cache
-def make_multiply(
-    isa: str, length: int, precision: Precision, planes: int, threads: int
-) -> Callable[[Any], None]:
-    """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
-    from pi2.backends.kernels import vectors as v
-    from pi2.backends.kernels.matrix import Matrix, emit_multiply
-
-    def emit(take: Any) -> None:
-        rows, tokens = take.take_number("rows"), take.take_number("tokens")
-        weights = take.take_array("weights", "uint8")
-        scales = take.take_array("scales", "uint8")
-        matrix = Matrix(
-            weights=weights, scales=scales, rows=rows, length=length, precision=precision
-        )
-        x = take.take_activations("x", length, planes, tokens)
-        y = take.take_array("y", "float32")
-
-        def keep(token: Any, row: Any, value: Any) -> None:
-            v.store(y, token * rows + row, value, 1)
-
-        emit_multiply(make_isa(isa), threads, matrix, x, tokens, keep)
-
-    return emit
 
 
 @pytest.mark.parametrize("isa", list_runnable_isas())
@@ -81,7 +56,8 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     x = (rng.standard_normal((tokens, length)) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
     arrays, stands_for = quantize_activations(x, planes)
     y = allocate("float32", tokens, rows)
-    kernel = compile_kernel(make_multiply(isa, length, precision, planes, threads), make_isa(isa))
+    schedule = make_isa(isa)
+    kernel = compile_kernel(make_multiply(schedule, length, precision, planes, threads), schedule)
     packed_scales = weights if scales is None else align(scales)
     kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, y)
     plain = dequantize(weights, scales, length, precision).astype(np.float64)
@@ -105,7 +81,7 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     arrays, stands_for = quantize_activations(x, 2)
     y = allocate("float32", 2, 2)
     assert scales is not None
-    kernel = compile_kernel(make_multiply(isa, length, precision, 2, 1), make_isa(isa))
+    kernel = compile_kernel(make_multiply(make_isa(isa), length, precision, 2, 1), make_isa(isa))
     kernel(2, 2, weights, scales.view(np.uint8), *arrays, y)
     plain = dequantize(weights, scales, length, precision).astype(np.float64)
     assert measure_error(y, stands_for @ plain.T) < 1e-6
@@ -119,7 +95,7 @@ def test_one_token_gives_the_same_bits_as_many(isa: str, planes: int) -> None:
     weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), "int4")
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     assert scales is not None
-    kernel = compile_kernel(make_multiply(isa, length, "int4", planes, 2), make_isa(isa))
+    kernel = compile_kernel(make_multiply(make_isa(isa), length, "int4", planes, 2), make_isa(isa))
     together, alone = allocate("float32", tokens, rows), allocate("float32", tokens, rows)
     arrays, _ = quantize_activations(x, planes)
     kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, together)
