@@ -49,7 +49,8 @@ PLAN = "default.plan.toml"
 )
 @add_path_option(
     "--predictors",
-    text="Safetensors file of the activation predictors, if the checkpoint has none.",
+    text="Activation predictors, if the checkpoint has none: a safetensors file, or a folder of "
+    "PowerInfer's (model_0.pt, ...; needs torch).",
 )
 @add_path_option(
     "--activations",
@@ -105,12 +106,16 @@ def command(
     operations for every weight and token, twice, and the memory of a layer.
     """
     from pi2.cli.progress import ProgressBar
+    from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import describe_checkpoint, name_origin, write_model
+    from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
     if model is None:
         document, origin = describe_checkpoint(checkpoint).model, name_origin(checkpoint)
+        if predictors is not None and document.predictor is None:
+            document = announce_predictors(document, open_checkpoint(checkpoint), predictors)
     else:
         document, origin = read_model(model), model
     if quantization is not None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pi2.diagnostics import UserError
 from pi2.importing.activations import order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.powerinfer_predictors import list_predictor_files
 from pi2.importing.predictors import LayerPredictor, find_predictors
 from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
@@ -80,7 +81,8 @@ def convert_checkpoint(
     MLC-LLM, or a GGUF file.
 
     ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.
-    ``predictors``: safetensors file of the predictors, if they are not in the checkpoint.
+    ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
+    in the checkpoint.
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what
@@ -96,7 +98,8 @@ def convert_checkpoint(
     found = find_predictors(source, model, predictors)
     order = _choose_order(model, activations)
     files = read_extra_files(source, model, tokenizer, activations, extras or {})
-    inputs = [*source.files, *([predictors] if predictors is not None else [])]
+    own = [] if predictors is None else list_predictor_files(predictors)
+    inputs = [*source.files, *own]
     chosen = quantizer or Quantizer()
     job = _describe_job(model, order, inputs, stride, chosen)
     with StoreWriter(

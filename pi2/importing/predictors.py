@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.powerinfer_predictors import list_powerinfer_predictors
 from pi2.importing.requirements import (
     Requirement,
     describe_shape_problem,
@@ -19,7 +20,7 @@ from pi2.importing.requirements import (
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.plan.layout import GROUP, round_up
-from pi2.plan.model import Model
+from pi2.plan.model import Model, Predictor
 
 F32 = npt.NDArray[np.float32]
 
@@ -74,7 +75,8 @@ class LayerPredictor:
 def find_predictors(
     checkpoint: Checkpoint, model: Model, file: Path | None
 ) -> list[LayerPredictor] | None:
-    """Find the predictors of every layer in ``file``, or else in the checkpoint itself.
+    """Find the predictors of every layer in ``file`` (safetensors, or a folder of PowerInfer's), or
+    else in the checkpoint itself.
 
     None where the model has no predictors.  Raises `UserError`: P533 missing, P534 wrong shape,
     P542 predictors that the model document does not announce.
@@ -88,7 +90,7 @@ def find_predictors(
             )
         return None
     layers = model.shape.layers
-    tensors = checkpoint.tensors if file is None else list_safetensors(file)
+    tensors = checkpoint.tensors if file is None else _list_tensors(file, model, checkpoint)
     place = checkpoint.folder if file is None else file
     if not any(fill_name(model.tensors.predictor_in, n) in tensors for n in range(layers)):
         raise UserError.of(
@@ -114,6 +116,25 @@ def find_predictors(
             help=f"set predictor.rank = {largest} in the model document",
         )
     return found
+
+
+def announce_predictors(model: Model, checkpoint: Checkpoint, file: Path) -> Model:
+    """The model with a ``[predictor]`` table for those in ``file``; raises as `find_predictors`."""
+    tensors = _list_tensors(file, model, checkpoint)
+    names = {
+        fill_name(model.tensors.predictor_in, layer, expert)
+        for layer in range(model.shape.layers)
+        for expert in range(model.expert_count)
+    }
+    ranks = [tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape]
+    predictor = Predictor(rank=round_up(max(1, *ranks, 1), GROUP))
+    return model.model_copy(update={"predictor": predictor})
+
+
+def _list_tensors(file: Path, model: Model, checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
+    if file.is_dir():
+        return list_powerinfer_predictors(file, model, checkpoint.tensors)
+    return list_safetensors(file)
 
 
 def _find_expert(

@@ -16,9 +16,12 @@ import pytest
 
 from pi2.backends.experts import slice_tensor
 from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
+from pi2.importing.predictors import announce_predictors
+from pi2.importing.safetensors_file import list_safetensors
 from pi2.plan.model import Model
-from pi2.plan.packing import pack_bundles, quantize
+from pi2.plan.packing import dequantize, pack_bundles, quantize
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import (
@@ -189,6 +192,45 @@ def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
         predictors=tmp_path / "predictors.safetensors",
     )
     expect_store(tmp_path / "store", model, weights, index_order(model))
+
+
+def test_predictors_may_come_in_a_folder_of_powerinfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model({"quantization": {"predictor": "fp16"}})
+    weights = draw_weights(model)
+    inside, outside = split_predictors(model, weights)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, inside)
+    folder = tmp_path / "predictors"
+    folder.mkdir()
+    for layer in range(3):
+        prefix = f"model.layers.{layer}."
+        norm = weights[f"{prefix}post_attention_layernorm.weight"]
+        # PowerInfer's read what the norm reads, have no bias, and need not have one rank.
+        parts = {
+            "fc1.weight": outside[f"{prefix}mlp.predictor.fc1.weight"] * norm,
+            "fc2.weight": outside[f"{prefix}mlp.predictor.fc2.weight"],
+        }
+        weights[f"{prefix}mlp.predictor.bias"][:] = 0
+        write_safetensors(folder / f"model_{layer}.pt", parts)
+    # Files of torch are tested elsewhere, where it is installed.
+    monkeypatch.setattr("pi2.importing.powerinfer_predictors.list_torch_file", list_safetensors)
+    source = open_checkpoint(checkpoint)
+    bare = model.model_copy(update={"predictor": None})
+    assert announce_predictors(bare, source, folder).predictor == model.predictor
+    convert_checkpoint(checkpoint, model, tmp_path / "store", predictors=folder)
+    with NeuronStore.open(tmp_path / "store") as store:
+        tensor = store.tensors["layers.1.predictor_in"]
+        found = dequantize(tensor.weights, tensor.scales, 64, "fp16")
+    expected = outside["model.layers.1.mlp.predictor.fc1.weight"]
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5)
+    (folder / "model_1.pt").unlink()
+    with pytest.raises(UserError, match=r"P533.*layers\.1\.mlp\.predictor"):
+        convert_checkpoint(checkpoint, model, tmp_path / "other", predictors=folder)
+    for file in folder.iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match=r"P533.*model_0\.pt"):
+        convert_checkpoint(checkpoint, model, tmp_path / "other", predictors=folder)
 
 
 def test_predictors_without_bias_have_a_zero_bias(tmp_path: Path) -> None:
