@@ -1,9 +1,4 @@
-"""The reference backend: numpy in float32, straight from the store's bytes.
-
-It is the truth that every kernel is tested against, so it is written to be read: weights are
-dequantised where they are used, activations are never quantised, and nothing is fused.  Keys and
-values are 8-bit integers only where the plan says so.
-"""
+"""The executor of the reference backend: every call of the protocol, written to be read."""
 
 from __future__ import annotations
 
@@ -16,10 +11,11 @@ import numpy.typing as npt
 
 from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.reference.kv_cache import KvCache
+from pi2.backends.reference.operators import activate, cap, normalize, rotate
 from pi2.backends.rope import compute_rope_tables
-from pi2.plan.model import Model, Norm
 from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
-from pi2.plan.sizes import KV_ELEMENT_BYTES, LOGIT_ROWS
+from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -29,119 +25,7 @@ from pi2.plan.tensor_names import (
     name_layer_tensor,
 )
 
-NAME = "reference"
-
 _F32 = npt.NDArray[np.float32]
-
-
-def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
-    """Return nothing: numpy runs everywhere."""
-    return []
-
-
-def build(request: BuildRequest) -> ReferenceExecutor:
-    """Make the executor; nothing is compiled."""
-    return ReferenceExecutor(request)
-
-
-def activate(model: Model, gate: _F32, up: _F32 | None) -> _F32:
-    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
-
-    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.
-    """
-    match model.ffn.activation:
-        case "relu" | "drelu":
-            active = np.maximum(gate, 0)
-        case "fatrelu":
-            active = np.where(gate > model.ffn.threshold, gate, 0)
-        case "relu2":
-            active = np.square(np.maximum(gate, 0))
-        case "silu":
-            active = gate / (1 + np.exp(-gate))
-        case "gelu":
-            active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
-        case "gelu_tanh":
-            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + 0.044715 * gate**3)
-            active = 0.5 * gate * (1 + np.tanh(inner))
-    if up is None:
-        return np.asarray(active)
-    return np.asarray(active * (np.maximum(up, 0) if model.ffn.activation == "drelu" else up))
-
-
-def _erf(x: _F32) -> _F32:
-    """The error function; numpy has none."""
-    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
-
-
-def normalize(norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None) -> _F32:
-    """RMSNorm or LayerNorm over the last axis."""
-    if norm.kind == "layernorm":
-        x = x - np.mean(x, axis=-1, keepdims=True)
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    result = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * weight
-    return np.asarray(result if bias is None else result + bias)
-
-
-def cap(x: _F32, limit: float | None) -> _F32:
-    """Soft cap: limit * tanh(x / limit), or x as it is."""
-    return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))
-
-
-def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
-    """Rotate the halves of each head: x [T, heads, d], cosines and sines [T, d / 2]."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = cosines[:, None, :], sines[:, None, :]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
-
-    The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
-    """
-    scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
-    kept = scales.astype(np.float32)[..., None]
-    factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
-    return np.clip(np.rint(x * factor), -127, 127).astype(np.int8), scales
-
-
-class KvCache:
-    """Keys (0) and values (1) of all layers: as 8-bit integers where the plan says so, else whole.
-
-    Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
-    although the segment has the size that the plan's type needs.
-    """
-
-    def __init__(self, request: BuildRequest) -> None:
-        shape = request.model.shape
-        self._int8 = request.kv_type == "int8"
-        vectors = (2, shape.layers, request.context, shape.kv_heads)
-        count, size = int(np.prod(vectors)), shape.head_dim
-        raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
-        self._elements: npt.NDArray[np.generic]
-        if request.kv_type == "fp16":
-            self._elements = np.zeros((*vectors, size), np.float32)
-        elif request.kv_type == "fp32":
-            self._elements = raw.view(np.float32).reshape(*vectors, size)
-        else:
-            self._elements = raw.view(np.int8).reshape(*vectors, size)
-            self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
-
-    def keep(self, kind: int, layer: int, position: int, x: _F32) -> None:
-        """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
-        place = (kind, layer, slice(position, position + len(x)))
-        if self._int8:
-            self._elements[place], self._scales[place] = quantize_kv(x)
-        else:
-            self._elements[place] = x
-
-    def read(self, kind: int, layer: int, end: int) -> _F32:
-        """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
-        found = self._elements[kind, layer, :end].astype(np.float32)
-        if self._int8:
-            found *= self._scales[kind, layer, :end, :, None].astype(np.float32)
-        return found
 
 
 class ReferenceExecutor:

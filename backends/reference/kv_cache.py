@@ -1,0 +1,60 @@
+"""Keys and values of the reference backend: whole, or as 8-bit integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.sizes import KV_ELEMENT_BYTES
+
+_F32 = npt.NDArray[np.float32]
+
+
+def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
+
+    The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
+    """
+    scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
+    kept = scales.astype(np.float32)[..., None]
+    factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
+    return np.clip(np.rint(x * factor), -127, 127).astype(np.int8), scales
+
+
+class KvCache:
+    """Keys (0) and values (1) of all layers: as 8-bit integers where the plan says so, else whole.
+
+    Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
+    although the segment has the size that the plan's type needs.
+    """
+
+    def __init__(self, request: BuildRequest) -> None:
+        shape = request.model.shape
+        self._int8 = request.kv_type == "int8"
+        vectors = (2, shape.layers, request.context, shape.kv_heads)
+        count, size = int(np.prod(vectors)), shape.head_dim
+        raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
+        self._elements: npt.NDArray[np.generic]
+        if request.kv_type == "fp16":
+            self._elements = np.zeros((*vectors, size), np.float32)
+        elif request.kv_type == "fp32":
+            self._elements = raw.view(np.float32).reshape(*vectors, size)
+        else:
+            self._elements = raw.view(np.int8).reshape(*vectors, size)
+            self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
+
+    def keep(self, kind: int, layer: int, position: int, x: _F32) -> None:
+        """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
+        place = (kind, layer, slice(position, position + len(x)))
+        if self._int8:
+            self._elements[place], self._scales[place] = quantize_kv(x)
+        else:
+            self._elements[place] = x
+
+    def read(self, kind: int, layer: int, end: int) -> _F32:
+        """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
+        found = self._elements[kind, layer, :end].astype(np.float32)
+        if self._int8:
+            found *= self._scales[kind, layer, :end, :, None].astype(np.float32)
+        return found

@@ -1,0 +1,63 @@
+"""Activations, norms, caps and rotations in float32, one array at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.plan.model import Model, Norm
+
+_F32 = npt.NDArray[np.float32]
+
+
+def activate(model: Model, gate: _F32, up: _F32 | None) -> _F32:
+    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
+
+    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.
+    """
+    match model.ffn.activation:
+        case "relu" | "drelu":
+            active = np.maximum(gate, 0)
+        case "fatrelu":
+            active = np.where(gate > model.ffn.threshold, gate, 0)
+        case "relu2":
+            active = np.square(np.maximum(gate, 0))
+        case "silu":
+            active = gate / (1 + np.exp(-gate))
+        case "gelu":
+            active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
+        case "gelu_tanh":
+            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + 0.044715 * gate**3)
+            active = 0.5 * gate * (1 + np.tanh(inner))
+    if up is None:
+        return np.asarray(active)
+    return np.asarray(active * (np.maximum(up, 0) if model.ffn.activation == "drelu" else up))
+
+
+def _erf(x: _F32) -> _F32:
+    """The error function; numpy has none."""
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
+
+
+def normalize(norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None) -> _F32:
+    """RMSNorm or LayerNorm over the last axis."""
+    if norm.kind == "layernorm":
+        x = x - np.mean(x, axis=-1, keepdims=True)
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    result = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * weight
+    return np.asarray(result if bias is None else result + bias)
+
+
+def cap(x: _F32, limit: float | None) -> _F32:
+    """Soft cap: limit * tanh(x / limit), or x as it is."""
+    return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))
+
+
+def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
+    """Rotate the halves of each head: x [T, heads, d], cosines and sines [T, d / 2]."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cosines[:, None, :], sines[:, None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
