@@ -127,6 +127,8 @@ def read_activation(config: Config, *keys: str) -> str:
 
 ROTATED_SHARE = "gguf_rotated_share"
 """Key of a configuration that pi2 makes of a GGUF file: it counts whatever the family is."""
+FUSED_ORDER = "gguf_fused_order"
+"""Another: order of query, key and value in a tensor of Falcon."""
 
 
 def read_rope(config: Config, context: int, share: float | None = None) -> dict[str, Any]:

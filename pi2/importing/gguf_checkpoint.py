@@ -23,9 +23,9 @@ from pi2.importing.gguf_config import Metadata, make_config, recover_llama3
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
 from pi2.importing.gguf_names import (
     ARCHITECTURES,
-    MIXTURE,
     Architecture,
     Names,
+    choose_names,
     find_place,
     name_in_file,
 )
@@ -116,7 +116,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             file=str(path),
         )
     experts = metadata.read("{arch}.expert_count", int, 0)
-    names = MIXTURE if experts else architecture.names
+    names = choose_names(
+        architecture, {name for file in files for name in file.entries}, mixed=experts > 0
+    )
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         for entry in file.entries.values():
@@ -214,12 +216,15 @@ def _place_tensor(
     if place is None:
         return {}
     is_turned = place.kind == "ffn_down_t.weight"
+    shape = entry.shape[::-1] if is_turned else entry.shape
+    if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
+        shape = (1, *shape)  # a router of one expert
     norm = place.kind.endswith("norm.weight")
     tensor = GgufTensor(
         file=file.path,
         name=entry.name,
         dtype=entry.block.name,
-        shape=entry.shape[::-1] if is_turned else entry.shape,
+        shape=shape,
         offset=entry.offset,
         size_bytes=entry.size_bytes,
         block=entry.block,
@@ -270,7 +275,10 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     has_output = "model.layers.0.self_attn.o_proj.bias" in tensors
     if config["model_type"] == "llama" and has_qkv and not has_output:
         config["model_type"] = "qwen2"  # which is just that
-    config["attention_bias"] = config["use_qkv_bias"] = config["use_bias"] = has_qkv
+    for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):
+        config[key] = has_qkv
+    config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
+    config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
     config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
 
 

@@ -11,10 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.importing.config import ROTATED_SHARE
+from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_names import Architecture
 
 F32 = npt.NDArray[np.float32]
+
+
+_LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models with 27 billion weights."""
 
 
 class Metadata:
@@ -105,11 +109,13 @@ def make_config(
         epsilon = read("{arch}.attention.layer_norm_epsilon", float, 1e-5)
         config |= {"layer_norm_eps": epsilon, "norm_epsilon": epsilon}
     if read("{arch}.expert_count", int, 0):
-        config |= {
-            "model_type": "mixtral",
-            "num_local_experts": read("{arch}.expert_count", int),
-            "num_experts_per_tok": read("{arch}.expert_used_count", int),
-        }
+        config |= _read_experts(metadata, architecture, ffn)
+    if architecture.model_type == "falcon":
+        kv_heads = config["num_key_value_heads"]
+        config |= {"ffn_hidden_size": ffn, "layer_norm_epsilon": config["layer_norm_eps"]}
+        config |= {"num_kv_heads": kv_heads, "multi_query": kv_heads == 1, FUSED_ORDER: "stacked"}
+    if architecture.model_type in ("gemma2", "gemma3_text"):
+        config |= _read_gemma(metadata, config)
     window = read("{arch}.attention.sliding_window", int, 0)
     if window:
         config["sliding_window"] = window
@@ -119,6 +125,42 @@ def make_config(
         config["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
     scaling = _read_scaling(metadata, context)
     return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _read_experts(metadata: Metadata, architecture: Architecture, ffn: int) -> dict[str, Any]:
+    read = metadata.read
+    config: dict[str, Any] = {
+        "num_local_experts": read("{arch}.expert_count", int),
+        "num_experts_per_tok": read("{arch}.expert_used_count", int),
+    }
+    if architecture.model_type == "llama":
+        return config | {"model_type": "mixtral"}
+    return config | {
+        "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
+        "shared_expert_intermediate_size": read("{arch}.expert_shared_feed_forward_length", int, 0),
+    }
+
+
+def _read_gemma(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have besides; scores of the largest models have another scale."""
+    read = metadata.read
+    is_largest = config["num_hidden_layers"] == _LARGEST_GEMMAS[config["model_type"]]
+    width = config["head_dim"]
+    if is_largest:
+        width = config["hidden_size"] // max(1, config["num_attention_heads"])
+    found: dict[str, Any] = {
+        "hidden_activation": config["hidden_act"],
+        "query_pre_attn_scalar": width,
+    }
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        found[key] = read(f"{{arch}}.{key}", float) if metadata.has(f"{{arch}}.{key}") else None
+    if config["model_type"] == "gemma3_text":
+        found |= {
+            "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
+            "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
+            "sliding_window_pattern": read("{arch}.attention.sliding_window_pattern", int, 6),
+        }
+    return found
 
 
 def _read_tokens(metadata: Metadata) -> dict[str, Any]:

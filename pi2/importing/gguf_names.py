@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 _LAYER = "model.layers.{layer}"
@@ -63,6 +64,50 @@ MIXTURE: Names = {
     **{f"blk.{{layer}}.ffn_{part}.{{expert}}.weight": name for part, name in _EXPERTS.items()},
 }
 
+_QWEN_EXPERTS = {
+    part: f"{_LAYER}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up", "down")
+}
+
+QWEN_MIXTURE: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.mlp.gate.weight",
+    **{f"blk.{{layer}}.ffn_{part}_exps.weight": name for part, name in _QWEN_EXPERTS.items()},
+    "blk.{layer}.ffn_gate_inp_shexp.weight": f"{_LAYER}.mlp.shared_expert_gate.weight",
+    **{
+        f"blk.{{layer}}.ffn_{part}_shexp.weight": f"{_LAYER}.mlp.shared_expert.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
+}
+
+GEMMA2: Names = {
+    **DECODER,
+    "blk.{layer}.ffn_norm.weight": f"{_LAYER}.pre_feedforward_layernorm.weight",
+    "blk.{layer}.post_attention_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
+    "blk.{layer}.post_ffw_norm.weight": f"{_LAYER}.post_feedforward_layernorm.weight",
+}
+
+_FALCON_LAYER = "transformer.h.{layer}"
+
+FALCON: Names = {
+    "token_embd.weight": "transformer.word_embeddings.weight",
+    "output.weight": "lm_head.weight",
+    **_name_both("output_norm", "transformer.ln_f"),
+    **_name_both("blk.{layer}.attn_norm", f"{_FALCON_LAYER}.input_layernorm"),
+    **_name_both("blk.{layer}.attn_qkv", f"{_FALCON_LAYER}.self_attention.query_key_value"),
+    **_name_both("blk.{layer}.attn_output", f"{_FALCON_LAYER}.self_attention.dense"),
+    **_name_both("blk.{layer}.ffn_up", f"{_FALCON_LAYER}.mlp.dense_h_to_4h"),
+    **_name_both("blk.{layer}.ffn_down", f"{_FALCON_LAYER}.mlp.dense_4h_to_h"),
+    "blk.{layer}.ffn_down_t.weight": f"{_FALCON_LAYER}.mlp.dense_4h_to_h.weight",
+}
+
+FALCON_40B: Names = {
+    **FALCON,
+    **_name_both("blk.{layer}.attn_norm", f"{_FALCON_LAYER}.ln_mlp"),
+    **_name_both("blk.{layer}.attn_norm_2", f"{_FALCON_LAYER}.ln_attn"),
+}
+"""Of models with two norms: the first is that of the FFN."""
+
 PHI3: Names = {
     **DECODER,
     "blk.{layer}.attn_qkv.weight": f"{_LAYER}.self_attn.qkv_proj.weight",
@@ -122,12 +167,32 @@ ARCHITECTURES = {
     "starcoder2": Architecture(
         model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
     ),
+    "gemma2": Architecture(
+        model_type="gemma2", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+    ),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
+    ),
+    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
     "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
 }
 """By ``general.architecture``."""
 
 _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
+
+
+def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
+    """Names of a file's family; ``mixed``: it has experts."""
+    if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
+        return FALCON_40B
+    return MIXTURE if mixed and architecture.model_type == "llama" else architecture.names
 
 
 @dataclass(frozen=True, slots=True)

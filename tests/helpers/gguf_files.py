@@ -14,7 +14,14 @@ import pytest
 
 F32 = npt.NDArray[np.float32]
 
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "sparsellama": "llama"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "sparsellama": "llama",
+}
 """Where GGUF's name of a family is not that of transformers."""
 _NAMES = (
     (r"model\.(?:decoder\.)?embed_tokens", "token_embd"),
@@ -32,6 +39,22 @@ _NAMES = (
     (r"model\.layers\.(\d+)\.mlp\.c_proj", r"blk.\1.ffn_down"),
     (r"model\.layers\.(\d+)\.mlp\.predictor\.(fc[12])", r"blk.\1.\2"),
     (r"model\.layers\.(\d+)\.block_sparse_moe\.gate", r"blk.\1.ffn_gate_inp"),
+    (r"model\.layers\.(\d+)\.pre_feedforward_layernorm", r"blk.\1.ffn_norm"),
+    (r"model\.layers\.(\d+)\.post_feedforward_layernorm", r"blk.\1.post_ffw_norm"),
+    (r"model\.layers\.(\d+)\.mlp\.gate", r"blk.\1.ffn_gate_inp"),
+    (r"model\.layers\.(\d+)\.mlp\.shared_expert_gate", r"blk.\1.ffn_gate_inp_shexp"),
+    (
+        r"model\.layers\.(\d+)\.mlp\.shared_expert\.(gate|up|down)_proj",
+        r"blk.\1.ffn_\2_shexp",
+    ),
+    (r"transformer\.word_embeddings", "token_embd"),
+    (r"transformer\.ln_f", "output_norm"),
+    (r"transformer\.h\.(\d+)\.(input_layernorm|ln_mlp)", r"blk.\1.attn_norm"),
+    (r"transformer\.h\.(\d+)\.ln_attn", r"blk.\1.attn_norm_2"),
+    (r"transformer\.h\.(\d+)\.self_attention\.query_key_value", r"blk.\1.attn_qkv"),
+    (r"transformer\.h\.(\d+)\.self_attention\.dense", r"blk.\1.attn_output"),
+    (r"transformer\.h\.(\d+)\.mlp\.dense_h_to_4h", r"blk.\1.ffn_up"),
+    (r"transformer\.h\.(\d+)\.mlp\.dense_4h_to_h", r"blk.\1.ffn_down"),
     (r"model\.decoder\.embed_positions", "position_embd"),
     (r"model\.decoder\.final_layer_norm", "output_norm"),
     (r"model\.decoder\.layers\.(\d+)\.self_attn_layer_norm", r"blk.\1.attn_norm"),
@@ -40,7 +63,10 @@ _NAMES = (
     (r"model\.decoder\.layers\.(\d+)\.fc1", r"blk.\1.ffn_up"),
     (r"model\.decoder\.layers\.(\d+)\.fc2", r"blk.\1.ffn_down"),
 )
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123]|\w+_proj)\.weight"
+)
+_PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def name_tensor(name: str) -> str:
@@ -58,6 +84,15 @@ def permute(values: F32, heads: int) -> F32:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
+def stack_groups(values: F32, heads: int, kv_heads: int) -> F32:
+    """Rows of Falcon's queries, keys and values one after the other."""
+    if kv_heads == 1:
+        return values
+    grouped = values.reshape(kv_heads, heads // kv_heads + 2, -1, values.shape[-1])
+    parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+    return np.concatenate([part.reshape(-1, values.shape[-1]) for part in parts])
+
+
 def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str, F32]:
     """Tensors of a GGUF file."""
     family = config["model_type"]
@@ -68,7 +103,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
     for name, stored in weights.items():
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
-            part = {"w1": "gate", "w3": "up", "w2": "down"}[expert[3]]
+            part = _PARTS.get(expert[3]) or expert[3].removesuffix("_proj")
             group = experts.setdefault((int(expert[1]), part), [])
             assert len(group) == int(expert[2])
             group.append(stored)
@@ -79,9 +114,17 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
                 values = permute(values, heads)
             if ".k_proj." in name:
                 values = permute(values, kv_heads)
-        if family == "gemma" and name.endswith("norm.weight"):
+        if family.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        found[name_tensor(name)] = values
+        if "query_key_value" in name:
+            newer = config["new_decoder_architecture"]
+            values = stack_groups(values, heads, config["num_kv_heads"] if newer else 1)
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        translated = name_tensor(name)
+        if family in ("gemma2", "gemma3_text") and "post_attention" in name:
+            translated = translated.replace("ffn_norm", "post_attention_norm")
+        found[translated] = values
     for (layer, part), group in experts.items():
         found[f"blk.{layer}.ffn_{part}_exps.weight"] = np.stack(group)
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -117,16 +160,37 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config.get("intermediate_size") or config["ffn_dim"])
+    sizes = (config.get(key) for key in ("intermediate_size", "ffn_dim", "ffn_hidden_size"))
+    writer.add_feed_forward_length(next(size for size in sizes if size))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    if config["model_type"] == "falcon":
+        kv_heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+    writer.add_head_count_kv(kv_heads)
     if head_dim != hidden // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
-        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config.get("norm_epsilon", 1e-5))
+        names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        stated = (config[key] for key in names if config.get(key))
+        writer.add_layer_norm_eps(next(stated, 1e-5))
+    if "full_attention" in scaling:
+        writer.add_float32(
+            f"{writer.arch}.rope.freq_base_swa", scaling["sliding_attention"]["rope_theta"]
+        )
+        scaling = scaling["full_attention"]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key):
+            writer.add_float32(f"{writer.arch}.{key}", config[key])
+    if config.get("sliding_window_pattern"):
+        pattern = config["sliding_window_pattern"]
+        writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", pattern)
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     theta = scaling.get("rope_theta") or config.get("rope_theta")
     if theta:
         writer.add_rope_freq_base(theta)
@@ -138,8 +202,9 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_factor(scaling["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-    if config.get("num_local_experts"):
-        writer.add_expert_count(config["num_local_experts"])
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pi2.importing.config import Config, read_activation, read_rope, read_whole_window
+from pi2.importing.config import (
+    FUSED_ORDER,
+    Config,
+    read_activation,
+    read_rope,
+    read_whole_window,
+)
 from pi2.importing.families.decoders import LAYER, Tables, describe_decoder
 
 
@@ -113,7 +119,7 @@ def describe_falcon(config: Config) -> Tables:
             **names,
             "fused_qkv": f"{layer}.self_attention.query_key_value.weight",
             "fused_qkv_bias": f"{layer}.self_attention.query_key_value.bias",
-            "fused_order": "grouped",
+            "fused_order": config.read(FUSED_ORDER, str, "grouped"),
             "output": f"{layer}.self_attention.dense.weight",
             "output_bias": f"{layer}.self_attention.dense.bias",
             **_name_plain_ffn(f"{layer}.mlp.dense_h_to_4h", f"{layer}.mlp.dense_4h_to_h"),
