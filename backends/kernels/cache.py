@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,12 @@ def _compile(spec: KernelSpec, output: Path, progress: Progress) -> None:
                 "no linker works on this machine, and the kernels must be linked",
                 help="install binutils (`ld`), gcc, clang or lld",
                 notes=failures,
+            )
+        if process.returncode == -signal.SIGKILL:
+            raise UserError.of(
+                "P651",
+                "compiling the kernels was ended by the system, as a rule for lack of memory",
+                help="run the plan once where 300 MiB more are free: compiled kernels are kept",
             )
         lines = errors.read_text(errors="replace").strip().splitlines()
         raise UserError.of(

@@ -152,6 +152,19 @@ def test_a_failing_compiler_is_reported(
     assert any("no compiler today" in note for note in caught.value.diagnostics[0].notes)
 
 
+def test_a_compiler_without_memory_is_no_faulty_installation(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tvm").mkdir()
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "tvm" / "__init__.py").write_text(killed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    other = dataclasses.replace(spec, vocab=spec.vocab + 2)
+    with pytest.raises(UserError, match="for lack of memory") as caught:
+        cache.load_or_compile(other, lambda _label, _share: None)
+    assert "run the plan once where" in str(caught.value.diagnostics[0].help)
+
+
 def test_the_running_process_never_loads_the_compiler(tmp_path: Path) -> None:
     code = """
 import json, sys
