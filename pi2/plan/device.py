@@ -75,6 +75,7 @@ KernelName = Literal[
     "norm",
     "look-up",
     "route",
+    "find",
     "engine",
     "engine-cached",
     "engine-token",
@@ -83,10 +84,10 @@ KernelName = Literal[
 layer's attention without context, its projections having `size` rows; ``attend``, what `size`
 tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons; ``gather``,
 `size` neurons that lie apart; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
-neuron cache, where `size` neurons are missing; ``route``, choosing among `size` experts;
-``engine``, what the engine does in a layer between these if all its neurons stay,
-``engine-cached``, if some are in the cache, and ``engine-token`` once a token, measured with `size`
-layers.  For many tokens: ``dense``, 512 neurons for `size`
+neuron cache, where `size` neurons are missing; ``find``, which neurons are in `size` slots of the
+cache; ``route``, choosing among `size` experts; ``engine``, what the engine does in a layer between
+these if all its neurons stay, ``engine-cached``, if some are in the cache, and ``engine-token``
+once a token, measured with `size` layers.  For many tokens: ``dense``, 512 neurons for `size`
 tokens; ``project-many``, a layer's attention for `size` tokens."""
 
 

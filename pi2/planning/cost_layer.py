@@ -85,7 +85,7 @@ def cost_layer(
         batch,
         calls=max(sizes.predictors, 1),
     )
-    norm_s = rates.norm_s + (rates.route_s if sizes.experts else 0.0)
+    norm_s = time_norm(rates, sizes, settings)
     if settings.predictor == "none":
         used = float(activity.neurons) * activity.chosen
         # What does not stay is streamed, layer after layer, whatever the cache holds; of a mixture
@@ -122,6 +122,8 @@ def cost_layer(
     calls = (resident >= 1.0) + (parts * chance if missing > 0 else 0.0)
     if stream is not None:
         calls = (resident >= 1.0) + stream.count_pieces(activity.neurons * (1.0 - hot))
+    if settings.predictor == "gate" and hot < 1.0:
+        look_up += calls * rates.find_s
     compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
     attention_s = attention / speed
     busy = max(compute, dense_s)
@@ -156,6 +158,13 @@ def find_chance(missing: float) -> float:
     """Chance that a layer that misses so many neurons on average misses any of them for a token:
     misses are taken to be independent."""
     return 1.0 - exp(-missing)
+
+
+def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
+    """Seconds of what the FFN begins and ends with: norms, and a mixture's router.  Looking ahead,
+    once for what a layer is guessed from, and once for the layer."""
+    seconds = rates.norm_s + (rates.route_s if sizes.experts else 0.0)
+    return seconds if settings.look_ahead == "none" else 2.0 * seconds
 
 
 def time_matrix(

@@ -66,6 +66,8 @@ class Rates:
     """Of the neuron cache; its "bytes" are missing neurons."""
     place_s: float
     """What a look-up takes more where anything is missing, however little."""
+    find_s: float
+    """Which neurons a call's slots have, so that their gates are found."""
     dense_many: tuple[float, float] | None
     """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
     where nobody stated an arithmetic rate."""
@@ -168,6 +170,7 @@ class _Reader:
             token_s=self._find_time("engine-token", 0.0),
             look_up=look_up,
             place_s=place_s,
+            find_s=self._find_time("find", 0.0),
             dense_many=self._find_many("dense"),
             project_many=self._find_many("project-many"),
             few_ops_s=self._find_ops("dense", few=True),

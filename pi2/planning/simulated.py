@@ -15,6 +15,7 @@ from pi2.plan.resolved import ResolvedPlan
 from pi2.plan.sizes import STAGED_NEURONS
 from pi2.planning.activity import CHURN, describe_activity, read_statistics
 from pi2.planning.cost import read_settings
+from pi2.planning.cost_layer import Settings, find_chance, time_norm
 from pi2.planning.cost_sizes import measure_sizes
 from pi2.planning.counted import CountedHotness
 from pi2.planning.rates import Rates, find_stream_overlap, find_stream_rate, read_rates
@@ -51,12 +52,11 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
         keeps_most_used=resolved.plan.cache.policy == "lfu" and workload.hotness is not None,
         cold_neurons=cold,
     )
-    steps = rates.norm_s + rates.python_s + rates.look_up.call_s + 2 * rates.gather.call_s
-    steps += rates.project.call_s + rates.predict.call_s
     constants = replace(
         inputs.constants,
         gather_efficiency=rates.gather.bytes_s / inputs.machine.cpu_bytes_s,
-        barrier_s=steps / inputs.constants.cluster_barriers,
+        barrier_s=_time_steps(resolved, rates, settings, missing)
+        / inputs.constants.cluster_barriers,
         place_s=1.0 / rates.look_up.bytes_s,
     )
     kernels = [
@@ -75,8 +75,19 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
     )
 
 
-def _is_counted(resolved: ResolvedPlan) -> bool:
-    return read_statistics(resolved.store_path, resolved.model.shape.layers) is not None
+def _time_steps(resolved: ResolvedPlan, rates: Rates, settings: Settings, missing: float) -> float:
+    """Fixed parts of a layer's steps, in seconds."""
+    mode = resolved.plan.decode.predictor
+    sizes = measure_sizes(resolved.model, mode, settings.kv, resolved.bundle.stride)
+    seconds = time_norm(rates, sizes, settings) + rates.python_s
+    seconds += rates.project.call_s + rates.gather.call_s
+    seconds += sizes.predictors * rates.predict.call_s
+    if mode == "none" or all(layer.hot >= 1.0 for layer in resolved.layers):
+        return seconds
+    seconds += rates.look_up.call_s
+    if settings.reads is not None:
+        seconds += rates.place_s * find_chance(missing) + rates.gather.call_s
+    return seconds + (2.0 * rates.find_s if mode == "gate" else 0.0)
 
 
 def _lose_churn(inputs: SimulationInput, workload: Workload) -> float:

@@ -1,9 +1,7 @@
 """What the engine itself takes of a token: Python between the executor's steps.
 
 A token of the probe's model goes through `pi2.engine.forward`, all neurons being in memory; what
-the executor's methods take is taken away.  Where a cache holds some of them, kernels take longer as
-well: their threads fall asleep while Python works on the cache.  So that costs the difference of
-whole tokens.
+the executor's methods take is taken away.
 """
 
 from __future__ import annotations
@@ -62,15 +60,14 @@ class EngineSample:
         self._timed = timed
         self._token, self._vocab = 0, shape.vocab
 
-    def time_layer(self) -> tuple[float, float]:
-        """Seconds of a token for each layer: outside the executor, and of everything."""
+    def time_layer(self) -> float:
+        """Seconds of a token outside the executor, for each layer."""
         self._forward.reset()
         self._token = (self._token + 1) % self._vocab
         self._timed.seconds = 0.0
         start = time.perf_counter()
         self._forward.decode(self._token)
-        whole_s = time.perf_counter() - start
-        return (whole_s - self._timed.seconds) / self._layers, whole_s / self._layers
+        return (time.perf_counter() - start - self._timed.seconds) / self._layers
 
 
 class _TimedExecutor:

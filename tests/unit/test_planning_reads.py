@@ -70,6 +70,20 @@ def test_threads_rest_where_there_are_fewer_parts_than_threads() -> None:
     assert times[0] < times[1] < times[2]
 
 
+def test_every_thread_that_is_woken_costs() -> None:
+    reads = Reads(
+        engine="pread",
+        threads=16,
+        cluster=16,
+        call_s=((1, 0.4e-3), (16, 1.6e-3)),
+        neuron_s=((1, 40e-6), (16, 40e-6)),
+        overlap=0.0,
+    )
+    assert reads.find_call_s(8) == pytest.approx(0.4e-3), "one part for one thread"
+    assert reads.find_call_s(64) == pytest.approx(0.8e-3), "four parts"
+    assert reads.find_call_s(512) == pytest.approx(1.6e-3)
+
+
 def test_every_engine_has_its_own_overlap() -> None:
     assert make_reads("io_uring").overlap == 0.2
     assert make_reads("pread").overlap == 0.7

@@ -1,0 +1,118 @@
+"""Rates between two widths that were measured: `pi2.planning.rates`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pi2.plan.device import Device
+from pi2.planning.rates import Rates, read_rates
+
+ORIGIN = {"status": "estimated", "source": "a test"}
+
+
+def make_device(*, small: bool = True) -> Device:
+    """A processor whose kernels were measured with models 4096 and 256 wide."""
+    kernels = []
+    for width, scale in ((4096, 1.0), (256, 1 / 16)) if small else ((4096, 1.0),):
+
+        def kernel(
+            name: str,
+            size: int,
+            time_us: float,
+            size_bytes: int | None = None,
+            giga_ops: float | None = None,
+            width: int = width,
+        ) -> None:
+            found: dict[str, Any] = {"kernel": name, "size": size, "time": f"{time_us:.3f} us"}
+            found |= {"width": width, **ORIGIN}
+            if size_bytes is not None:
+                found["bytes"] = f"{size_bytes} B"
+            if giga_ops is not None:
+                found["giga_ops"] = giga_ops
+            kernels.append(found)
+
+        # 20 GB/s after 10 us, whatever the width.
+        for name in ("multiply", "project", "predict"):
+            size = round(20_000_000 * scale**2)
+            kernel(name, 1024, 10 + size / 20e3, size)
+        kernel("attend", 256, 400 * scale, round(8_000_000 * scale))
+        # A neuron takes 0.05 us, and its bytes at 18 GB/s.
+        for count in (64, 1024):
+            kernel(
+                "gather",
+                count,
+                4 + count * (0.05 + 6912 * scale / 18e3),
+                round(count * 6912 * scale),
+            )
+        kernel("norm", width, 2 + 8 * scale)
+        kernel("look-up", 0, 30)
+        kernel("look-up", 8, 108)
+        kernel("look-up", 32, 120)
+        kernel("engine", 4, 100 * scale)
+        kernel("engine-cached", 4, 40 + 100 * scale)
+        for tokens in (8, 128):
+            # 0.5 ns of a weight for a pass, and 0.01 ns for each token.
+            weights = 6_000_000 * scale
+            seconds = weights * (0.5e-9 + tokens * 0.01e-9)
+            kernel("dense", tokens, seconds * 1e6, None, 2.0 * tokens * weights / seconds / 1e9)
+    values = {
+        "schema_version": 1,
+        "id": "box",
+        "units": {
+            "cpu": {
+                "kind": "cpu",
+                "clusters": [{"id": "cores", "cores": 2}],
+                "read_bandwidth": {"value": "24 GB/s", **ORIGIN},
+                "kernels": kernels,
+            }
+        },
+        "storage": {},
+    }
+    return Device.model_validate_json(json.dumps(values))
+
+
+def read(width: int | None, *, small: bool = True) -> Rates:
+    return read_rates(make_device(small=small), width)
+
+
+def test_two_widths_tell_a_call_s_fixed_part_from_its_bytes() -> None:
+    rates = read(1024)
+    for kernel in (rates.multiply, rates.project, rates.predict):
+        assert kernel.call_s == pytest.approx(10e-6, rel=0.02)
+        assert kernel.bytes_s == pytest.approx(20e9, rel=0.02)
+
+
+def test_what_grows_with_the_width_is_in_proportion_between_two() -> None:
+    small, middle, large = (read(width).norm_s for width in (256, 2176, 4096))
+    assert middle == pytest.approx((small + large) / 2)
+    assert read(64).norm_s == small, "nothing is known of smaller ones"
+    assert read(None).norm_s == large
+
+
+def test_a_neuron_takes_some_time_beside_its_bytes() -> None:
+    for width in (256, 1024, 4096):
+        neuron_bytes = 6912 * width / 4096
+        seconds = neuron_bytes / read(width).gather.bytes_s
+        assert seconds == pytest.approx(0.05e-6 + neuron_bytes / 18e9, rel=0.03)
+
+
+def test_any_miss_costs_a_look_up_more_than_each_further_one() -> None:
+    rates = read(256)
+    assert 1.0 / rates.look_up.bytes_s == pytest.approx(0.5e-6)
+    assert rates.place_s == pytest.approx(74e-6, rel=0.01)
+    assert rates.look_up.call_s == pytest.approx(40e-6), "the whole engine's, not the cache's alone"
+
+
+def test_few_tokens_pay_for_the_pass_over_the_weights() -> None:
+    many = read(4096).dense_many
+    assert many is not None
+    assert many == pytest.approx((0.5e-9, 0.01e-9), rel=0.02)
+
+
+def test_a_device_with_one_width_has_its_figures_for_all() -> None:
+    rates = read(256, small=False)
+    assert rates.norm_s == pytest.approx(10e-6)
+    assert rates.python_s == pytest.approx(100e-6)
