@@ -86,9 +86,10 @@ tokens of context add to it; ``predict``, the low-rank predictor of `size` neuro
 `size` neurons that lie apart; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
 neuron cache, where `size` neurons are missing; ``find``, which neurons are in `size` slots of the
 cache; ``route``, choosing among `size` experts; ``engine``, what the engine does in a layer between
-these if all its neurons stay, ``engine-cached``, if some are in the cache, and ``engine-token``
-once a token, measured with `size` layers.  For many tokens: ``dense``, 512 neurons for `size`
-tokens; ``project-many``, a layer's attention for `size` tokens."""
+these if all its neurons stay, and ``engine-token`` once a token, measured with `size` layers;
+``engine-cached``, the same of a layer that takes `size` neurons from the cache.  For many tokens:
+``dense``, 512 neurons for `size` tokens; ``project-many``, a layer's attention for `size`
+tokens."""
 
 
 class KernelFigure(Origin):

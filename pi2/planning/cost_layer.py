@@ -100,6 +100,8 @@ def cost_layer(
         if hot < 1.0:
             look_up = rates.look_up.call_s + missing / rates.look_up.bytes_s
             look_up += rates.place_s * find_chance(missing)
+            cached = used - missing - activity.count_within(hot)
+            look_up += rates.touch_s * max(cached, 0.0)
     dense_neurons = activity.neurons * activity.chosen * dense
     computed = max(used - activity.count_within(dense), 0.0) if dense > 0 else used
     dense_s = 0.0

@@ -68,6 +68,8 @@ class Rates:
     """What a look-up takes more where anything is missing, however little."""
     find_s: float
     """Which neurons a call's slots have, so that their gates are found."""
+    touch_s: float
+    """Each neuron that is found in the cache: its use is counted."""
     dense_many: tuple[float, float] | None
     """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
     where nobody stated an arithmetic rate."""
@@ -150,7 +152,7 @@ class _Reader:
         bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
         norm_s = self._find_time("norm", constants.barrier_s)
         dense = self._read_dense()
-        look_up, place_s = self._find_look_up()
+        look_up, place_s, touch_s = self._find_look_up()
         shared = self._device.memory.read_bandwidth
         shared_s = float(shared.value) if shared is not None else bandwidth
         if shared is None and dense is not None:
@@ -170,6 +172,7 @@ class _Reader:
             token_s=self._find_time("engine-token", 0.0),
             look_up=look_up,
             place_s=place_s,
+            touch_s=touch_s,
             find_s=self._find_time("find", 0.0),
             dense_many=self._find_many("dense"),
             project_many=self._find_many("project-many"),
@@ -282,21 +285,27 @@ class _Reader:
             bytes_s=within / neuron_s,
         )
 
-    def _find_look_up(self) -> tuple[Linear, float]:
-        """Fixed part of the cache and time per missing neuron; and what any missing one adds."""
+    def _find_look_up(self) -> tuple[Linear, float, float]:
+        """Fixed part of the cache and time per missing neuron; what any missing one adds; and each
+        that is in the cache."""
         found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
         if not found:
             constants = self._constants
-            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0
+            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0, 0.0
         lines = [(width, _draw_look_up(items)) for width, items in found]
         call_s, neuron_s, place_s = (
             self._interpolate([(width, line[number]) for width, line in lines])
             for number in range(3)
         )
-        cached_s = self._find_time("engine-cached", 0.0)
-        if cached_s > 0.0:
-            call_s = max(cached_s - self._find_time("engine", 0.0), 0.0)
-        return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s
+        touch_s = 0.0
+        touches = [(width, _draw_touches(x)) for width, x in self._list_widths("engine-cached")]
+        if touches:
+            fixed_s, touch_s = (
+                self._interpolate([(width, line[number]) for width, line in touches])
+                for number in range(2)
+            )
+            call_s = max(fixed_s - self._find_time("engine", 0.0), 0.0)
+        return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
 
     def _find_many(self, kernel: KernelName) -> tuple[float, float] | None:
         """Seconds of a weight for a pass of many tokens over it, and for each of them."""
@@ -414,6 +423,14 @@ def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
         neuron_s = min(neuron_s, float(most.time - few.time) / (most.size - few.size))
     neuron_s = max(neuron_s, 1e-9)
     return float(none.time), neuron_s, max(float(most.time - none.time) - most.size * neuron_s, 0.0)
+
+
+def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
+    """Seconds of a layer that takes none of its neurons from the cache, and for each that it
+    does."""
+    few, many = items[0], items[-1]
+    touch_s = max(float(many.time - few.time), 0.0) / max(many.size - few.size, 1)
+    return float(few.time) - few.size * touch_s, touch_s
 
 
 def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:

@@ -19,7 +19,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import NullReader
 from pi2.plan.model import Model
 
-NAMED = 0.2
+NAMED = 0.14
 """Share of the neurons that is computed: about what predictors name."""
 
 
@@ -43,6 +43,9 @@ class EngineSample:
         executor.begin_ffn(0)
         executor.predict_low_rank(0, -np.inf)
         threshold = float(np.quantile(executor.read_scores(), 1.0 - NAMED))
+        named = executor.predict_low_rank(0, threshold)
+        self.cached = int(np.count_nonzero(named >= stay))
+        """Neurons of a layer that a token takes from the cache."""
         feed_forward = FeedForward(
             timed,
             cache,

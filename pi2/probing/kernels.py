@@ -363,7 +363,12 @@ class KernelBench:
     def _run_engine(self) -> list[Step]:
         """The engine's own part of a token, everything being in memory."""
         hot = EngineSample(self._executor, self._arena, self._model, hot=1.0)
-        cached = EngineSample(self._executor, self._arena, self._model, hot=0.25)
+        cached = [
+            EngineSample(self._executor, self._arena, self._model, hot=hot) for hot in (0.95, 0.5)
+        ]
+
+        def time_with(sample: EngineSample) -> Callable[[int], float]:
+            return lambda index: sample.time_layer()
 
         def begin(index: int) -> None:
             self._executor.embed(self._one)
@@ -374,14 +379,17 @@ class KernelBench:
             Step(
                 kernel="engine",
                 size=self._sizes.layers,
-                run=lambda index: hot.time_layer(),
+                run=time_with(hot),
                 **facts,
             ),
-            Step(
-                kernel="engine-cached",
-                size=self._sizes.layers,
-                run=lambda index: cached.time_layer(),
-                **facts,
+            *(
+                Step(
+                    kernel="engine-cached",
+                    size=sample.cached,
+                    run=time_with(sample),
+                    **facts,
+                )
+                for sample in cached
             ),
             Step(
                 kernel="engine-token",

@@ -52,7 +52,8 @@ def make_device(*, small: bool = True) -> Device:
         kernel("look-up", 8, 108)
         kernel("look-up", 32, 120)
         kernel("engine", 4, 100 * scale)
-        kernel("engine-cached", 4, 40 + 100 * scale)
+        for count in (10, 110):
+            kernel("engine-cached", count, 40 + 0.1 * count + 100 * scale)
         for tokens in (8, 128):
             # 0.5 ns of a weight for a pass, and 0.01 ns for each token.
             weights = 6_000_000 * scale
@@ -104,6 +105,7 @@ def test_any_miss_costs_a_look_up_more_than_each_further_one() -> None:
     assert 1.0 / rates.look_up.bytes_s == pytest.approx(0.5e-6)
     assert rates.place_s == pytest.approx(74e-6, rel=0.01)
     assert rates.look_up.call_s == pytest.approx(40e-6), "the whole engine's, not the cache's alone"
+    assert rates.touch_s == pytest.approx(0.1e-6)
 
 
 def test_few_tokens_pay_for_the_pass_over_the_weights() -> None:
