@@ -202,9 +202,15 @@ class _RecordingReader:
         tape, start = self._tape, self._tape.now()
         future = self._reader.start_run(layer, first, buffer)
         name = f"layer {layer}, {len(buffer)} neurons in a run"
-        future.add_done_callback(
-            lambda _: tape.add_queued_read("read runs", name, start, tape.now())
-        )
+        places: list[tuple[str, float]] = []
+        noted = threading.Event()
+
+        def note(_: object) -> None:
+            end = tape.now()
+            places.append((tape.add_queued_read("read runs", name, start, end), end))
+            noted.set()
+
+        future.add_done_callback(note)
         result = future.result
 
         def wait(*arguments: Any) -> Any:
@@ -215,6 +221,10 @@ class _RecordingReader:
                 end = tape.now()
                 tape.wait_s += end - begin
                 tape.recorder.add_slice(DRIVER, f"wait for a run of {layer}", begin, end)
+                # Who waits may be woken before who is to be told.
+                noted.wait(timeout=1.0)
+                tape.arrivals += places
+                places.clear()
 
         vars(future)["result"] = wait
         return future

@@ -85,6 +85,14 @@ def test_a_viewer_finds_both_ends_of_every_arrow(tmp_path: Path, engine: str) ->
         tmp_path, f'io.engine="{engine}"', "pipeline.cluster=4", 'decode.look_ahead="layer"'
     )
     check_for_viewers(document)
+    runs = [name for name in list_lanes(document) if name.startswith("read runs ")]
+    assert runs, "the prompt has read what is not in memory"
+
+
+def test_arrows_lead_from_long_reads_to_what_they_were_for(tmp_path: Path) -> None:
+    document = trace(tmp_path, 'decode.predictor="none"', "layers.hot=0.1")
+    check_for_viewers(document)
+    assert not [name for name in list_lanes(document) if name.startswith("queue ")]
 
 
 def check_for_viewers(document: dict[str, Any]) -> None:
