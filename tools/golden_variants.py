@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional
 
 Options = dict[str, Any]
-Model = torch.nn.Module
 
 PREDICTOR_RANK = 16
 
@@ -27,7 +26,7 @@ def apply_drelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.relu(gate) * torch.relu(up)
 
 
-def build_bamboo(options: Options) -> Model:
+def build_bamboo(options: Options) -> Any:
     """Mistral with dReLU."""
     model = make(transformers.MistralForCausalLM, transformers.MistralConfig, options)
     for layer in model.model.layers:
@@ -39,7 +38,7 @@ def build_bamboo(options: Options) -> Model:
     return model
 
 
-def build_prosparse(options: Options) -> Model:
+def build_prosparse(options: Options) -> Any:
     """Llama with FATReLU: zero up to a threshold."""
     threshold = options.pop("hidden_act_param")
     model = make(transformers.LlamaForCausalLM, transformers.LlamaConfig, options)
@@ -49,7 +48,7 @@ def build_prosparse(options: Options) -> Model:
     return model
 
 
-def build_turbosparse_mixtral(options: Options) -> Model:
+def build_turbosparse_mixtral(options: Options) -> Any:
     """Mixtral with dReLU."""
     model = make(transformers.MixtralForCausalLM, transformers.MixtralConfig, options)
     for layer in model.model.layers:
@@ -98,7 +97,7 @@ class SmallThinkerBlock(nn.Module):
         return (picked * weights[..., None]).sum(-2)
 
 
-def build_smallthinker(options: Options) -> Model:
+def build_smallthinker(options: Options) -> Any:
     """Llama whose layers have experts, and positions and windows as two lists say."""
     known = {key: value for key, value in options.items() if not _is_smallthinkers(key)}
     model = make(transformers.LlamaForCausalLM, transformers.LlamaConfig, known)
@@ -147,7 +146,7 @@ def make(model: Callable[[Any], Any], config: Callable[..., Any], options: Optio
     return model(made).eval()
 
 
-BUILDERS: dict[str, Callable[[Options], Model]] = {
+BUILDERS: dict[str, Callable[[Options], Any]] = {
     "bamboo": build_bamboo,
     "sparsellama": build_prosparse,
     "turbosparsemixtral": build_turbosparse_mixtral,
@@ -155,7 +154,7 @@ BUILDERS: dict[str, Callable[[Options], Model]] = {
 }
 """By ``model_type``."""
 
-SAID = {
+SAID: dict[str, dict[str, Any]] = {
     "bamboo": {"hidden_act": "relu"},
     "sparsellama": {"hidden_act": "fatrelu"},
     "turbosparsemixtral": {"hidden_act": "relu"},

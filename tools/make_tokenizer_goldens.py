@@ -26,7 +26,7 @@ TEXTS = (
 )
 RULES = "".join(f"{0xFF21 + offset:X}\t{0x41 + offset:X}\n" for offset in range(26))
 """Wide letters become ordinary ones."""
-MODELS = {
+MODELS: dict[str, dict[str, object]] = {
     "pairs": {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
     "likeliest": {"model_type": "unigram", "normalization_rule_tsv": RULES},
     "likeliest-bytes": {

@@ -221,7 +221,7 @@ def test_predictors_may_come_in_a_folder_of_powerinfer(
     convert_checkpoint(checkpoint, model, tmp_path / "store", predictors=folder)
     with NeuronStore.open(tmp_path / "store") as store:
         tensor = store.tensors["layers.1.predictor_in"]
-        found = dequantize(tensor.weights, tensor.scales, 64, "fp16")
+        found = dequantize(tensor.weights.view(np.uint8), tensor.scales, 64, "fp16")
     expected = outside["model.layers.1.mlp.predictor.fc1.weight"]
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5)
     (folder / "model_1.pt").unlink()
