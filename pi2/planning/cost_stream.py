@@ -138,27 +138,33 @@ def _time_layer(
     )
     before_s += calls * (rates.norm_s + rates.python_s + rates.route_s * (sizes.experts > 0))
     share = 1.0
-    computed = float(neurons)
-    if not arithmetic.skips:
-        computed *= activity.chosen  # other engines compute a token's own experts only
-    elif not resolved.model.is_smooth:
-        # All experts' gates and ups are computed for all tokens, downs where neurons fire.
+    if arithmetic.skips and not resolved.model.is_smooth:
+        # Gates and ups are computed for all tokens, downs where neurons fire.
         parts = sizes.neuron_weights // sizes.hidden
-        fires = activity.named.active * activity.fired * activity.chosen
-        share = (parts - 1.0 + fires) / parts
-    each_s = sum(_time_many(arithmetic.ffn, sizes.neuron_weights, count, share) for count in chunks)
-    hot_s = (computed - absent * computed / neurons) * each_s
-    cold_s = absent * computed / neurons * each_s
+        share = (parts - 1.0 + activity.named.active * activity.fired) / parts
+    each_s = sum(
+        _time_many(arithmetic.ffn, sizes.neuron_weights, count, share, activity.chosen)
+        for count in chunks
+    )
+    hot_s, cold_s = (neurons - absent) * each_s, absent * each_s
     seconds = before_s + hot_s + cold_s
     if absent > 0:
         seconds += find_stream(resolved, rates).time_wait(absent, before_s + hot_s, cold_s)
     return seconds
 
 
-def _time_many(rate: tuple[float, float], weights: float, tokens: int, share: float = 1.0) -> float:
-    """``share``: part of the products that are computed."""
+def _time_many(
+    rate: tuple[float, float],
+    weights: float,
+    tokens: int,
+    share: float = 1.0,
+    chosen: float = 1.0,
+) -> float:
+    """Seconds of ``weights`` for ``tokens``, ``chosen`` of which need them; ``share``: part of the
+    products that are computed."""
     once_s, token_s = rate
-    return weights * (once_s + token_s * share * tokens)
+    any_token = 1.0 - (1.0 - chosen) ** tokens
+    return weights * (once_s * any_token + token_s * share * chosen * tokens)
 
 
 def uses_dense(resolved: Resolved) -> bool:
