@@ -19,21 +19,30 @@ _COMPARED_ROWS = 64
 
 
 def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[Diagnostic]:
-    """A P537 for every kind of tensor that ``model``, made from the configuration, leaves out.
+    """A P537 for what ``model``, made from the configuration, leaves out of the tensors.
 
     ``says`` names the configuration.  Raises `UserError` P532 or P535 as `SourceTensor.read`.
     """
     tensor = _find_later_layer(checkpoint, model)
     if tensor is not None:
         yield _deny(tensor, f"{says} that the model has {model.shape.layers} layers")
+    denied = list(_list_denied(checkpoint, model))
+    if denied:
+        # One key of a configuration often denies several.
+        absent = ", ".join(key.replace("_", " ") for key, _ in denied)
+        yield _deny(denied[0][1], f"{says} that there is no {absent}")
+    head = checkpoint.tensors.get(model.tensors.head)
+    if model.tied_head and head is not None and not _is_embedding(checkpoint, model, head):
+        yield _deny(head, f"{says} that the head is the embedding, which has other weights")
+
+
+def _list_denied(checkpoint: Checkpoint, model: Model) -> Iterator[tuple[str, SourceTensor]]:
+    """Keys and first tensors of what the model has no use for, and the checkpoint has."""
     for key in _list_absent(model):
         pattern = getattr(model.tensors, key)
         found = None if pattern is None else checkpoint.tensors.get(fill_name(pattern, 0))
         if found is not None:
-            yield _deny(found, f"{says} that there is no {key.replace('_', ' ')}")
-    head = checkpoint.tensors.get(model.tensors.head)
-    if model.tied_head and head is not None and not _is_embedding(checkpoint, model, head):
-        yield _deny(head, f"{says} that the head is the embedding, which has other weights")
+            yield key, found
 
 
 def _deny(tensor: SourceTensor, statement: str) -> Diagnostic:

@@ -13,9 +13,6 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.layout import GROUP
 from pi2.plan.model import Model
 
-_TENSORS = ("P533", "P534")
-"""Findings about tensors: one wrong number contradicts those of all layers."""
-
 _COUNTED = 1000
 """Most findings that are looked for: nonsensical sizes could contradict millions of tensors."""
 
@@ -137,19 +134,22 @@ def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT
 
 
 def raise_findings(findings: list[Diagnostic]) -> None:
-    """Raise the findings as one `UserError`, if there are any: of those about tensors the first
-    of each kind, with the number of the others."""
-    kept = [finding for finding in findings if finding.code not in _TENSORS]
-    for code in reversed(_TENSORS):
-        alike = [finding for finding in findings if finding.code == code]
-        if len(alike) > 1:
-            others = f"{len(alike) - 1} other tensors are" if len(alike) > 2 else "another is"
-            message = f"{alike[0].message}; {others} like it"
-            alike = [replace(alike[0], message=message)]
-        kept = alike + kept
-    if any(finding.code == "P534" for finding in kept):
-        # Sizes that no tensor has cannot be packed either: nothing new.
-        kept = [finding for finding in kept if finding.code != "P541"]
+    """Raise the findings as one `UserError`, if there are any: of those about tensors the first,
+    with the number of the others, since one wrong number contradicts those of all layers."""
+    missing = [finding for finding in findings if finding.code == "P533"]
+    wrong = [finding for finding in findings if finding.code == "P534"]
+    # Sizes that no tensor has cannot be packed either: nothing new.
+    said = {"P533", "P534", *(["P541"] if wrong else [])}
+    kept = [finding for finding in findings if finding.code not in said]
+    first, others = (wrong or missing)[:1], len((wrong or missing)[1:])
+    if first:
+        message = first[0].message
+        if others:
+            message += f"; {others} other tensors are" if others > 1 else "; another is"
+            message += " like it"
+        if wrong and missing:
+            message += f"; {len(missing)} are missing"
+        kept = [replace(first[0], message=message), *kept]
     if kept:
         raise UserError(kept, exit_code=2)
 

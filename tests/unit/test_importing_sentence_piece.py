@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.diagnostics import UserError
+from pi2.engine.text import TokenDecoder
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.sentence_piece import convert_sentence_piece
@@ -36,7 +37,10 @@ def test_ids_are_those_of_the_library(name: str) -> None:
 def test_texts_come_back(name: str) -> None:
     tokenizer = read(name)
     for text in ("Weights are read from flash.", "plan.toml: budget = 4 GiB"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids) == text
+        decoder = TokenDecoder(tokenizer.decode)
+        assert "".join([*map(decoder.push, ids), decoder.flush()]) == text
 
 
 def test_begin_tokens_are_those_that_the_configuration_wants() -> None:

@@ -99,7 +99,7 @@ def test_a_config_that_contradicts_the_tensors(
     [
         ("llama", {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight"),
         ("opt", {"num_hidden_layers": 1}, "model.decoder.layers.1.self_attn_layer_norm.weight"),
-        ("llama-biases", {"attention_bias": False, "mlp_bias": False}, "self_attn.o_proj.bias"),
+        ("llama-biases", {"attention_bias": False, "mlp_bias": False}, "self_attn.q_proj.bias"),
         ("falcon-sequential", {"bias": False}, "self_attention.query_key_value.bias"),
         ("qwen3", {"model_type": "llama"}, "self_attn.q_norm.weight"),
         ("llama", {"tie_word_embeddings": True}, "lm_head.weight"),
@@ -114,6 +114,7 @@ def test_tensors_that_the_config_denies(
         describe_checkpoint(checkpoint)
     assert tensor in str(caught.value)
     assert "model.safetensors" in str(caught.value)
+    assert len(caught.value.diagnostics) == 1
 
 
 @pytest.mark.parametrize(
