@@ -4,11 +4,13 @@ reads from flash.
 A layer's cold neurons are cut into pieces of stored order.  A piece that lies in one stretch of
 the cold cache is computed where it is.  Any other is put together in a staging buffer: stretches
 that are missing are read, others are copied out of the cache.  There are two buffers: one is
-filled while the other is computed with, also across layers.
+filled while the other is computed with, also across layers.  What needs no buffer is given in
+between, in even parts, so that the drive is busy all the time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from pi2.memory.policy import ABSENT
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
+BUFFERS = 2
+"""One is filled while the other is computed with."""
 SHORTEST_COPY_BYTES = 128 << 10
 """Fewer bytes in memory between two missing stretches are read once more with them: this many take
 the disk as long as one request more does."""
@@ -36,6 +40,10 @@ class Piece:
     first: int
     slots: I32
     """Where each is in the arena, [n]; ABSENT: on flash only."""
+
+    def follows(self, other: Piece) -> bool:
+        """Whether it is needed after ``other``."""
+        return (self.layer, self.first) > (other.layer, other.first)
 
     @property
     def place(self) -> slice | None:
@@ -69,9 +77,10 @@ class _Filling:
 
 
 class NeuronStream:
-    """Gives the neurons of each layer in stored order; one caller at a time.
+    """Gives the neurons of each layer, every one once; one caller at a time.
 
-    The cache may not change between two layers of a prompt.
+    Their order depends on what is in memory, and on nothing else.  The cache may not change between
+    two layers of a prompt.
     """
 
     def __init__(
@@ -84,35 +93,52 @@ class NeuronStream:
         self._layers = layers
         self._shortest = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         self._next_buffer = 0
-        self._ahead: _Filling | None = None
+        self._ahead: deque[_Filling] = deque()
+        """What is on its way, in the order in which it will be given."""
 
     def begin(self, layer: int) -> None:
-        """Make sure that the layer's first piece from flash is on its way."""
-        if self._ahead is None:
-            self._start_next(self._cut(layer), layer + 1)
+        """Make sure that the layer's first pieces from flash are on their way."""
+        if not self._ahead:
+            self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
 
     def give(self, layer: int) -> Iterator[U8]:
-        """Bundles [n, stride] of the layer's neurons, hot ones first; each piece is valid until
-        the next."""
-        hot = self._cache.hot_bundles(layer)
-        if len(hot):
-            yield hot
-        pieces = self._cut(layer)
+        """Bundles [n, stride] of the layer's neurons; each piece is valid until the next."""
+        pieces, resident = self._divide(layer)
+        parts = _share_evenly(resident, len(pieces) + 1)
+        yield from parts[0]
         for number, piece in enumerate(pieces):
-            if (place := piece.place) is not None:
-                yield self._cache.arena[place]
-                continue
-            if self._ahead is None:
+            following = pieces[number + 1 :]
+            if not self._ahead:
                 self._start(piece)
-            filling = self._ahead
-            assert filling is not None and filling.piece.layer == layer
+            filling = self._ahead[0]
+            assert filling.piece.layer == layer
             assert filling.piece.first == piece.first
             self._finish(filling)
-            self._ahead = None
+            self._ahead.popleft()
             # The other buffer's content has been used: fill it while this one is computed, with
             # the next layer's first at the end, so that reads go on during attention.
-            self._start_next(pieces[number + 1 :], layer + 1)
+            self._fill_buffers(following, layer + 1, BUFFERS - 1)
             yield filling.buffer
+            self._fill_buffers(following, layer + 1, BUFFERS)
+            yield from parts[number + 1]
+        if not pieces:
+            self._fill_buffers([], layer + 1, BUFFERS)
+
+    def _divide(self, layer: int) -> tuple[list[Piece], list[U8]]:
+        """The layer's pieces that need a buffer, and the stretches of the arena that have the
+        rest."""
+        pieces: list[Piece] = []
+        hot = self._cache.hot_slots[layer]
+        stretches = [slice(hot.start, hot.stop)] if len(hot) else []
+        for piece in self._cut(layer):
+            place = piece.place
+            if place is None:
+                pieces.append(piece)
+            elif stretches and stretches[-1].stop == place.start:
+                stretches[-1] = slice(stretches[-1].start, place.stop)
+            else:
+                stretches.append(place)
+        return pieces, [self._cache.arena[stretch] for stretch in stretches]
 
     def _cut(self, layer: int) -> list[Piece]:
         """The layer's cold neurons in pieces of a buffer's size."""
@@ -127,22 +153,26 @@ class NeuronStream:
             for first in starts
         ]
 
-    def _start_next(self, pieces: list[Piece], layer: int) -> None:
-        """Begin to fill the other buffer with the first of ``pieces``, else of ``layer``'s, that
-        needs it."""
-        if layer < self._layers and all(piece.place is not None for piece in pieces):
-            pieces = self._cut(layer)
-        for piece in pieces:
-            if piece.place is None:
-                self._start(piece)
+    def _fill_buffers(self, pieces: list[Piece], layer: int, most: int) -> None:
+        """Let ``most`` buffers be on their way: with ``pieces``, then with those of ``layer`` and
+        the layers after it."""
+        while len(self._ahead) < most:
+            last = self._ahead[-1].piece if self._ahead else None
+            rest = [piece for piece in pieces if last is None or piece.follows(last)]
+            while not rest and layer < self._layers:
+                # A layer that is all in memory is passed over.
+                rest = [p for p in self._divide(layer)[0] if last is None or p.follows(last)]
+                layer += 1
+            if not rest:
                 return
+            self._start(rest[0])
 
     def _start(self, piece: Piece) -> None:
         buffer = self._staging[self._next_buffer, : len(piece.slots)]
         self._next_buffer = 1 - self._next_buffer
         reads: list[Future[None]] = []
         # Noted before reads begin: after an interrupt they are waited for.
-        self._ahead = _Filling(piece, buffer, reads)
+        self._ahead.append(_Filling(piece, buffer, reads))
         for missing in piece.find_missing(self._shortest):
             first = piece.first + missing.start
             reads.append(self._reader.start_run(piece.layer, first, buffer[missing]))
@@ -161,10 +191,27 @@ class NeuronStream:
             read.result()
 
     def abandon(self) -> None:
-        """Forget a piece on its way, after an error or an interrupt.
+        """Forget pieces on their way, after an error or an interrupt.
 
-        Its buffer is free again only when its reads are over: a late one would spoil the next run.
+        Their buffers are free again only when reads are over: a late one would spoil the next run.
         """
-        if self._ahead is not None:
-            filling, self._ahead = self._ahead, None
-            wait([read for read in filling.reads if not read.cancel()])
+        reads = [read for filling in self._ahead for read in filling.reads]
+        self._ahead.clear()
+        wait([read for read in reads if not read.cancel()])
+
+
+def _share_evenly(stretches: list[U8], count: int) -> list[list[U8]]:
+    """Cut ``stretches`` [n, stride] into ``count`` parts with as many rows each, in their order."""
+    total = sum(map(len, stretches))
+    parts: list[list[U8]] = [[] for _ in range(count)]
+    bounds = [total * (number + 1) // count for number in range(count)]
+    done = number = 0
+    for stretch in stretches:
+        first = 0
+        while first < len(stretch):
+            while done >= bounds[number]:
+                number += 1
+            size = min(len(stretch) - first, bounds[number] - done)
+            parts[number].append(stretch[first : first + size])
+            first, done = first + size, done + size
+    return parts
