@@ -107,7 +107,8 @@ def _check(path: str) -> Report:
 
 
 def _simulate(plan: ResolvedPlan) -> Speed:
-    from pi2.simulate import read_inputs, simulate
+    from pi2.planning.simulated import read_inputs
+    from pi2.simulate import simulate
     from pi2.simulate.by_layer import simulate_layers
 
     try:

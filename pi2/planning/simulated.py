@@ -21,7 +21,7 @@ from pi2.planning.counted import CountedHotness
 from pi2.planning.rates import Rates, find_stream_overlap, find_stream_rate, read_rates
 from pi2.planning.storage_choice import Reads
 from pi2.simulate import read_inputs as read_plain_inputs
-from pi2.simulate.activations import Hotness, weigh_hot
+from pi2.simulate.activations import Hotness, find_spread, weigh_hot
 from pi2.simulate.flash import Flash, FlashPoint
 from pi2.simulate.inputs import Figure, Machine, SimulationInput, Workload
 
@@ -33,8 +33,10 @@ def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
     """Inputs of a plan; ``UserError`` P330, P331, P351 names every figure that is missing."""
     inputs = read_plain_inputs(resolved)
     cpu = next((unit for unit in resolved.device.units.values() if unit.kind == "cpu"), None)
-    if cpu is None or not cpu.kernels or resolved.plan.pipeline.policy != "neuron-cluster":
+    if resolved.plan.pipeline.policy != "neuron-cluster":
         return inputs
+    if cpu is None or not cpu.kernels:
+        return _keep_most_used(inputs) if resolved.plan.cache.policy == "lfu" else inputs
     rates = read_rates(resolved.device, resolved.model.shape.hidden)
     settings = read_settings(resolved, rates)
     workload = _measure_workload(resolved, inputs, rates)
@@ -88,6 +90,18 @@ def _time_steps(resolved: ResolvedPlan, rates: Rates, settings: Settings, missin
     if settings.reads is not None:
         seconds += rates.place_s * find_chance(missing) + rates.gather.call_s
     return seconds + (2.0 * rates.find_s if mode == "gate" else 0.0)
+
+
+def _keep_most_used(inputs: SimulationInput) -> SimulationInput:
+    """The policy ``lfu`` of pi2's own cache; the simulator's is that of PowerInfer-2."""
+    if not inputs.choices.predicted:
+        return inputs
+    active, skew = inputs.workload.active, inputs.workload.skew
+    hotness = Hotness(active=active, spread=find_spread(active, skew))
+    workload = replace(inputs.workload, hotness=hotness)
+    cold = _lose_churn(inputs, workload)
+    choices = replace(inputs.choices, keeps_most_used=True, cold_neurons=cold)
+    return replace(inputs, workload=workload, choices=choices)
 
 
 def _lose_churn(inputs: SimulationInput, workload: Workload) -> float:

@@ -182,7 +182,8 @@ def run_cell(cell: Cell) -> Outcome:
 
 def _simulate(resolved: Resolved, cell: Cell) -> dict[str, Any]:
     """Simulated speed and times between tokens."""
-    from pi2.simulate import read_inputs, simulate
+    from pi2.planning.simulated import read_inputs
+    from pi2.simulate import simulate
 
     plan = ResolvedPlan(
         plan=resolved.plan,

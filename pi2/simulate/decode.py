@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,14 @@ from pi2.simulate.activations import (
 )
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.inputs import LayerChoice, SimulationInput
-from pi2.simulate.layer import CPU_LANE, DENSE_LANE, LayerSimulation, LayerWork
+from pi2.simulate.layer import (
+    CPU_LANE,
+    DENSE_LANE,
+    READ_LANE,
+    LayerSimulation,
+    LayerTimes,
+    LayerWork,
+)
 from pi2.simulate.paging import find_page_misses
 from pi2.tracing import Recorder
 
@@ -61,10 +68,11 @@ def simulate_decode(
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     total = _start_tokens(inputs, positions)
     simulation = LayerSimulation(inputs)
+    attention_s = float(compute_attention_s(inputs, positions).mean())
     done = 0
     for choice in inputs.choices.layers:
         works = draw_work(inputs, choice, shifts, random)
-        add_layers(total, simulation, works)
+        add_layers(total, simulation, works, attention_s)
         done += choice.count
         if progress is not None:
             progress(done / inputs.workload.layers)
@@ -225,13 +233,15 @@ def draw_work(
     )
 
 
-def add_layers(total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork) -> None:
-    """Add the layers' times to their tokens.
+def add_layers(
+    total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork, attention_s: float
+) -> None:
+    """Add the layers' times to their tokens; ``attention_s``: what reads may begin before.
 
     A layer's times depend on two counts only.  They are simulated at the points of a grid around
     the counts that occur, and interpolated between them.
     """
-    table = _LayerTable(simulation, work.dense, work.cold)
+    table = _LayerTable(simulation, work.dense, work.cold, attention_s)
     times = table.look_up(work.resident, work.missing)
     for number, name in enumerate(COLUMNS):
         total[name] += times[..., number].sum(axis=1)
@@ -246,8 +256,11 @@ COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
 class _LayerTable:
     """Times of a layer over resident and missing neurons, filled where it is looked at."""
 
-    def __init__(self, simulation: LayerSimulation, dense: float, cold: float) -> None:
+    def __init__(
+        self, simulation: LayerSimulation, dense: float, cold: float, attention_s: float
+    ) -> None:
         self._simulation, self._dense, self._cold = simulation, dense, cold
+        self._attention_s = attention_s
 
     def look_up(self, resident: Floats, missing: Floats) -> Floats:
         """Return [..., columns and bytes per missing neuron] for counts of the same shape."""
@@ -270,7 +283,7 @@ class _LayerTable:
         work = LayerWork(
             dense=self._dense, resident=_count_at(across), missing=missing, cold=self._cold
         )
-        times = self._simulation.run(work)
+        times = self._simulation.run_ahead(work, self._attention_s)
         meter = times.meter
         return (
             times.duration_s,
@@ -321,17 +334,31 @@ def trace_decode(
                 for lane in lanes:
                     recorder.add_slice(lane, "attention", 0.0, attention_s)
                 recorder.offset_s += attention_s
-                times = simulation.run(
-                    LayerWork(
-                        dense=work.dense,
-                        resident=float(work.resident[token, layer]),
-                        missing=float(work.missing[token, layer]),
-                        cold=work.cold,
-                    ),
-                    recorder,
+                asked = LayerWork(
+                    dense=work.dense,
+                    resident=float(work.resident[token, layer]),
+                    missing=float(work.missing[token, layer]),
+                    cold=work.cold,
                 )
+                times = _trace_layer(simulation, asked, attention_s, recorder)
                 recorder.offset_s += times.duration_s
         for lane in lanes:
             recorder.add_slice(lane, f"head, token {token}", 0.0, head_s)
         recorder.offset_s += head_s
     return recorder
+
+
+def _trace_layer(
+    simulation: LayerSimulation, work: LayerWork, attention_s: float, recorder: Recorder
+) -> LayerTimes:
+    """Record a layer's FFN; reads that begin earlier are one slice, from the attention on."""
+    times = simulation.run_ahead(work, attention_s)
+    if simulation.looks_ahead and work.missing > 0:
+        ready = replace(work, resident=work.resident + work.missing, missing=0.0)
+        simulation.run(ready, recorder)
+        recorder.add_slice(
+            READ_LANE, "reads ahead", -attention_s, times.meter.flash_s - attention_s
+        )
+    else:
+        simulation.run(work, recorder)
+    return times

@@ -15,6 +15,7 @@ from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash
 
 Policy = Literal["neuron-cluster", "layer-barrier", "mmap"]
+LookAhead = Literal["none", "attention", "layer"]
 PrefillOrder = Literal["chunks-first", "layers-first"]
 
 
@@ -147,6 +148,8 @@ class Choices:
     page_cache_bytes: float
     """Memory that mapped files may fill."""
     layers: tuple[LayerChoice, ...]
+    look_ahead: LookAhead = "none"
+    """When a layer's reads begin: with its FFN, with its attention, or with the FFN before it."""
     streams_hot: bool = True
     """Whether hot neurons that are nearly always active are computed densely on the CPU."""
     keeps_most_used: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import simpy
@@ -120,6 +120,32 @@ class LayerSimulation:
         if recorder is None:
             self._known[work] = times
         return times
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether reads begin before the FFN that they are for."""
+        return self._inputs.choices.look_ahead != "none"
+
+    def run_ahead(self, work: LayerWork, attention_s: float) -> LayerTimes:
+        """The same where reads begin earlier, as the plan's ``look_ahead`` says.
+
+        A layer takes as long as if everything were in memory, unless the flash needs longer: from
+        the attention before it on, or, with ``layer``, without ever resting.
+        """
+        times, mode = self.run(work), self._inputs.choices.look_ahead
+        if mode == "none" or work.missing <= 0:
+            return times
+        resident = replace(work, resident=work.resident + work.missing, missing=0.0)
+        ready = self.run(resident)
+        slow_s = times.duration_s if mode == "attention" else times.meter.flash_s
+        duration_s = max(ready.duration_s, slow_s - attention_s)
+        meter = replace(
+            ready.meter,
+            flash_s=times.meter.flash_s,
+            read_bytes=times.meter.read_bytes,
+            waiting_s=duration_s - ready.duration_s,
+        )
+        return LayerTimes(duration_s=duration_s, meter=meter)
 
 
 @dataclass(slots=True)

@@ -297,7 +297,8 @@ class _Reader:
             prefill_order=plan.pipeline.prefill,
             chunk=plan.prefill.chunk,
             compute_threads=self._count_threads(),
-            io_threads=plan.io.threads,
+            io_threads=self._count_readers(),
+            look_ahead=plan.decode.look_ahead,
             cold_neurons=segments.cold / bundle.stride,
             predicted=plan.decode.predictor != "none",
             stride_bytes=bundle.stride,
@@ -312,7 +313,12 @@ class _Reader:
         if plan.threads.compute is not None:
             return plan.threads.compute
         cores = sum(cluster.cores for cluster in self._cpu[1].clusters)
-        return max(1, cores - plan.io.threads) if cores else 4
+        return max(1, cores - self._count_readers()) if cores else 4
+
+    def _count_readers(self) -> int:
+        """Threads that issue reads: with a queue, one does, whatever it divides them into."""
+        io = self._resolved.plan.io
+        return 1 if io.engine == "io_uring" else io.threads
 
     def _group_layers(self) -> tuple[LayerChoice, ...]:
         kinds: Counter[tuple[float, float]] = Counter()
