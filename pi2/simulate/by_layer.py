@@ -32,7 +32,8 @@ def simulate_layers(
     for choice in inputs.choices.layers:
         names = (*COLUMNS, "read_bytes", "active_neurons", "missing_neurons")
         total = {name: np.zeros(tokens) for name in names}
-        add_layers(total, simulation, draw_work(inputs, choice, shifts, random))
+        work = draw_work(inputs, choice, shifts, random)
+        add_layers(total, simulation, work, attention_s)
         ffn_s = float(total["token_s"].mean()) / choice.count
         times[choice.dense, choice.hot] = attention_s + ffn_s
     return tuple(

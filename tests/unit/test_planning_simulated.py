@@ -10,15 +10,18 @@ import pytest
 
 from pi2.plan.device import Device
 from pi2.plan.model import Model
+from pi2.plan.resolve import load_plan
 from pi2.plan.resolved import ResolvedPlan
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.simulated import read_inputs
+from pi2.planning.wish import Wish
 from pi2.simulate import simulate
 
 MIB = 1 << 20
+HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 ORIGIN = {"status": "estimated", "source": "a test"}
 
 
@@ -111,3 +114,50 @@ def test_what_reading_costs_the_cores_and_slower_reads_slow_a_machine_down() -> 
     usual = predict(make_device(1.0))
     for worse in (predict(make_device(0.0)), predict(make_device(1.0, read_s=40e-6))):
         assert worse[0] < 0.95 * usual[0] and worse[1] < 0.95 * usual[1]
+
+
+def test_a_queue_is_one_reader_and_threads_are_several() -> None:
+    plan = load_plan(HALF, overrides={"io.threads": 4})
+    assert read_inputs(plan).choices.io_threads == 1
+    assert (
+        read_inputs(
+            load_plan(HALF, overrides={"io.engine": "pread", "io.threads": 4})
+        ).choices.io_threads
+        == 4
+    )
+
+
+def test_a_phone_is_simulated_with_the_plans_cache() -> None:
+    lfu, lru = (
+        read_inputs(load_plan(HALF, overrides={"cache.policy": policy}))
+        for policy in ("lfu", "lru")
+    )
+    assert lfu.choices.keeps_most_used and not lru.choices.keeps_most_used
+    assert 0 < lfu.choices.cold_neurons < lru.choices.cold_neurons, "slots are lost to churn"
+    speeds = [simulate(item, tokens=48).tokens_s for item in (lru, lfu)]
+    assert speeds[0] < speeds[1] < 1.3 * speeds[0]
+
+
+@pytest.mark.parametrize("memory", [3, 4, 8])
+def test_planner_and_simulator_agree_about_a_phone(memory: int) -> None:
+    pytest.importorskip("scipy")
+    from pi2.planning.planner import plan
+
+    device, model = (
+        read_document(name, kind).document  # type: ignore[arg-type]
+        for name, kind in (("oneplus-12", "device"), ("bamboo-7b", "model"))
+    )
+    assert isinstance(device, Device) and isinstance(model, Model)
+    planned = plan(Wish(device=device, model=model, memory_bytes=memory << 30))
+    found = planned.resolved
+    resolved = ResolvedPlan(
+        plan=found.plan,
+        device=found.device,
+        model=found.model,
+        layers=found.layers,
+        bundle=found.bundle,
+        path=Path("a.plan.toml"),
+        store_path=Path("none"),
+    )
+    simulated = simulate(read_inputs(resolved), tokens=64).tokens_s
+    assert simulated == pytest.approx(planned.cost.tokens_s, rel=0.2)

@@ -240,3 +240,22 @@ def test_hot_neurons_stream_where_more_of_them_is_active_than_gathering_reaches(
         replace(crowd.choices, streams_hot=False),
     ):
         assert find_hot_part(replace(crowd, choices=choices), choice) == 1.0
+
+
+class TestLookingAhead:
+    def run(self, mode: str, **changes: object) -> SimulationResult:
+        inputs = make_inputs(**changes)  # type: ignore[arg-type]
+        return run(replace(inputs, choices=replace(inputs.choices, look_ahead=mode)))  # type: ignore[arg-type]
+
+    def test_reads_that_begin_earlier_are_waited_for_less(self) -> None:
+        none, attention, layer = (self.run(mode) for mode in ("none", "attention", "layer"))
+        assert none.tokens_s < attention.tokens_s < layer.tokens_s
+        assert none.decode.waiting_s.mean() > layer.decode.waiting_s.mean()
+        assert layer.decode.read_bytes.mean() == pytest.approx(none.decode.read_bytes.mean())
+
+    def test_the_flash_is_never_asked_for_more_than_it_gives(self) -> None:
+        layer = self.run("layer", hot=0.1)
+        assert (layer.decode.flash_s <= layer.decode.token_s).all()
+
+    def test_with_everything_in_memory_it_makes_no_difference(self) -> None:
+        assert self.run("layer", hot=1.0).tokens_s == self.run("none", hot=1.0).tokens_s
