@@ -21,16 +21,26 @@ def make_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def check_form(form: str) -> None:
+    """UserError P632 or P633 if there will be no picture of type ``form``: before a long run."""
+    if form not in make_figure(1, 1).canvas.get_supported_filetypes():
+        raise _refuse(form, "matplotlib does not know it")
+
+
 def save_figure(figure: Any, form: str) -> bytes:
     """Its bytes; UserError P633 for a type of picture that it does not draw."""
     stream = BytesIO()
     try:
         figure.savefig(stream, format=form)
     except ValueError as error:
-        raise UserError.of(
-            "P633", f"cannot draw a picture of type {form!r}: {error}", help="use .png"
-        ) from None
+        raise _refuse(form, str(error)) from None
     return stream.getvalue()
+
+
+def _refuse(form: str, problem: str) -> UserError:
+    return UserError.of(
+        "P633", f"cannot draw a picture of type {form!r}: {problem}", help="use .png"
+    )
 
 
 def pick_colours(count: int) -> Any:

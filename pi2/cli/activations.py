@@ -72,9 +72,12 @@ def command(
     and statistics.json.  After Ctrl-C the same command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
+    from pi2.pictures import check_form
     from pi2.statistics.recording import RecordingOptions, record_activations
     from pi2.statistics.texts import read_texts
 
+    if plot is not None:
+        check_form(find_form(plot))
     options = RecordingOptions(
         context=context, windows=windows, largest=largest, samples=samples, moments=moments
     )
@@ -97,11 +100,16 @@ def write_plot(path: Path, folder: Path, statistics: Statistics) -> None:
     """Write a picture; UserError P631 if it cannot be written, P632 without matplotlib."""
     from pi2.statistics.plot import draw_activations
 
-    data = draw_activations(folder, statistics, path.suffix.lstrip(".") or "png")
+    data = draw_activations(folder, statistics, find_form(path))
     try:
         path.write_bytes(data)
     except OSError as error:
         raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
+
+
+def find_form(path: Path) -> str:
+    """Type of a picture, by its file's name."""
+    return path.suffix.lstrip(".").lower() or "png"
 
 
 def write_json(statistics: Statistics) -> str:

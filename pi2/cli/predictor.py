@@ -93,7 +93,7 @@ def parse_rank(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdigit() or not 1 <= int(text) <= 65536:
-        raise click.BadParameter(f"{text!r} is neither auto nor a number", param_hint="--rank")
+        raise click.BadParameter(f"{text!r} is neither auto nor 1 to 65536", param_hint="--rank")
     return int(text)
 
 

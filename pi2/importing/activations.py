@@ -27,6 +27,12 @@ def read_counts(path: Path, layers: int, neurons: int) -> I64:
         if any(table.column(name).null_count for name in columns):
             raise ValueError("a value is missing")
         layer, neuron, count = (table.column(name).cast(pa.int64()).to_numpy() for name in columns)
+    except FileNotFoundError:
+        raise UserError.of(
+            "P540",
+            f"there are no activation counts at {path}",
+            help="record them: `pi2 activations PLAN --text FILE -o STATS`",
+        ) from None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _bad_counts(path, reason) from None

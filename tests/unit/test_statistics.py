@@ -184,6 +184,9 @@ def test_the_command_prints_writes_and_draws(
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     command = ["activations", str(tiny[1]), "--text", str(file), "-o", str(tmp_path / "stats")]
+    # Refused before anything is run.
+    assert run([*command, "--plot", str(tmp_path / "picture.xyz")]) == 2
+    assert "P633" in capsys.readouterr().err and not (tmp_path / "stats").exists()
     assert run([*command, "--windows", "1", "--plot", str(tmp_path / "picture.png")]) == 0
     assert "| layer | active |" in capsys.readouterr().out
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
