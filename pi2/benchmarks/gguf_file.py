@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,13 @@ class GgufTensor:
     length: int
     precision: Precision | None
     """None is float32."""
+    experts: int | None = None
+    """Matrices of this size, one after the other, where every expert of a layer has one."""
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of all matrices."""
+        return self.rows * (self.experts or 1)
 
     @property
     def values_deviation(self) -> float:
@@ -65,10 +72,20 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
             make(f"{block}.attn_v.weight", keys, hidden, kinds.attention),
             make(f"{block}.attn_output.weight", hidden, queries, kinds.attention),
             make(f"{block}.ffn_norm.weight", 1, hidden, None),
-            make(f"{block}.ffn_gate.weight", shape.ffn, hidden, kinds.ffn),
-            make(f"{block}.ffn_up.weight", shape.ffn, hidden, kinds.ffn),
-            make(f"{block}.ffn_down.weight", hidden, shape.ffn, kinds.ffn),
         ]
+        wide = (shape.ffn, hidden)
+        sizes = {"gate": wide, "up": wide, "down": (hidden, shape.ffn)}
+        if model.moe is None:
+            tensors += [
+                make(f"{block}.ffn_{part}.weight", *size, kinds.ffn) for part, size in sizes.items()
+            ]
+        else:
+            experts = model.moe.experts
+            tensors.append(make(f"{block}.ffn_gate_inp.weight", experts, hidden, None))
+            tensors += [
+                replace(make(f"{block}.ffn_{part}_exps.weight", *size, kinds.ffn), experts=experts)
+                for part, size in sizes.items()
+            ]
         if model.attention.qkv_bias:
             for kind, rows in (("q", queries), ("k", keys), ("v", keys)):
                 tensors.append(make(f"{block}.attn_{kind}.bias", 1, rows, None))
@@ -82,6 +99,8 @@ def find_gguf(model: Model, folder: Path) -> Path:
     """Where the file for ``model`` lies in the cache ``folder``."""
     described = model.model_dump(mode="json", include={"shape", "quantization", "attention"})
     described |= {"format": FORMAT, "tied_head": model.tied_head, "norm": model.norm.epsilon}
+    if model.moe is not None:
+        described["experts"] = [model.moe.experts, model.moe.active_experts]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return folder / f"{model.id}-{digest[:12]}.gguf"
 
@@ -92,8 +111,11 @@ def write_gguf(model: Model, path: Path, progress: Progress = lambda label, shar
     int4 becomes Q4_0, int8 Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises
     `UserError` P654 for what GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
     """
-    if model.moe is not None:
-        raise UserError.of("P654", "mixtures of experts cannot be compared yet")
+    moe = model.moe
+    if moe is not None and (moe.shared_experts or moe.router != "softmax"):
+        raise UserError.of(
+            "P654", "mixtures with shared experts or other routers than softmax cannot be compared"
+        )
     try:
         import gguf
     except ImportError:
@@ -142,12 +164,19 @@ def _add_settings(writer: GGUFWriter, model: Model) -> None:
     writer.add_rope_freq_base(model.rope.theta)
     writer.add_layer_norm_rms_eps(model.norm.epsilon)
     writer.add_tokenizer_model("no_vocab")
+    if model.moe is not None:
+        writer.add_expert_count(model.moe.experts)
+        writer.add_expert_used_count(model.moe.active_experts)
 
 
 def _add_tensor(writer: GGUFWriter, tensor: GgufTensor, kind: GGMLQuantizationType) -> None:
-    shape = (tensor.length,) if tensor.precision is None else (tensor.rows, tensor.length)
+    shape: tuple[int, ...] = (tensor.rows, tensor.length)
+    if tensor.experts is not None:
+        shape = (tensor.experts, *shape)
+    elif tensor.rows == 1:
+        shape = (tensor.length,)
     dtype = np.dtype(np.float16 if tensor.precision == "fp16" else np.float32)
-    size = tensor.rows * _count_row_bytes(tensor)
+    size = tensor.all_rows * _count_row_bytes(tensor)
     writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
 
 
@@ -167,16 +196,21 @@ def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[npt.NDArray[np.generic]
     """Weights of each: random codes, and one scale that keeps activations finite."""
     bits = np.random.SFC64(0)
     for tensor in tensors:
-        if tensor.precision is None:
-            yield np.ones(tensor.rows * tensor.length, np.float32)
+        count = tensor.all_rows * tensor.length
+        if tensor.precision is None and tensor.rows == 1:
+            yield np.ones(count, np.float32)
+        elif tensor.precision is None:
+            # Of a router: it shall not send every token to the same experts.
+            spread = _draw_bytes(bits, count).astype(np.float32)
+            yield (spread - 127.5) / np.float32(74.0) * np.float32(tensor.values_deviation)
         elif tensor.precision == "fp16":
-            raw = _draw_bytes(bits, tensor.rows * tensor.length)
+            raw = _draw_bytes(bits, count)
             values = (raw.astype(np.float32) - 127.5) / 74.0 * tensor.values_deviation
             yield values.astype(np.float16)
         else:
             # A group is a scale, then the codes: 32 of 4 bits around 8, or of 8 bits around 0.
             width, steps = (18, 4.6) if tensor.precision == "int4" else (34, 74.0)
-            groups = tensor.rows * tensor.length // 32
+            groups = count // 32
             blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
             scale = np.array([tensor.values_deviation / steps], "<f2")
             blocks[:, :2] = scale.view(np.uint8)

@@ -53,17 +53,37 @@ def test_files_are_kept_by_shape(tmp_path: Path) -> None:
     assert find_gguf(model, tmp_path) != find_gguf(other, tmp_path)
 
 
-def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="mixtures of experts"):
-        write_gguf(make_model({"moe": {"experts": 4, "active_experts": 2}}), tmp_path / "m.gguf")
+def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = make_model({"shape": SHAPE, "moe": {"experts": 4, "active_experts": 2}})
+    path = tmp_path / "mixture.gguf"
+    write_gguf(model, path)
+    assert find_gguf(model, tmp_path) != find_gguf(make_model({"shape": SHAPE}), tmp_path)
+    reader = gguf.GGUFReader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    down = found["blk.0.ffn_down_exps.weight"]
+    assert tuple(down.shape) == (256, 128, 4)
+    assert down.n_bytes == 4 * 128 * vector_bytes(256, "int4")
+    router = found["blk.1.ffn_gate_inp.weight"]
+    assert tuple(router.shape) == (128, 4)
+    assert np.linalg.matrix_rank(router.data.reshape(4, 128)) == 4
+    assert reader.get_field("llama.expert_used_count").contents() == 2
 
 
-def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path) -> None:
+def test_what_plain_llama_has_not_got_is_refused(tmp_path: Path) -> None:
+    changes = {"experts": 4, "active_experts": 2, "router": "sigmoid"}
+    with pytest.raises(UserError, match="other routers"):
+        write_gguf(make_model({"moe": changes}), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("moe", [None, {"experts": 4, "active_experts": 2}])
+def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] | None) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     from pi2.benchmarks.llama_cpp import LlamaRecipe
 
-    recipe = LlamaRecipe(model=make_model({"shape": SHAPE}), context=64, threads=1, folder=tmp_path)
+    model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
+    recipe = LlamaRecipe(model=model, context=64, threads=1, folder=tmp_path)
     contestant = recipe(lambda label, share: None)
     assert "llama-cpp-python" in contestant.describe().engine
     prompt = contestant.run(Workload("pp", 20, 8))
@@ -71,5 +91,6 @@ def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path) -> None:
     assert (prompt.tokens, answer.tokens) == (20, 5)
     assert min(prompt.seconds, answer.seconds) > 0
     found = contestant.count_bytes(Workload("tg", 5, 30), None)
-    assert found is not None and found.neurons == 3 * 256 * 3 * vector_bytes(128, "int4")
+    computed = 256 if moe is None else 2 * 256
+    assert found is not None and found.neurons == 3 * computed * 3 * vector_bytes(128, "int4")
     contestant.close()
