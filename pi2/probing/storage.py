@@ -29,6 +29,8 @@ MIB = 1 << 20
 FILE_BYTES = 1024 * MIB
 """Of the temporary file; less where there is little space or writing is slow."""
 LEAST_BYTES = 128 * MIB
+SAMPLE_BYTES = 32 * MIB
+"""Of a store's file that is read from, at least: batches of the largest reads fit a few times."""
 WRITE_S = 12.0
 """Writing stops after so long."""
 ROUND_S = 0.3
@@ -121,14 +123,16 @@ def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
 
 @contextmanager
 def open_sample(place: Path) -> Iterator[tuple[Path, int]]:
-    """A file to read from, and its bytes: the largest of a store, or a temporary one in a folder.
+    """A file to read from, and its bytes: the largest of a store, or a temporary one in a folder,
+    beside a store that is too small.
 
     UserError P341 where there is no room, or nothing can be written.
     """
     layers = sorted(place.glob("layers/*"), key=lambda item: -item.stat().st_size)
-    if layers:
+    if layers and layers[0].stat().st_size >= SAMPLE_BYTES:
         yield layers[0], layers[0].stat().st_size // MIB * MIB
         return
+    place = place.parent if layers else place
     name = place / f".pi2-probe-{os.getpid()}"
     try:
         room = os.statvfs(place)

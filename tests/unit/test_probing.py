@@ -236,10 +236,23 @@ def test_the_temporary_file_is_gone_afterwards(
 
 def test_a_store_is_read_instead_of_a_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "layers").mkdir()
-    (tmp_path / "layers/0.arrow").write_bytes(bytes(3 * MIB + 5))
+    with (tmp_path / "layers/0.arrow").open("wb") as file:
+        file.truncate(33 * MIB + 5)
     with open_sample(tmp_path) as (path, size):
-        assert (path.name, size) == ("0.arrow", 3 * MIB)
+        assert (path.name, size) == ("0.arrow", 33 * MIB)
     assert path.exists()
+
+
+def test_a_store_that_is_too_small_has_a_temporary_file_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi2.probing.storage.FILE_BYTES", 8 * MIB)
+    monkeypatch.setattr("pi2.probing.storage.LEAST_BYTES", 8 * MIB)
+    (tmp_path / "store/layers").mkdir(parents=True)
+    (tmp_path / "store/layers/0.arrow").write_bytes(bytes(5))
+    with open_sample(tmp_path / "store") as (path, size):
+        assert (path.parent, size) == (tmp_path, 8 * MIB)
+    assert not path.exists()
 
 
 def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
