@@ -13,14 +13,14 @@ from itertools import pairwise
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.device import Device, KernelFigure, KernelName, Unit
 from pi2.simulate.constants import Constants
-from pi2.simulate.flash import Flash, list_bursts, list_points
+from pi2.simulate.flash import Flash, keep_core, list_bursts, list_points
 
 MISSING_FIGURE = "P351"
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, where a figure does not state it."""
-_ENOUGH_CORES = 0.6
-"""Part of a processor's cores that reads as fast as all do, where nobody measured fewer: on the
-OnePlus 12, PowerInfer-2 computes with five of eight."""
+_ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
+"""Cores that read as fast as all do, where nobody measured fewer: this part of them, so many at
+most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
 _STREAM_BLOCK = 4 << 20
 
 
@@ -99,7 +99,7 @@ class Rates:
         if threads >= self.cores:
             return 1.0
         if not self.bandwidths:
-            return min(1.0, threads / self.cores / _ENOUGH_CORES)
+            return min(1.0, threads / min(self.cores * _ENOUGH_SHARE, _ENOUGH_CORES))
         best = max(rate for _, rate in self.bandwidths)
         below = [item for item in self.bandwidths if item[0] <= threads]
         if not below:
@@ -363,6 +363,11 @@ class _Reader:
         byte_s = max(float(large.time - small.time), 0.0) / max(large.bytes - small.bytes, 1)
         return max(float(small.time) - small.bytes * byte_s, 0.0)
 
+    def _find_reading_core(self) -> str | None:
+        """The cluster whose cores issue reads: the first, as in the simulator."""
+        clusters = self._cpu.clusters
+        return clusters[0].id if clusters else None
+
     def _read_power(self) -> float | None:
         """The processor's, else the whole device's."""
         figure = self._cpu.power or self._device.power
@@ -389,7 +394,7 @@ class _Reader:
         penalty = storage.reader_penalty
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
-            points=list_points(storage),
+            points=tuple(keep_core(list_points(storage), self._find_reading_core())),
             bursts=list_bursts(storage),
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=usual if penalty is None else float(penalty.value),

@@ -8,7 +8,7 @@ logarithmic scales, because rates follow powers of both over wide stretches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log
@@ -98,7 +98,7 @@ class Flash:
         points = [item for item in self.points if item.pattern == pattern]
         if not points:
             raise LookupError(pattern)
-        points = _keep_core(points, core)
+        points = keep_core(points, core)
         by_block: list[tuple[float, float]] = []
         for block in sorted({item.block_bytes for item in points}):
             same = [item for item in points if item.block_bytes == block]
@@ -115,11 +115,18 @@ class Flash:
         return block_bytes / (rate * self.queues)
 
 
-def _keep_core(points: list[FlashPoint], core: str | None) -> list[FlashPoint]:
+def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
     """Of figures that differ in the core only, keep the wished one, else the fastest."""
     kept: dict[tuple[object, ...], FlashPoint] = {}
     for item in points:
-        key = (item.block_bytes, item.range_bytes, item.depth, item.threads)
+        key = (
+            item.pattern,
+            item.block_bytes,
+            item.range_bytes,
+            item.depth,
+            item.threads,
+            item.burst,
+        )
         old = kept.get(key)
         better = old is None or (
             old.core != core and (item.core == core or item.rate_bytes_s > old.rate_bytes_s)

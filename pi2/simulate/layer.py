@@ -130,15 +130,20 @@ class LayerSimulation:
         """The same where reads begin earlier, as the plan's ``look_ahead`` says.
 
         A layer takes as long as if everything were in memory, unless the flash needs longer: from
-        the attention before it on, or, with ``layer``, without ever resting.
+        the attention before it on, or, with ``layer``, without ever resting.  What reading takes of
+        the cores is not hidden.
         """
         times, mode = self.run(work), self._inputs.choices.look_ahead
         if mode == "none" or work.missing <= 0:
             return times
         resident = replace(work, resident=work.resident + work.missing, missing=0.0)
         ready = self.run(resident)
-        slow_s = times.duration_s if mode == "attention" else times.meter.flash_s
-        duration_s = max(ready.duration_s, slow_s - attention_s)
+        overlap = self._inputs.machine.read_overlap
+        if mode == "attention":
+            duration_s = max(ready.duration_s, times.duration_s - overlap * attention_s)
+        else:
+            read_s, busy_s = times.meter.flash_s, attention_s + ready.duration_s
+            duration_s = ready.duration_s + read_s - overlap * min(read_s, busy_s)
         meter = replace(
             ready.meter,
             flash_s=times.meter.flash_s,
