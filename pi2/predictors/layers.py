@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pi2.plan.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.plan.resolve import ResolvedPlan
+from pi2.plan.sizes import count_ffn_bytes
 from pi2.predictors.fitting import Fit, Recipe, Weights, fit_layer, start_rank
 from pi2.predictors.samples import LayerSamples
 from pi2.statistics.counting import measure_skew
@@ -19,6 +20,8 @@ WORTH = 0.99
 """A larger rank is kept if it brings a token's bytes below this share of the smaller one's."""
 TRIAL = 0.25
 """Share of the passes in which a rank is tried; the one that is kept is then trained in full."""
+FLASH_COST = 10.0
+"""How much longer a byte from flash takes than one from memory, roughly."""
 FEWEST_TOKENS = 64
 """Of an expert, to learn anything from; one with fewer names all of its neurons."""
 
@@ -109,7 +112,7 @@ def fit_experts(
 
 
 def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -> int:
-    """The rank at which a token's bytes are fewest: ranks grow while they become fewer."""
+    """The rank at which a token's bytes weigh least: ranks grow while they become less."""
     hidden, precision = resolved.model.shape.hidden, resolved.model.quantization.predictor
     _, active = samples.read(slice(0, min(len(samples), 8192)))
     current = start_rank(float(active.mean()), measure_skew(active.sum(axis=0)), hidden)
@@ -127,11 +130,14 @@ def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -
 
 def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
     """Bytes that a token takes from a layer, or from one of its experts: the predictor's, and those
-    of the named neurons."""
+    of the named neurons, of which the plan's share that is not in memory weighs more."""
     hidden, neurons = resolved.model.shape.hidden, resolved.model.shape.ffn
     rank = fit.weights.rank
     own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
-    return own + fit.predicted * neurons * resolved.bundle.used_bytes
+    segments = resolved.plan.memory.segments
+    absent = max(0.0, 1.0 - (segments.hot + segments.cold) / count_ffn_bytes(resolved))
+    neuron_bytes = resolved.bundle.used_bytes * (1.0 + (FLASH_COST - 1.0) * absent)
+    return own + fit.predicted * neurons * neuron_bytes
 
 
 def name_all(samples: LayerSamples, rank: int) -> Fit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
+from pi2.plan.sizes import count_ffn_bytes
 from pi2.predictors.fitting import (
     FEWEST_PASSES,
     MOST_PASSES,
     STEPS,
+    Fit,
     Recipe,
     Weights,
     calibrate,
@@ -24,7 +27,7 @@ from pi2.predictors.fitting import (
     start_rank,
 )
 from pi2.predictors.guessing import guess_weights
-from pi2.predictors.layers import fit_experts
+from pi2.predictors.layers import count_token_bytes, fit_experts, name_all
 from pi2.predictors.samples import LayerSamples
 from pi2.predictors.training import train_predictors
 from pi2.store.reader import NeuronStore
@@ -187,6 +190,23 @@ def test_an_expert_that_no_token_came_to_names_all_of_its_neurons() -> None:
     assert (unknown.weights.score(np.ones((2, 32), np.float32)) >= 0).all()
     assert found.predicted == trained.predicted
     assert found.join_inner().shape == (64, 32) and found.join_outer().shape == (128, 32)
+
+
+def test_named_neurons_weigh_more_where_they_come_from_flash(tmp_path: Path) -> None:
+    resolved = load_plan(write_plan(tmp_path, make_tiny(tmp_path)))
+    whole = count_ffn_bytes(resolved)
+    few, many = (replace(name_all(draw_samples(), 32), predicted=share) for share in (0.1, 0.2))
+
+    def count(resident: float, fit: Fit) -> float:
+        memory = resolved.plan.memory
+        segments = memory.segments.model_copy(update={"hot": round(resident * whole), "cold": 0})
+        memory = memory.model_copy(update={"segments": segments})
+        plan = resolved.plan.model_copy(update={"memory": memory})
+        return count_token_bytes(fit, replace(resolved, plan=plan), "int8")
+
+    neurons = 0.1 * 96 * resolved.bundle.used_bytes
+    assert count(1.0, many) - count(1.0, few) == pytest.approx(neurons)
+    assert count(0.0, many) - count(0.0, few) == pytest.approx(10 * neurons)
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
