@@ -167,7 +167,7 @@ class Multipliers(Table):
 class Moe(Table):
     """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
 
-    experts: Annotated[int, Field(ge=2, le=4096, examples=[8])]
+    experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
     """How many of them compute a token."""

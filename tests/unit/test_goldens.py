@@ -40,7 +40,14 @@ CPU_ERROR = 5e-3
 activations that are not rounded.  The largest of all goldens is 2.4e-3 (docs/exactness.md)."""
 
 
-@pytest.mark.parametrize("name", list_goldens())
+ALIKE = {
+    *("bamboo", "glm4", "llama-longrope-beyond", "llama-relu2", "phi3-longrope", "prosparse"),
+    "smollm3",
+}
+"""What their kernels round, those of others do too: computed once, where nothing is rounded."""
+
+
+@pytest.mark.parametrize("name", sorted({*list_goldens()} - ALIKE))
 def test_the_cpu_backend_agrees(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")

@@ -9,7 +9,9 @@ import pytest
 import pi2
 from pi2.plan.resolve import load_plan
 from pi2.plan.sizes import compute_needs
-from tests.helpers.goldens import UNROUNDED
+from tests.helpers.goldens import EXACT as EXPLICIT
+from tests.helpers.goldens import UNROUNDED, convert_golden, copy_checkpoint, read_golden
+from tests.helpers.goldens import write_plan as write_golden_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -47,6 +49,19 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: 
         assert 0.9 * needs.kv.bytes <= used["kv"] <= needs.kv.bytes
         assert used["workspace"] <= needs.workspace.bytes
         assert needs.workspace.bytes > load_plan(path).needs.workspace.bytes
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-moe", "phi"])
+def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:
+    golden = read_golden(name)
+    model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXPLICIT)
+    plan = write_golden_plan(tmp_path, model, {"backends": {"cpu": "cpu"}})
+    with pi2.load(plan) as loaded:
+        loaded.logits(golden.prompt)
+        used, needs = loaded._parts.budget.used_bytes, compute_needs(loaded.plan)
+        for segment, need in needs.items():
+            assert segment == "cold" or used[segment] <= need.bytes, segment
+        assert used["attention"] >= 0.99 * needs.attention.bytes
 
 
 @pytest.mark.parametrize("more", [0, 20_000, 1 << 20])
