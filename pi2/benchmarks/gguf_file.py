@@ -212,9 +212,21 @@ def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[npt.NDArray[np.generic]
             width, steps = (18, 4.6) if tensor.precision == "int4" else (34, 74.0)
             groups = count // 32
             blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
+            if tensor.experts is not None:
+                _take_mean_out(blocks)
             scale = np.array([tensor.values_deviation / steps], "<f2")
             blocks[:, :2] = scale.view(np.uint8)
             yield blocks
+
+
+def _take_mean_out(codes: npt.NDArray[np.uint8]) -> None:
+    """Make codes of 4 bits, -8 to 7, no smaller than -7.
+
+    With a mean that is not 0, all tokens come to be alike, and a router sends them to the same
+    experts.
+    """
+    for smallest, middle in ((15, 8), (240, 128)):
+        codes |= np.where(codes & smallest == 0, np.uint8(middle), np.uint8(0))
 
 
 def _draw_bytes(bits: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:

@@ -64,6 +64,8 @@ def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
     down = found["blk.0.ffn_down_exps.weight"]
     assert tuple(down.shape) == (256, 128, 4)
     assert down.n_bytes == 4 * 128 * vector_bytes(256, "int4")
+    values = gguf.dequantize(down.data, down.tensor_type)
+    assert abs(values.mean()) < 0.02 * values.std()
     router = found["blk.1.ffn_gate_inp.weight"]
     assert tuple(router.shape) == (128, 4)
     assert np.linalg.matrix_rank(router.data.reshape(4, 128)) == 4
