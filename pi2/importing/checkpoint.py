@@ -127,7 +127,7 @@ def open_folder(folder: Path) -> Checkpoint:
         raise UserError.of(
             "P530", f"there is no checkpoint folder at {folder}", help="correct the path"
         )
-    config = read_json(folder / "config.json")
+    config = unwrap_config(read_json(folder / "config.json"))
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
@@ -147,6 +147,33 @@ def open_folder(folder: Path) -> Checkpoint:
         tensors=tensors,
         files=tuple(files),
     )
+
+
+_WRAPPED: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+}
+"""Families of models of text and pictures, and what their configurations leave out of the text's
+because it is the family's default."""
+
+
+def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the part that reads text, of a model that reads pictures too."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(kind, str) or kind not in _WRAPPED or not isinstance(text, dict):
+        return config
+    outer = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "_name_or_path")
+    shared = {key: config[key] for key in outer if key in config}
+    return {**_WRAPPED[kind], **shared, **text}
 
 
 def find_weight_files(folder: Path) -> list[Path]:

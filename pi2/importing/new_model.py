@@ -26,6 +26,8 @@ from pi2.plan.toml_text import write_key, write_value
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """What some checkpoints leave out at the beginning of names."""
+_LONGER = ("language_model.model.", "model.language_model.")
+"""What stands for ``model.`` in models that read pictures too."""
 _CHECKED_LATER = frozenset({"P242"})
 """Widths that cannot be packed: `check_checkpoint` says so in words that fit (P541)."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
@@ -143,6 +145,12 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     embedding = patterns["embedding"]
     if embedding in checkpoint.tensors:
         return
+    for longer in _LONGER:
+        if embedding.replace("model.", longer, 1) in checkpoint.tensors:
+            tables["tensors"] |= {
+                key: pattern.replace("model.", longer, 1) for key, pattern in patterns.items()
+            }
+            return
     for prefix in _PREFIXES:
         short = embedding.removeprefix(prefix)
         if short != embedding and short in checkpoint.tensors:

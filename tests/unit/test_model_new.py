@@ -151,6 +151,20 @@ def test_mixtures_that_cannot_be_described(tmp_path: Path, shared: int, problem:
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_reads_pictures_too(tmp_path: Path, prefix: str) -> None:
+    checkpoint = copy_checkpoint("gemma3", tmp_path / "gemma3")
+    expected = describe_checkpoint(checkpoint).model
+    rename_tensors(checkpoint, "model.", prefix)
+    file = checkpoint / "config.json"
+    text = json.loads(file.read_text())
+    del text["hidden_activation"], text["rms_norm_eps"]
+    file.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    made = describe_checkpoint(checkpoint).model
+    assert made.tensors.query == f"{prefix}layers.{{layer}}.self_attn.q_proj.weight"
+    assert made.model_copy(update={"tensors": expected.tensors}) == expected
+
+
 def test_layers_without_a_window_have_other_positions(tmp_path: Path) -> None:
     """As hub configurations said it before transformers 5."""
     checkpoint = copy_checkpoint("gemma3", tmp_path / "gemma3")
