@@ -9,6 +9,7 @@ NO_CACHE = {"layers.hot": 0.0, "memory.segments.hot": "0 B", "cache.fill": False
 ALONE = {"pipeline.cluster": 1 << 20, "decode.look_ahead": "none"}
 AHEAD = {"decode.look_ahead": "layer"}
 FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
+FEWEST = {**AHEAD, "decode.missing_threshold": 1.0}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
 
 
@@ -24,7 +25,11 @@ class Row:
     prefill: int = 0
     """Tokens of a prompt to time instead of generating."""
     steps: Mapping[str, Mapping[str, object]] = field(
-        default_factory=lambda: {"pi2": AHEAD, "pi2, fewer reads": FEWER}
+        default_factory=lambda: {
+            "pi2": AHEAD,
+            "pi2, fewer reads": FEWER,
+            "pi2, fewest reads": FEWEST,
+        }
     )
     """Settings to compare, by name."""
 
