@@ -53,6 +53,7 @@ from planner_run import scale_rates
 
 CLUSTERS = (16, 64, 256)
 SPEED_BOUND, MEMORY_BOUND = 0.15, 0.03
+PROMPTS = ("prefill", "prefill scaled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,15 +267,20 @@ def predict_plan(
     # What runs does: tokens with nothing in the context before them, and one prompt.
     work = {"position": arguments.tokens // 2, "prompt": arguments.prompt or PROMPT}
     cost = cost_plan(resolved, **work)
-    inputs = read_inputs(resolved)
-    simulated = simulate(inputs, prompt_tokens=1, tokens=max(arguments.tokens, 64))
     rates = read_rates(wish.device, wish.model.shape.hidden)
-    scaled = cost_plan(resolved, scale_rates(rates, wish.device, measured), **work)
+    now = scale_rates(rates, wish.device, measured)
+    scaled = cost_plan(resolved, now, **work)
+    tokens = max(arguments.tokens, 64)
+    simulated, simulated_now = (
+        simulate(read_inputs(resolved, item), prompt_tokens=1, tokens=tokens).tokens_s
+        for item in (rates, now)
+    )
     used = max(arguments.tokens, 0 if measured["prefill"] is None else arguments.prompt)
     predicted: dict[str, float | None] = {
         "decode": cost.tokens_s,
         "scaled": scaled.tokens_s,
-        "simulated": simulated.tokens_s,
+        "simulated": simulated,
+        "simulated scaled": simulated_now,
         "prefill": cost.prefill_tokens_s,
         "prefill scaled": scaled.prefill_tokens_s,
         "peak": float(count_memory(resolved, used)),
@@ -296,6 +302,7 @@ def predict_plan(
         measured={
             **measured,
             "simulated": measured["decode"],
+            "simulated scaled": measured["decode"],
             "scaled": measured["decode"],
             "prefill scaled": measured["prefill"],
         },
@@ -304,7 +311,8 @@ def predict_plan(
 
 COLUMNS = (
     *("memory", "plan", "settings", "tokens/s predicted", "measured", "error"),
-    *("at the run's rates, error", "simulated, error", "prompt predicted", "measured", "error"),
+    *("at the run's rates, error", "simulated, error", "at the run's rates, error"),
+    *("prompt predicted", "measured", "error"),
     *("at the run's rates, error", "peak MiB predicted", "measured", "error", "hits predicted"),
     *("measured", "reads MB/s", "stream MB/s"),
 )
@@ -315,7 +323,7 @@ def write_row(row: Row) -> str:
     """A line of the table."""
     cells = [format_bytes(row.memory_bytes), row.name, row.settings]
     cells += _pair(row, "decode", 1.0)
-    for key in ("scaled", "simulated"):
+    for key in ("scaled", "simulated", "simulated scaled"):
         cells.append(f"{row.predicted[key]:.3g}, {_percent(row.compare(key))}")
     cells += _pair(row, "prefill", 1.0)
     cells.append(_percent(row.compare("prefill scaled")))
@@ -362,7 +370,7 @@ def print_verdict(rows: Sequence[Row]) -> int:
             off = expected / statistics.fmean(row.measured[key] for row in first) - 1.0
             broken += (verdict := abs(off) > bound)
             print(f"  {key}: {off:+.1%}, {'NOT ' if verdict else ''}within {bound:.0%}")
-        for name in ("decode", "scaled", "simulated", "prefill", "prefill scaled", "peak"):
+        for name in ("decode", "scaled", "simulated", "simulated scaled", *PROMPTS, "peak"):
             errors = [abs(error) for row in own if (error := row.compare(name)) is not None]
             if errors:
                 mean, worst = statistics.fmean(errors), max(errors)

@@ -63,8 +63,8 @@ class LayerActivity:
     fired: float = 1.0
     """Share whose activation is not zero, so that its down column is read, too."""
     seeded: bool = False
-    """Whether the cache knows from the beginning how often each neuron is used: the store counted
-    it."""
+    """Whether the cache knows from the beginning how often each neuron is used: the store has its
+    neurons in that order, or counted them."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
@@ -183,7 +183,7 @@ def _describe_single(
         named = [item.named(mode) for item in known]
         return tuple(
             LayerActivity(
-                named=make_counted(row, share, item.gate_positive),
+                named=make_counted(row, share),
                 chosen=chosen,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
@@ -195,11 +195,13 @@ def _describe_single(
     if known is not None:
         return tuple(
             LayerActivity(
-                named=make_hotness(item.named(mode), item.skew, item.gate_positive),
+                named=make_hotness(item.named(mode), item.skew, item.active),
                 chosen=chosen,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
                 fired=item.fired(mode),
+                # A neuron's place in the stored order tells as much: docs/performance.md.
+                seeded=True,
             )
             for item in known
         ), "the store's statistics"
@@ -232,15 +234,15 @@ def describe_cut_activity(
 
 
 @lru_cache(maxsize=512)
-def make_hotness(active: float, skew: float, opened: float | None = None) -> Hotness:
-    """The distribution for a mean share of uses and the share that makes 80 % of activations.
+def make_hotness(active: float, skew: float, fires: float | None = None) -> Hotness:
+    """The distribution for a mean share of uses and the share that makes 80 % of them.
 
-    ``opened``: share of open gates.  Gates open in proportion to activations, whatever the neuron:
-    their skew is the same.  A predictor names more, as if all gates' thresholds were lower.
+    ``fires``: share of activations, where the skew is theirs.  Predictors name more neurons than
+    fire, as if all thresholds were lower by the same amount.
     """
     if active >= 1.0:
         return Hotness(active=1.0, spread=0.0)
-    return Hotness(active=active, spread=find_spread(min(opened or active, active), skew))
+    return Hotness(active=active, spread=find_spread(min(fires or active, active), skew))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,20 +83,16 @@ def _expect_counts(counts: Floats) -> Floats:
     return expected
 
 
-def make_counted(shares: Floats, named: float, opened: float | None = None) -> CountedHotness:
+def make_counted(shares: Floats, named: float) -> CountedHotness:
     """The distribution of a layer whose neurons are active for ``shares`` [neurons] of the tokens
     while the engine computes the share ``named`` of them.
 
-    ``opened``: share of open gates.  Behind an open gate a neuron fires with a chance that does not
-    depend on the neuron, so that gates open in proportion.  A predictor names more: as if every
-    gate's threshold were lower by the same amount, so that rare ones gain most.
+    A predictor names more than what is active: as if every neuron's threshold were lower by the
+    same amount, so that rare ones gain most.
     """
     size = len(shares) // CLASSES
     classes = shares[: size * CLASSES].reshape(CLASSES, size).mean(axis=1)
     active = float(classes.mean())
-    if opened is not None and 0.0 < active < min(opened, named):
-        classes = np.minimum(classes * (min(opened, named) / active), 1.0)
-        active = float(classes.mean())
     safe = np.clip(classes, 1e-4, 1.0 - 1e-4)
     inputs = np.array([_NORMAL.inv_cdf(chance) for chance in safe.tolist()])
     low, high = -4.0, 4.0

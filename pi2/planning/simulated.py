@@ -29,15 +29,18 @@ _TYPICAL_MISSES = 128.0
 """Missing neurons of a layer, where nobody counted how often they are used."""
 
 
-def read_inputs(resolved: ResolvedPlan) -> SimulationInput:
-    """Inputs of a plan; ``UserError`` P330, P331, P351 names every figure that is missing."""
+def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> SimulationInput:
+    """Inputs of a plan; ``UserError`` P330, P331, P351 names every figure that is missing.
+
+    ``rates``: of a measured device, where they are not to be its document's.
+    """
     inputs = read_plain_inputs(resolved)
     cpu = next((unit for unit in resolved.device.units.values() if unit.kind == "cpu"), None)
     if resolved.plan.pipeline.policy != "neuron-cluster":
         return inputs
     if cpu is None or not cpu.kernels:
         return _keep_most_used(inputs) if resolved.plan.cache.policy == "lfu" else inputs
-    rates = read_rates(resolved.device, resolved.model.shape.hidden)
+    rates = rates or read_rates(resolved.device, resolved.model.shape.hidden)
     settings = read_settings(resolved, rates)
     workload = _measure_workload(resolved, inputs, rates)
     cold = _lose_churn(inputs, workload)
