@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,7 @@ class Bench:
         listed = program.list_functions()
         for name in ("add_neurons", "add_dense", "predict_low_rank_512", "begin_ffn"):
             functions[name] = listed[name]
-        for kind in ("fp16", "int8"):
+        for kind in get_args(KvType):
             functions[f"attend_{kind}"] = make_attention(kind)
         module = tvm.IRModule({name: make_function(name, e) for name, e in functions.items()})
         self.kernels = tvm.runtime.Executable(generate(module, target)).jit()
@@ -359,7 +359,7 @@ def main() -> None:
         bench.gather(14336, 0.12),
         bench.multiply(4096, "int4", 128),
         bench.multiply(14336, "int4", 128),
-        *(bench.attend(kind, depth) for kind in ("fp16", "int8") for depth in (512, 4096, 16384)),
+        *(bench.attend(kind, depth) for kind in get_args(KvType) for depth in (512, 4096, 16384)),
         bench.dense(512, 128),
     ]
     print(f"{options.threads} threads, load average {os.getloadavg()[0]:.1f}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +139,28 @@ def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("kv", ["fp16", "int8"])
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("features", ARM_FEATURES)
+@pytest.mark.parametrize(
+    ("features", "tokens", "kv"),
+    [
+        *itertools.product(ARM_FEATURES, (1, 5), ("fp16", "int8")),
+        *itertools.product(("i8mm",), (1, 5), ("fp32",)),
+    ],
+)
 def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Path) -> None:
     # The whole block, against the same kernel on this machine.
     from tests.helpers.kernels import compile_program
 
     changes: dict[str, Any] = {"hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "kv": kv}
+    if kv == "fp32":
+        # Then nothing is rounded, and tokens are not multiplied in pairs.
+        changes |= {"planes": 4, "chunk_planes": 4}
     spec, own = make_arm_spec(ARM_FEATURES[features], **changes), make_spec(**changes)
     rng = np.random.default_rng(1)
     context = 32
 
     def make_activations(length: int, pairs: bool) -> list[Any]:
-        arrays = allocate_activations(tokens + tokens % 2 if pairs else tokens, length, 2)
+        even = tokens + tokens % 2 if pairs else tokens
+        arrays = allocate_activations(even, length, spec.planes)
         return [*arrays, allocate_tiles(spec.threads, length)] if pairs else arrays
 
     def make_arguments(pairs: bool) -> list[Any]:
@@ -178,8 +187,7 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
 
     qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
     output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")
-    pairs = choose_isa(set(spec.features), "aarch64").pairs
-    emulated, native = make_arguments(pairs), make_arguments(False)
+    emulated, native = make_arguments(spec.isa.pairs), make_arguments(False)
     emulate(spec, "attend", tmp_path)(*emulated)
     compile_program("attend", own)(*native)
     assert measure_error(emulated[3], native[3]) < 1e-4

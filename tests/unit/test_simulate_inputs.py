@@ -57,6 +57,15 @@ class TestShippedPlan:
         assert (choices.compute_threads, choices.io_threads) == (5, 1)
         assert choices.cold_neurons == 173 * 2**20 / 8192
 
+    def test_keys_and_values_are_as_large_as_their_type(self) -> None:
+        sizes = {
+            kind: read(
+                BAMBOO, kv__type=kind, kv__context=512, memory__segments__kv="256 MiB"
+            ).workload.kv_token_bytes
+            for kind in ("fp32", "fp16", "int8")
+        }
+        assert sizes == {"fp32": 2 * 8 * 128 * 4, "fp16": 2 * 8 * 128 * 2, "int8": 2 * 8 * 130}
+
     def test_two_phases_read_two_blocks_and_one_phase_one_bundle(self) -> None:
         two = read(BAMBOO, pipeline__phases=2).choices
         assert (two.gate_read_bytes, two.rest_read_bytes) == (4096, 4096)
