@@ -37,7 +37,7 @@ def test_the_reference_backend_agrees(tmp_path: Path, name: str) -> None:
 
 CPU_ERROR = 5e-3
 """Keys and values are rounded to fp16, which is what is seen here: fp16 weights are multiplied with
-activations that are not rounded.  The largest of all goldens is 2.4e-3 (docs/exactness.md)."""
+activations that are not rounded.  The largest of all goldens is 3.7e-3 (docs/exactness.md)."""
 
 
 ALIKE = {
