@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
-from pi2.backends.kernels.floats import emit_float_dots, emit_half_dots
+from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import Unit
@@ -40,8 +40,7 @@ def emit_dots(
     """
     if vectors[0].precision == "fp16":
         return emit_half_dots(vectors, activations, tokens, prefetch)
-    if activations.planes == FLOAT_PLANES:
-        return emit_float_dots(isa, vectors, activations, tokens, prefetch)
+    emit_block = emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
     tokens = [v.let(v.wide(token)) for token in tokens]
     runs = list_runs(activations.length)
     top = runs[0][0]
@@ -53,7 +52,7 @@ def emit_dots(
     for lanes, first, count in runs:
         with T.serial(v.wide(count * activations.once)) as block:
             group = v.let(first + block * lanes)
-            _emit_block(isa, vectors, activations, tokens, sums, top, group, lanes, prefetch)
+            emit_block(isa, vectors, activations, tokens, sums, top, group, lanes, prefetch)
     return [
         [
             v.let(v.add_lanes(v.load(buffer, index * top, top), "float32", top))

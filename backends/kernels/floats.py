@@ -12,65 +12,29 @@ from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_ru
 from pi2.backends.kernels.units import emit_unit, load_unit_scale
 from pi2.plan.layout import GROUP
 
-PARTS = 2
-"""Sums that are added to in turn: an addition waits for the last one to the same sum.  As many
-whatever is computed together, so that a gate has the same bits wherever it is computed."""
 
-
-def emit_float_dots(
+def emit_float_block(
     isa: Isa,
     vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
-    prefetch: Prefetch | None,
-) -> list[list[v.Expr]]:
-    """Return dot products of int4 or int8 vectors with float32 values in lane order.
-
-    Integer weights times values are added up over a block, then multiplied with the scales.
-    """
-    tokens = [v.let(v.wide(token)) for token in tokens]
-    runs = list_runs(activations.length)
-    top = runs[0][0]
-    sums = [T.alloc_buffer((len(tokens) * top,), "float32") for _ in vectors]
-    for buffer in sums:
-        for index in range(len(tokens)):
-            v.store(buffer, index * top, v.constant(0.0, "float32", top), top)
-    for lanes, first, count in runs:
-        with T.serial(v.wide(count * activations.once)) as block:
-            group = v.let(first + block * lanes)
-            cells = _emit_block(isa, vectors, activations, tokens, group, lanes, prefetch)
-            for vector, buffer, row in zip(vectors, sums, cells, strict=True):
-                scale = v.let(load_unit_scale(vector, lanes, group))
-                for index, parts in enumerate(row):
-                    total = parts[0].get()
-                    for part in parts[1:]:
-                        total = total + part.get()
-                    old = v.load(buffer, index * top, lanes)
-                    v.store(buffer, index * top, T.fma(total, scale, old), lanes)
-    return [
-        [
-            v.let(v.add_lanes(v.load(buffer, index * top, top), "float32", top))
-            for index in range(len(tokens))
-        ]
-        for buffer in sums
-    ]
-
-
-def _emit_block(
-    isa: Isa,
-    vectors: Sequence[Vector],
-    activations: Activations,
-    tokens: Sequence[v.Expr],
+    sums: Sequence[v.Buffer],
+    top: int,
     group: v.Expr,
     lanes: int,
     prefetch: Prefetch | None,
-) -> list[list[list[v.Cell]]]:
-    """Return sums of q * x over the block that begins with ``group``, per vector and token, each in
-    parts."""
+) -> None:
+    """Add int4 or int8 weights times float32 values, of the block of ``lanes`` groups that begins
+    with ``group``, to ``sums`` float32 [tokens, top] of each vector.
+
+    Integers times values are added up over the block, then multiplied with the scales.
+    """
     int4 = vectors[0].precision == "int4"
     group_bytes = GROUP // 2 if int4 else GROUP
     zero = v.constant(0.0, "float32", lanes)
-    cells = [[[v.Cell(zero) for _ in range(PARTS)] for _ in tokens] for _ in vectors]
+    # Two sums in turn, as an addition waits for the last one to the same sum; always two, whatever is
+    # computed together, so that a gate has the same bits wherever it is computed.
+    cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
     # A loop that LLVM cannot unroll: it would reorder the additions and spill.
     with T.serial(v.wide((4 if int4 else 8) * activations.once)) as chunk:
         units = []
@@ -86,10 +50,15 @@ def _emit_block(
             ]
             for (_, unpacked), row in zip(rows, cells, strict=True):
                 weights = v.let(unpacked)
-                for value, sums in zip(values, row, strict=True):
-                    cell = sums[turn % PARTS]
+                for value, parts in zip(values, row, strict=True):
+                    cell = parts[turn % 2]
                     cell.set(T.fma(weights, value, cell.get()))
-    return cells
+    for vector, buffer, row in zip(vectors, sums, cells, strict=True):
+        scale = v.let(load_unit_scale(vector, lanes, group))
+        for index, (first, second) in enumerate(row):
+            old = v.load(buffer, index * top, lanes)
+            total = T.fma(first.get() + second.get(), scale, old)
+            v.store(buffer, index * top, total, lanes)
 
 
 def _load_values(activations: Activations, place: v.Expr, lanes: int) -> v.Expr:
