@@ -32,8 +32,8 @@ def emit_float_block(
     int4 = vectors[0].precision == "int4"
     group_bytes = GROUP // 2 if int4 else GROUP
     zero = v.constant(0.0, "float32", lanes)
-    # Two sums in turn, as an addition waits for the last one to the same sum; always two, whatever is
-    # computed together, so that a gate has the same bits wherever it is computed.
+    # Two sums in turn, as an addition waits for the last one to the same sum; always two, so that a
+    # gate has the same bits wherever it is computed.
     cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
     # A loop that LLVM cannot unroll: it would reorder the additions and spill.
     with T.serial(v.wide((4 if int4 else 8) * activations.once)) as chunk:
