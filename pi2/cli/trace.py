@@ -42,8 +42,8 @@ def command(
     """
     from pi2.benchmarks.recording import record_run
     from pi2.cli.progress import ProgressBar
-    from pi2.diagnostics import UserError
     from pi2.orchestrator import load
+    from pi2.sharing.files import write_report
     from pi2.tracing import make_chrome_trace
 
     with ProgressBar() as bar, load(plan, set=parse_assignments(settings), progress=bar) as model:
@@ -53,8 +53,5 @@ def command(
         recorder, summary = record_run(model, ids, tokens)
         notes = {"plan": str(plan), "plan_digest": model.plan.digest, "summary": summary.describe()}
     document = make_chrome_trace(recorder, notes, process="pi2 (measured)", category="measured")
-    try:
-        output.write_text(json.dumps(document), encoding="utf-8")
-    except OSError as error:
-        raise UserError.of("P631", f"cannot write {output}: {error.strerror}") from None
+    write_report(output, json.dumps(document))
     click.echo(f"{output}: {summary.describe()}")

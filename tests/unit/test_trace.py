@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_a_trace_shows_threads_queues_arrows_and_counters(
 def test_a_trace_of_what_is_all_in_memory_has_no_reads(tmp_path: Path) -> None:
     lanes = list_lanes(trace(tmp_path, "layers.hot=1.0"))
     assert not [name for name in lanes if name.startswith(("read ", "queue "))]
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, output = write_plan(tmp_path, make_tiny(tmp_path)), tmp_path / "trace.json"
+    output.write_text("old", "utf-8")
+
+    def fill(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fill)
+    arguments = ["trace", str(plan), "-o", str(output), "-p", "a", "-n", "1", "--warm-up", "0"]
+    assert run(arguments) == 2
+    assert "P003" in capsys.readouterr().err
+    assert output.read_text("utf-8") == "old"
+    assert not list(tmp_path.glob(".trace*"))
 
 
 def test_time_covered_by_reads_is_counted_once() -> None:
