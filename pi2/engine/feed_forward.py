@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import Executor
 from pi2.engine.neuron_stream import NeuronStream
+from pi2.engine.observation import ObservedExecutor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
@@ -103,7 +104,8 @@ class FeedForward:
         self._executor = executor
         self._cache = cache
         self._reader = reader
-        self._stream = NeuronStream(cache, reader, staging, layers)
+        observed = isinstance(executor, ObservedExecutor)
+        self._stream = NeuronStream(cache, reader, staging, layers, in_order=observed)
         self._layers = layers
         self._predictor = predictor
         self._threshold = threshold

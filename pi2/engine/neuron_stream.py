@@ -79,14 +79,22 @@ class _Filling:
 class NeuronStream:
     """Gives the neurons of each layer, every one once; one caller at a time.
 
-    Their order depends on what is in memory, and on nothing else.  The cache may not change between
-    two layers of a prompt.
+    Their order depends on what is in memory, and on nothing else, unless stored order is asked for.
+    The cache may not change between two layers of a prompt.
     """
 
     def __init__(
-        self, cache: NeuronCache, reader: FlashReader | NullReader, staging: U8, layers: int
+        self,
+        cache: NeuronCache,
+        reader: FlashReader | NullReader,
+        staging: U8,
+        layers: int,
+        *,
+        in_order: bool = False,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers."""
+        """``staging`` [2, n, stride]: two page-aligned buffers; ``in_order``: neurons come in stored
+        order, for those who look at them."""
+        self._in_order = in_order
         self._cache = cache
         self._reader = reader
         self._staging = staging
@@ -104,7 +112,9 @@ class NeuronStream:
     def give(self, layer: int) -> Iterator[U8]:
         """Bundles [n, stride] of the layer's neurons; each piece is valid until the next."""
         pieces, resident = self._divide(layer)
-        parts = _share_evenly(resident, len(pieces) + 1)
+        parts = [resident, *([] for _ in pieces)]
+        if not self._in_order:
+            parts = _share_evenly(resident, len(pieces) + 1)
         yield from parts[0]
         for number, piece in enumerate(pieces):
             following = pieces[number + 1 :]
@@ -131,7 +141,7 @@ class NeuronStream:
         hot = self._cache.hot_slots[layer]
         stretches = [slice(hot.start, hot.stop)] if len(hot) else []
         for piece in self._cut(layer):
-            place = piece.place
+            place = None if self._in_order else piece.place
             if place is None:
                 pieces.append(piece)
             elif stretches and stretches[-1].stop == place.start:

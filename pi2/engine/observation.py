@@ -117,7 +117,7 @@ class ObservedExecutor:
             routing = None
             if owners := self._owners.pop(self._chunk, None):
                 routing = Routing(np.concatenate(owners), self._find_computing())
-            # Hot neurons come first, the others in stored order.
+            # In stored order: `FeedForward` sees to it for executors that are observed.
             values = np.concatenate(pieces, axis=-1)
             self._observer(layer, self._read_input(), values, routing)
         self._inner.end_ffn(layer)

@@ -81,6 +81,22 @@ def test_every_neuron_comes_once(hot: int) -> None:
         take_all(stream)
 
 
+@pytest.mark.parametrize("hot", [0, 8, NEURONS])
+def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
+    cache = make_cache(hot, 0 if hot == NEURONS else 30)
+    if hot < NEURONS:
+        bring_in(cache, 0, *range(24, 40))
+        bring_in(cache, 1, 35, 9, 12, 13)
+    reader, staging = FakeReader(), np.full((2, 8, STRIDE), 255, np.uint8)
+    stream = NeuronStream(cache, reader, staging, LAYERS, in_order=True)  # type: ignore[arg-type]
+    stream._shortest = 1
+    for layer in range(LAYERS):
+        stream.begin(layer)
+        got = np.concatenate([piece[:, :2].copy() for piece in stream.give(layer)])
+        assert got[:, 0].tolist() == [layer] * NEURONS
+        assert got[:, 1].tolist() == list(range(NEURONS))
+
+
 def test_a_piece_that_lies_in_one_stretch_is_computed_where_it_is() -> None:
     cache = make_cache(8, 40)
     bring_in(cache, 1, *range(8, 40))
