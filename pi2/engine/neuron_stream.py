@@ -92,8 +92,8 @@ class NeuronStream:
         *,
         in_order: bool = False,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers; ``in_order``: neurons come in stored
-        order, for those who look at them."""
+        """``staging`` [2, n, stride]: two page-aligned buffers; ``in_order``: neurons come in
+        stored order, for those who look at them."""
         self._in_order = in_order
         self._cache = cache
         self._reader = reader
