@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import re
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,10 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
     try:
         # Files of old versions are no archives, and cannot be mapped.
         mapped = zipfile.is_zipfile(path)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            # It wonders about pickles that it then refuses.
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         named = _find_name(str(error))
         raise UserError.of(
