@@ -205,6 +205,14 @@ class InputReader(Protocol):
         not compute a token; valid until the next call."""
 
 
+@runtime_checkable
+class LengthAware(Protocol):
+    """An executor that computes long sequences otherwise; a backend need not have it."""
+
+    def expect(self, end: int) -> None:
+        """Tell that the calls that follow bring the sequence to ``end`` tokens."""
+
+
 class Backend(Protocol):
     """Members of a backend module."""
 

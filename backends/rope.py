@@ -17,26 +17,55 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
-def compute_frequencies(rope: Rope, head_dim: int, context: int) -> F64:
+def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> F64:
     """Angular frequencies [head_dim / 2] in radians per token, those of rotated pairs first.
 
     ``linear`` divides all by the factor; ``llama3`` divides the long wavelengths, keeps the short
     ones, and blends between (the rule that Llama 3.1 published with its configuration); ``yarn``
     blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2);
-    ``longrope`` divides each by its own number, one set of them for contexts beyond the original
-    (arXiv 2402.13753).
+    ``longrope`` divides each by its own number, another where ``is_long`` (arXiv 2402.13753).
     """
     rotated = rope.count_rotated(head_dim)
     frequencies = np.zeros(head_dim // 2)
     if rotated:
         plain = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-        frequencies[: rotated // 2] = _scale(rope, plain, rotated, context)
+        frequencies[: rotated // 2] = _scale(rope, plain, rotated, is_long)
     return frequencies
 
 
-def compute_rope_tables(rope: Rope, head_dim: int, context: int) -> tuple[F32, F32]:
+class RopeTables:
+    """Cosines and sines float32 [context, head_dim / 2], in arrays that stay where they are.
+
+    Those of ``longrope`` are of the length that the sequence has when calls are done, as in
+    transformers: keys that are kept stay as they were.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, arrays: tuple[F32, F32]) -> None:
+        self._rope = rope
+        self._head_dim = head_dim
+        self._is_long = False
+        self.arrays = arrays
+        self._fill()
+
+    def expect(self, end: int) -> None:
+        """Prepare for calls that bring the sequence to ``end`` tokens."""
+        is_long = self._rope.kind == "longrope" and end > self._rope.original_context
+        if is_long != self._is_long:
+            self._is_long = is_long
+            self._fill()
+
+    def _fill(self) -> None:
+        context = len(self.arrays[0])
+        tables = compute_rope_tables(self._rope, self._head_dim, context, is_long=self._is_long)
+        for array, table in zip(self.arrays, tables, strict=True):
+            array[:] = table
+
+
+def compute_rope_tables(
+    rope: Rope, head_dim: int, context: int, *, is_long: bool = False
+) -> tuple[F32, F32]:
     """Cosines and sines [context, head_dim / 2], float32."""
-    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim, context))
+    angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim, is_long=is_long))
     cosines, sines = np.cos(angles), np.sin(angles)
     if rope.kind in ("yarn", "longrope"):
         factor = rope.attention_factor
@@ -50,12 +79,11 @@ def compute_rope_tables(rope: Rope, head_dim: int, context: int) -> tuple[F32, F
     return cosines.astype(np.float32), sines.astype(np.float32)
 
 
-def _scale(rope: Rope, frequencies: F64, rotated: int, context: int) -> F64:
+def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:
     """Frequencies [rotated / 2] with the scaling of ``rope``."""
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "longrope":
-        is_long = context > rope.original_context
         factors = rope.long_factors if is_long else rope.short_factors
         return frequencies / np.asarray(factors, np.float64)
     if rope.kind == "llama3":

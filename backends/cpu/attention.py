@@ -9,13 +9,17 @@ from pi2.backends.cpu.arrays import Arrays, count_tiles
 from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.rope import compute_rope_tables
-from pi2.plan.model import Rope
+from pi2.backends.rope import RopeTables
 from pi2.plan.tensor_names import name_layer_tensor
 
 
 def bind_attention(
-    request: BuildRequest, space: Workspace, spec: KernelSpec, arrays: Arrays, context: int
+    request: BuildRequest,
+    space: Workspace,
+    spec: KernelSpec,
+    arrays: Arrays,
+    context: int,
+    turned: list[RopeTables],
 ) -> list[Arguments]:
     """Return the arrays of ``attend`` for each layer; the cache holds ``context`` tokens."""
     mixed = space.make_activations(
@@ -23,10 +27,7 @@ def bind_attention(
     )
     qkv = space.wrap(space.make("float32", request.chunk, spec.qkv_rows))
     model = request.model
-    rope = _make_tables(space, spec, model.rope, request.context)
-    other = rope
-    if model.other_rope is not None:
-        other = _make_tables(space, spec, model.other_rope, request.context)
+    ropes = [tuple(space.wrap(array) for array in tables.arrays) for tables in turned]
     spans = tuple(
         space.wrap(space.make("float32", spec.heads, SPANS, *size))
         for size in ((spec.head_dim,), (), ())
@@ -36,7 +37,7 @@ def bind_attention(
         (
             *inputs,
             *_wrap_weights(space, spec, layer),
-            *(other if model.find_rope(layer) is model.other_rope else rope),
+            *ropes[model.find_rope(layer) is model.other_rope],
             *_make_cache(space, spec, context),
             qkv,
             *arrays.hidden,
@@ -47,14 +48,16 @@ def bind_attention(
     ]
 
 
-def _make_tables(space: Workspace, spec: KernelSpec, rope: Rope, context: int) -> Arguments:
-    """Return views of cosines and sines."""
-    views = []
-    for table in compute_rope_tables(rope, spec.head_dim, context):
-        copy = space.make("float32", *table.shape)
-        copy[:] = table
-        views.append(space.wrap(copy))
-    return tuple(views)
+def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) -> list[RopeTables]:
+    """Return the tables of positions, and those of other layers if they differ."""
+    size = (request.context, spec.head_dim // 2)
+    return [
+        RopeTables(
+            rope, spec.head_dim, (space.make("float32", *size), space.make("float32", *size))
+        )
+        for rope in (request.model.rope, request.model.other_rope)
+        if rope is not None
+    ]
 
 
 def _wrap_weights(space: Workspace, spec: KernelSpec, layer: int) -> Arguments:

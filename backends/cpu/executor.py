@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments, ChunkState, name_other_arrays
 from pi2.backends.cpu.arrays import Arrays, make_arrays
-from pi2.backends.cpu.attention import bind_attention
+from pi2.backends.cpu.attention import bind_attention, make_rope_tables
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Workspace
@@ -70,6 +70,7 @@ class CpuExecutor:
         self._head = library.find("logits")
         self._head_logits = space.wrap(self._logits)
         self._read = library.find("read_runs")
+        self._ropes = make_rope_tables(request, space, spec)
         self._now = self._bind_first_chunk(request, arrays)
         self._chunks = [self._now]
         for _ in range(request.chunks - 1):
@@ -87,7 +88,7 @@ class CpuExecutor:
             routes=arrays.weights,
             embed=(*space.wrap_tensor(EMBEDDING), space.wrap(self._ids), x),
             positions=(*space.wrap_tensor(POSITIONS)[:1], x) if spec.positions else (),
-            attend=bind_attention(request, space, spec, arrays, self._context),
+            attend=bind_attention(request, space, spec, arrays, self._context, self._ropes),
             begin=[
                 (
                     before,
@@ -208,6 +209,11 @@ class CpuExecutor:
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
         self._end(self._now.tokens, *self._now.end[layer])
+
+    def expect(self, end: int) -> None:
+        """Choose the positions of a sequence of ``end`` tokens."""
+        for tables in self._ropes:
+            tables.expect(end)
 
     def read_ffn_input(self) -> _F32:
         """Return what the FFN reads, before it was rounded to integers."""

@@ -13,7 +13,7 @@ from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import activate, cap, normalize, rotate
-from pi2.backends.rope import compute_rope_tables
+from pi2.backends.rope import RopeTables
 from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import (
@@ -36,8 +36,11 @@ class ReferenceExecutor:
         self._model = request.model
         shape = self._model.shape
         self._kv = KvCache(request)
+        size = (request.context, shape.head_dim // 2)
         self._ropes = [
-            compute_rope_tables(rope, shape.head_dim, request.context)
+            RopeTables(
+                rope, shape.head_dim, (np.empty(size, np.float32), np.empty(size, np.float32))
+            )
             for rope in (self._model.rope, self._model.other_rope)
             if rope is not None
         ]
@@ -105,7 +108,7 @@ class ReferenceExecutor:
             query = normalize(norm, query, self._layer(layer, "query_norm"))
             key = normalize(norm, key, self._layer(layer, "key_norm"))
         other = self._model.find_rope(layer) is self._model.other_rope
-        cos, sin = (table[position:end] for table in self._ropes[other])
+        cos, sin = (table[position:end] for table in self._ropes[other].arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         self._kv.keep(0, layer, position, key)
         self._kv.keep(1, layer, position, value.reshape(count, shape.kv_heads, shape.head_dim))
@@ -255,6 +258,11 @@ class ReferenceExecutor:
 
     def end_ffn(self, layer: int) -> None:
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
+
+    def expect(self, end: int) -> None:
+        """See `pi2.backends.protocol.LengthAware`."""
+        for tables in self._ropes:
+            tables.expect(end)
 
     def read_ffn_input(self) -> _F32:
         """See `pi2.backends.protocol.InputReader`."""

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import Executor, LengthAware
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.memory.lending import ContextLoan
@@ -38,6 +38,7 @@ class Forward:
         context that is lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory."""
         self._executor = executor
+        self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
         self._feed_forward = feed_forward
         self._layers = layers
         self._chunk = chunk
@@ -61,13 +62,17 @@ class Forward:
         *,
         all_logits: bool = False,
         progress: Callable[[float], None] = lambda share: None,
+        end: int = 0,
     ) -> F32:
         """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
+
+        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.
 
         Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
         """
         parts = []
         size = self._chunk * self._chunks
+        self._expect(max(end, self.position + len(tokens)))
         for start in range(0, len(tokens), size):
             together = tokens[start : start + size]
             self._check_room(len(together))
@@ -92,6 +97,7 @@ class Forward:
         Returns its logits [vocab], valid until the next call.
         """
         self._check_room(1)
+        self._expect(self.position + 1)
         tokens = np.array([token], np.int32)
         if self._feed_forward.decode_is_dense():
             self._run_dense([tokens])

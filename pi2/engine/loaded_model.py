@@ -277,7 +277,8 @@ class LoadedModel:
         forward.reset()
         if mode == "prefill":
             for start in range(0, len(ids), chunk):
-                yield forward.prefill(ids[start : start + chunk], all_logits=True)
+                piece = ids[start : start + chunk]
+                yield forward.prefill(piece, all_logits=True, end=len(ids))
         else:
             for token in ids.tolist():
                 yield forward.decode(token)[None].copy()

@@ -80,9 +80,6 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
     """The plan without sizes."""
     shape = model.shape
     context = wish.context or min(shape.context, MOST_CONTEXT)
-    if wish.context is None and model.rope.kind == "longrope":
-        # Beyond it all positions are others, and short texts suffer.
-        context = min(context, model.rope.original_context)
     unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)
     if unit is None:
         raise UserError.of(

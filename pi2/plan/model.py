@@ -97,10 +97,10 @@ class Rope(Table):
     """What sines and cosines are multiplied by; absent means 0.1 ln(factor) + 1 (``yarn``) or
     sqrt(1 + ln(factor) / ln(original_context)) (``longrope``)."""
     short_factors: tuple[Divisor, ...] = ()
-    """What each pair's frequency is divided by in plans for ``original_context`` tokens or fewer
+    """What each pair's frequency is divided by in sequences of up to ``original_context`` tokens
     (``longrope``)."""
     long_factors: tuple[Divisor, ...] = ()
-    """The same in plans for more tokens."""
+    """The same in longer ones."""
 
     def count_rotated(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
