@@ -128,6 +128,7 @@ class _LayerExecutor(ReferenceExecutor):
     def begin_layer(self, layer: int, state: State) -> State:
         """Attention, and what the FFN begins with."""
         self._restore(state)
+        self.expect(len(state[0]))
         self.attend(layer, 0)
         self.begin_ffn(layer)
         return self._save()

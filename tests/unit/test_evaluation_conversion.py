@@ -34,11 +34,12 @@ def test_losses_by_a_checkpoints_weights_are_those_of_transformers(
     model = describe_checkpoint(checkpoint).model
     weights = CheckpointWeights(open_checkpoint(checkpoint), model)
     prompt = tuple(int(token) for token in golden.prompt)
-    # Two windows: the layers' state of one is not that of the other.
-    windows = [Window(prompt, 1), Window(prompt[:10], 4)]
+    # Two windows: the layers' state of one is not that of the other.  Both are longer than the 16
+    # tokens beyond which one of the models has other positions.
+    windows = [Window(prompt, 1), Window(prompt[:20], 4)]
     scores = score_layerwise(weights, model, windows)
-    logits = np.concatenate([golden.logits[:-1], golden.logits[3:9]])
-    targets = np.array([*prompt[1:], *prompt[4:10]])
+    logits = np.concatenate([golden.logits[:-1], golden.logits[3:19]])
+    targets = np.array([*prompt[1:], *prompt[4:20]])
     np.testing.assert_allclose(scores.losses, compute_losses(logits, targets), atol=2e-3)
     np.testing.assert_array_equal(scores.choices, logits.argmax(axis=1))
 
