@@ -65,6 +65,10 @@ MODELS: dict[str, tuple[str, Options]] = {
             "hidden_size": 96,
         },
     ),
+    "llama-odd-widths": (
+        "Llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
+    ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}),
     "llama-linear": (
         "Llama",
@@ -207,6 +211,10 @@ MODELS: dict[str, tuple[str, Options]] = {
     ),
     "stablelm-parallel": ("StableLm", {"use_parallel_residual": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "starcoder2-odd-widths": (
+        "Starcoder2",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 72},
+    ),
     "opt": (
         "OPT",
         {"ffn_dim": 96, "word_embed_proj_dim": 32, "activation_function": "relu"},

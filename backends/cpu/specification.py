@@ -23,7 +23,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         if (name := name_layer_tensor(layer, "predictor_in")) in request.tensors
     }
     return KernelSpec(
-        hidden=shape.hidden,
+        hidden=shape.stored_hidden,
+        norm_width=0 if shape.hidden == shape.stored_hidden else shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,

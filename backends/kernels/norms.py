@@ -35,19 +35,16 @@ def emit_normalize(
     subtracting large squares would cancel.
     """
     if spec.norm == "rmsnorm" and norm.bias is None:
-        emit_norm(source, row, norm.weight, spec.epsilon, target, token)
+        width = spec.normalized_width
+        emit_norm(source, row, norm.weight, spec.epsilon, target, token, width)
         return
     length = target.length
     base = v.let(row * length)
-    zero = v.constant(0.0, "float32", 16)
     mean = v.constant(0.0, "float32")
     if spec.norm == "layernorm":
-        mean = _average(source, base, length, target.once)
-    squares = v.Cell(zero)
-    with T.serial(length // 16 * target.once) as step:
-        part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
-        squares.set(T.fma(part, part, squares.get()))
-    factor = _invert_root(spec, squares.get(), length, 16)
+        mean = _average(spec, source, base, target.once)
+    squares = _add_squares(spec, source, base, mean, target.once)
+    factor = _invert_root(spec, squares, spec.normalized_width, 16)
     with T.serial(length // 16 * target.once) as step:
         part = (v.load(source, base + step * 16, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
         part = part * v.load(norm.weight, step * 16, 16)
@@ -73,12 +70,9 @@ def emit_add_normalized(
     base = v.let(token * length)
     mean = v.constant(0.0, "float32")
     if spec.norm == "layernorm":
-        mean = _average(source, base, length, once)
-    squares = v.Cell(v.constant(0.0, "float32", 16))
-    with T.serial(length // 16 * once) as step:
-        part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
-        squares.set(T.fma(part, part, squares.get()))
-    inverse = _invert_root(spec, squares.get(), length, 16)
+        mean = _average(spec, source, base, once)
+    squares = _add_squares(spec, source, base, mean, once)
+    inverse = _invert_root(spec, squares, spec.normalized_width, 16)
     factor = v.let(inverse * v.constant(spec.residual_factor, "float32"))
     with T.serial(length // 16 * once) as step:
         place = v.let(base + step * 16)
@@ -87,13 +81,32 @@ def emit_add_normalized(
         v.store(target, place, v.load(target, place, 16) + part, 16)
 
 
-def _average(source: v.Buffer, base: v.Expr, length: int, once: v.Expr) -> v.Expr:
-    """Mean of ``source[base : base + length]``."""
+def _add_squares(
+    spec: KernelSpec, source: v.Buffer, base: v.Expr, mean: v.Expr, once: v.Expr
+) -> v.Expr:
+    """Squares of the differences to ``mean`` of the elements from ``base`` on, in 16 sums."""
+    zeros = v.constant(0.0, "float32", 16)
+    squares = v.Cell(zeros)
+    steps, rest = divmod(spec.normalized_width, 16)
+    with T.serial(steps * once) as step:
+        part = v.let(v.load(source, base + step * 16, 16) - v.splat(mean, 16))
+        squares.set(T.fma(part, part, squares.get()))
+    if rest:
+        # The zeros that follow differ from the mean.
+        part = v.load(source, base + steps * 16, 16) - v.splat(mean, 16)
+        inside = T.ramp(T.int32(0), 1, 16) < v.splat(T.int32(rest), 16)
+        kept = v.let(T.Select(inside, part, zeros))
+        squares.set(T.fma(kept, kept, squares.get()))
+    return v.let(squares.get())
+
+
+def _average(spec: KernelSpec, source: v.Buffer, base: v.Expr, once: v.Expr) -> v.Expr:
+    """Mean of the residual stream's vector that begins at ``base``; zeros beyond its width."""
     total = v.Cell(v.constant(0.0, "float32", 16))
-    with T.serial(length // 16 * once) as step:
+    with T.serial(spec.hidden // 16 * once) as step:
         total.set(total.get() + v.load(source, base + step * 16, 16))
     sum_ = v.add_lanes(total.get(), "float32", 16)
-    return v.let(sum_ * v.constant(1.0 / length, "float32"))
+    return v.let(sum_ * v.constant(1.0 / spec.normalized_width, "float32"))
 
 
 def emit_head_norms(

@@ -27,10 +27,12 @@ def emit_norm(
     epsilon: float,
     target: Activations,
     token: v.Expr,
+    width: int | None = None,
 ) -> None:
     """Set ``target.values[token]`` to RMSNorm(source[row]) and quantise it.
 
-    ``source`` float32 [rows, length], ``weight`` float32 [length].
+    ``source`` float32 [rows, length], ``weight`` float32 [length]; beyond ``width`` elements, if
+    they are fewer, both are zero.
     """
     length = target.length
     sums = T.alloc_buffer((32,), "float32")
@@ -41,7 +43,7 @@ def emit_norm(
             part = v.let(v.load(source, row * length + step * 32 + half * 16, 16))
             v.store(sums, half * 16, T.fma(part, part, v.load(sums, half * 16, 16)), 16)
     total = v.add_lanes(v.load(sums, 0, 16) + v.load(sums, 16, 16), "float32", 16)
-    mean = total * v.constant(1.0 / length, "float32") + v.constant(epsilon, "float32")
+    mean = total * v.constant(1.0 / (width or length), "float32") + v.constant(epsilon, "float32")
     factor = v.let(v.constant(1.0, "float32") / T.sqrt(mean))
     with T.serial(length // 16 * target.once) as step:
         part = v.load(source, row * length + step * 16, 16) * v.splat(factor, 16)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.plan.layout import GROUP, BundleLayout, Precision, lay_out_bundle
+from pi2.plan.layout import GROUP, BundleLayout, Precision, fill_groups, lay_out_bundle
 from pi2.plan.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.plan import KvType
 
@@ -42,6 +42,7 @@ class KernelSpec:
     """
 
     hidden: int
+    """Length of the residual stream's vectors: zeros fill up the last group."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -76,6 +77,8 @@ class KernelSpec:
     phases: Literal[1, 2] = 1
     """Loops over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_width: int = 0
+    """Elements that norms of the residual stream are taken of; 0 stands for all."""
     norm_bias: bool = False
     norm_outputs: bool = False
     """Whether what attention and the FFN give is normalised before it is added."""
@@ -105,15 +108,20 @@ class KernelSpec:
     head_bias: bool = False
 
     def __post_init__(self) -> None:
-        assert self.hidden % GROUP == 0 and self.width % GROUP == 0, (self.hidden, self.width)
+        assert self.hidden % GROUP == 0 and self.norm_width <= self.hidden, self
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
         assert {self.planes, self.chunk_planes} <= {1, 2, 4} and self.threads >= 1
         assert list(self.features) == sorted(set(self.features))
 
     @property
     def width(self) -> int:
-        """Length of the attention output, ``heads * head_dim``."""
-        return self.heads * self.head_dim
+        """Length of the attention output: ``heads * head_dim``, and zeros in the last group."""
+        return fill_groups(self.heads * self.head_dim)
+
+    @property
+    def normalized_width(self) -> int:
+        """Elements that norms of the residual stream are taken of."""
+        return self.norm_width or self.hidden
 
     @property
     def qkv_rows(self) -> int:

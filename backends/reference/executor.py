@@ -44,7 +44,7 @@ class ReferenceExecutor:
             for rope in (self._model.rope, self._model.other_rope)
             if rope is not None
         ]
-        self._x = np.zeros((0, shape.hidden), np.float32)
+        self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
         self._u = self._x
         self._routes = self._x
@@ -74,12 +74,13 @@ class ReferenceExecutor:
 
     def _normalize(self, x: _F32, name: str) -> _F32:
         bias = self._matrix(f"{name}_bias") if self._model.norm.bias else None
-        return normalize(self._model.norm, x, self._matrix(name), bias)
+        width = self._model.shape.hidden
+        return normalize(self._model.norm, x, self._matrix(name), bias, width)
 
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = (self._x, self._input, self._u, self._routes, self._y)
         self._chunk = number
-        none = (np.zeros((0, self._model.shape.hidden), np.float32),) * 5
+        none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 5
         self._x, self._input, self._u, self._routes, self._y = self._others.get(number, none)
 
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
@@ -99,8 +100,8 @@ class ReferenceExecutor:
         self._input = self._x
         u = self._normalize(self._x, name_layer_tensor(layer, "attention_norm"))
         qkv = u @ self._layer(layer, "qkv").T + self._bias(layer, "qkv_bias", attention.qkv_bias)
-        query_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        query, key, value = np.split(qkv, [query_width, query_width + kv_width], axis=-1)
+        kv_width = shape.kv_heads * shape.head_dim
+        query, key, value = np.split(qkv, [shape.query, shape.query + kv_width], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
         key = key.reshape(count, shape.kv_heads, shape.head_dim)
         if attention.head_norm:
@@ -130,14 +131,17 @@ class ReferenceExecutor:
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             mixed[:, head] = weights @ values[:, kv_head]
-        output = mixed.reshape(count, query_width) @ self._layer(layer, "output").T
+        padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
+        mixed = np.concatenate([mixed.reshape(count, -1), padding], axis=1)
+        output = mixed @ self._layer(layer, "output").T
         output = output + self._bias(layer, "output_bias", attention.output_bias)
         self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
 
     def _add_output(self, output: _F32, norm: str) -> None:
         """Add what attention or the FFN gives to x."""
         if self._model.norm.outputs:
-            output = normalize(self._model.norm, output, self._matrix(norm))
+            width = self._model.shape.hidden
+            output = normalize(self._model.norm, output, self._matrix(norm), width=width)
         self._x = self._x + output * np.float32(self._model.multipliers.residual)
 
     def begin_ffn(self, layer: int) -> None:

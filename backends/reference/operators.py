@@ -41,11 +41,14 @@ def _erf(x: _F32) -> _F32:
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
 
 
-def normalize(norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None) -> _F32:
-    """RMSNorm or LayerNorm over the last axis."""
+def normalize(
+    norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None, width: int | None = None
+) -> _F32:
+    """RMSNorm or LayerNorm over the last axis, or its first ``width`` elements: ``weight`` and
+    ``bias`` are zero beyond."""
     if norm.kind == "layernorm":
-        x = x - np.mean(x, axis=-1, keepdims=True)
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        x = x - np.mean(x[..., :width], axis=-1, keepdims=True)
+    mean_square = np.mean(np.square(x[..., :width]), axis=-1, keepdims=True)
     result = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * weight
     return np.asarray(result if bias is None else result + bias)
 

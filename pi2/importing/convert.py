@@ -31,7 +31,7 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import assemble_bundles
+from pi2.plan.packing import assemble_bundles, quantize
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -207,7 +207,9 @@ class _Conversion:
                     owner = owners[first]
                     rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
                     tensor = sources[owner][place].tensor
-                    packed, some = self._pack_rows(rows, bundle.precision, tensor, ffn_layer)
+                    packed, some = self._pack_rows(
+                        rows, bundle.precision, tensor, bundle.hidden, ffn_layer
+                    )
                     weights.append(packed)
                     scales += [] if some is None else [some]
                 if len(weights) == 1:
@@ -252,7 +254,7 @@ class _Conversion:
             vectors = [source.read()[None] + np.float32(offset) for source in sources]
             pairs = zip(vectors, sources, strict=True)
             parts = [self._quantize(vector, "fp32", source.tensor)[0] for vector, source in pairs]
-            yield np.concatenate(parts, axis=1), None
+            yield pad_columns(np.concatenate(parts, axis=1), tensor.length), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
         pieces = [
@@ -263,9 +265,14 @@ class _Conversion:
 
         def pack(piece: tuple[Rows, int, int]) -> Packed:
             source, start, stop = piece
-            return self._pack_rows(source.read_raw(start, stop), tensor.precision, source.tensor)
+            raw = source.read_raw(start, stop)
+            return self._pack_rows(raw, tensor.precision, source.tensor, tensor.length)
 
         yield from _map_in_order(pool, pack, pieces)
+        missing = tensor.rows - sum(source.count for source in sources)
+        if missing > 0 and tensor.precision != "fp32":
+            # What is added to the residual stream is as long as its vectors are.
+            yield quantize(np.zeros((missing, tensor.length), np.float32), tensor.precision)
 
     def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
         """Rows of the predictors of a layer, or of one expert after the other."""
@@ -276,7 +283,8 @@ class _Conversion:
         for expert, source in enumerate(found.experts):
             mine = neurons[owners == expert]
             if kind == "predictor_in":
-                yield self._quantize(source.read_inner(found.rank), tensor.precision, source.inner)
+                rows = pad_columns(source.read_inner(found.rank), tensor.length)
+                yield self._quantize(rows, tensor.precision, source.inner)
             elif kind == "predictor_out":
                 rows = source.read_outer(found.rank)[mine]
                 yield self._quantize(rows, tensor.precision, source.outer)
@@ -291,14 +299,15 @@ class _Conversion:
         raw: Raw,
         precision: StoredPrecision,
         source: SourceTensor,
+        length: int,
         ffn_layer: int | None = None,
     ) -> Packed:
-        """Rows of ``source`` as it stores them, packed: their own codes where they will do."""
-        if precision == "fp32":
-            return self._quantize(source.widen(raw), precision, source, ffn_layer)
-        taken = source.take_codes(raw, precision)
-        if taken is None:
-            return self._quantize(source.widen(raw), precision, source, ffn_layer)
+        """Rows of ``source`` as it stores them, packed as vectors of ``length``: their own codes
+        where they will do, which fill groups in any case."""
+        taken = None if precision == "fp32" else source.take_codes(raw, precision)
+        if taken is None or precision == "fp32":
+            rows = pad_columns(source.widen(raw), length)
+            return self._quantize(rows, precision, source, ffn_layer)
         if self._quantizer.errors is not None:
             self._quantizer.errors.add(source.name, source.widen(raw), taken, precision)
         return taken
@@ -328,6 +337,13 @@ class _Conversion:
     def _advance(self, source: Rows) -> None:
         self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
         self._read_bytes += source.size_bytes
+
+
+def pad_columns(rows: F32, length: int) -> F32:
+    """Rows float32 [n, width] as [n, length]: zeros follow."""
+    missing = length - rows.shape[1]
+    assert missing >= 0, (rows.shape, length)
+    return np.pad(rows, ((0, 0), (0, missing))) if missing else rows
 
 
 def _map_in_order(

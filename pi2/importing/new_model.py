@@ -28,8 +28,6 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """What some checkpoints leave out at the beginning of names."""
 _LONGER = ("language_model.model.", "model.language_model.")
 """What stands for ``model.`` in models that read pictures too."""
-_CHECKED_LATER = frozenset({"P242"})
-"""Widths that cannot be packed: `check_checkpoint` says so in words that fit (P541)."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 
@@ -46,7 +44,7 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     """Describe the checkpoint at ``path``; ``name`` is the document's id, else the checkpoint's.
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
-    document can state, P533, P534, P537 or P541 where configuration and tensors contradict each
+    document can state, P533, P534 or P537 where configuration and tensors contradict each
     other.
     """
     checkpoint = open_checkpoint(path)
@@ -119,7 +117,7 @@ def _validate(config: Config, tables: Mapping[str, Any]) -> Model:
         raise config.refuse(f"{place} would be {first['input']!r}: {first['msg']}") from None
     facts = Facts(known={"model": model}, files={"model": Path(f"{model.id}.model.toml")})
     for rule in load_rules():
-        if rule.needs == ("model",) and rule.code not in _CHECKED_LATER:
+        if rule.needs == ("model",):
             for finding in rule.check(facts):
                 raise config.refuse(f"{'.'.join(map(str, finding.path))}: {finding.message}")
     return model

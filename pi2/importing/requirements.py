@@ -10,7 +10,6 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.layout import GROUP
 from pi2.plan.model import Model
 
 _COUNTED = 1000
@@ -121,9 +120,9 @@ _DOCUMENT = "the model document says"
 
 def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT) -> None:
     """`UserError` with all findings: P533 missing, P534 wrong shape, P537 contradiction to
-    ``config.json``, P541 sizes that cannot be converted.  ``says`` names where shapes come from.
+    ``config.json``.  ``says`` names where shapes come from.
     """
-    findings = [*_check_sizes(model), *_compare_config(checkpoint, model)]
+    findings = [*_compare_config(checkpoint, model)]
     for need in list_requirements(model):
         finding = find_tensor_problem(checkpoint, need, says)
         if finding is not None:
@@ -138,9 +137,7 @@ def raise_findings(findings: list[Diagnostic]) -> None:
     with the number of the others, since one wrong number contradicts those of all layers."""
     missing = [finding for finding in findings if finding.code == "P533"]
     wrong = [finding for finding in findings if finding.code == "P534"]
-    # Sizes that no tensor has cannot be packed either: nothing new.
-    said = {"P533", "P534", *(["P541"] if wrong else [])}
-    kept = [finding for finding in findings if finding.code not in said]
+    kept = [finding for finding in findings if finding.code not in ("P533", "P534")]
     first, others = (wrong or missing)[:1], len((wrong or missing)[1:])
     if first:
         message = first[0].message
@@ -183,20 +180,6 @@ def describe_shape_problem(
         ),
         help="correct the shape there, or give another checkpoint",
     )
-
-
-def _check_sizes(model: Model) -> Iterator[Diagnostic]:
-    shape = model.shape
-    for key, size in (
-        ("shape.hidden", shape.hidden),
-        ("shape.heads * shape.head_dim", shape.heads * shape.head_dim),
-    ):
-        if size % GROUP:
-            yield Diagnostic(
-                code="P541",
-                message=f"{key} is {size}: weights are packed in groups of {GROUP}",
-                help="only models with a multiple of 32 can be converted",
-            )
 
 
 def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:

@@ -48,10 +48,10 @@ class Wish:
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     """Text of a plan whose segments hold what they have to.
 
-    Raises `UserError` P026 where the memory is not enough, P242 where the model cannot be packed.
+    Raises `UserError` P026 where the memory is not enough, P242 where its predictors cannot be packed.
     """
     if not has_packable_shape(model):
-        raise UserError.of("P242", "the model's vectors are no multiples of 32 elements")
+        raise UserError.of("P242", "the rank of the model's predictors is no multiple of 32")
     values = _begin(wish, device, model)
     least = _resolve(values, device, model, 0.0)
     segments = _fit_segments(least)

@@ -69,6 +69,6 @@ def count_attention_bytes(resolved: Resolved) -> int:
     shape, precision = resolved.model.shape, resolved.model.quantization
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
-    weights = matrix_bytes(qkv, shape.hidden, precision.attention)
-    weights += matrix_bytes(shape.hidden, query, precision.attention)
+    weights = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
+    weights += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
     return weights + resolved.needs.kv.bytes // shape.layers

@@ -3,10 +3,10 @@
 The one description of the layout that the store's writer, its reader, the kernels and the plan's
 memory arithmetic share.  Pure arithmetic: no numpy, so that ``pi2 validate`` may use it.
 
-A *packed vector* holds ``length`` quantised weights, a multiple of 32, in groups of 32 that share
-one fp16 scale.  Groups are taken together in *blocks* of 16 lanes, then a tail of 8, 4, 2, 1 lanes
-(the binary digits of what is left), so that no padding is needed.  Within a block of L lanes, lane
-``j`` belongs to group ``j``:
+A *packed vector* holds ``length`` quantised weights, a multiple of 32 (zeros fill up those of other
+widths), in groups of 32 that share one fp16 scale.  Groups are taken together in *blocks* of 16
+lanes, then a tail of 8, 4, 2, 1 lanes (the binary digits of what is left), so that no lane is left
+empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
 
 - int4: 4 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j`` in its low nibble and element ``16 + 4c + b`` in its high nibble, as ``q + 8`` with q
@@ -64,6 +64,11 @@ def vector_bytes(length: int, precision: Precision) -> int:
 def matrix_bytes(rows: int, length: int, precision: Precision) -> int:
     """Bytes of ``rows`` packed vectors of ``length``."""
     return rows * vector_bytes(length, precision)
+
+
+def fill_groups(width: int) -> int:
+    """Length of the packed vector that holds ``width`` elements: zeros fill its last group."""
+    return round_up(width, GROUP)
 
 
 def round_up(value: int, multiple: int) -> int:

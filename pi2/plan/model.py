@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
-from pi2.plan.layout import BundleLayout, lay_out_bundle
+from pi2.plan.layout import BundleLayout, fill_groups, lay_out_bundle
 from pi2.plan.model_tensors import Tensors
 
 Precision = Literal["int4", "int8", "fp16"]
@@ -45,6 +45,21 @@ class Shape(Table):
     """Tokens of the vocabulary."""
     context: Annotated[int, Field(ge=1, le=2**27, examples=[4096])]
     """Longest sequence the model was made for, in tokens."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def stored_hidden(self) -> int:
+        """Length of the residual stream's vectors in stores and backends: zeros fill it up."""
+        return fill_groups(self.hidden)
+
+    @property
+    def stored_query(self) -> int:
+        """Length of attention's output in stores and backends: zeros fill it up."""
+        return fill_groups(self.query)
 
 
 class Norm(Table):
@@ -305,7 +320,7 @@ class Model(Document):
         """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
         ffn = self.ffn
         return lay_out_bundle(
-            self.shape.hidden,
+            self.shape.stored_hidden,
             self.quantization.ffn,
             stride,
             gated=ffn.gated,

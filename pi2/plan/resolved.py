@@ -75,12 +75,8 @@ class ResolvedPlan(Resolved):
 
 
 def has_packable_shape(model: Model) -> bool:
-    """Whether every vector is a multiple of a group, without which no size can be computed."""
-    shape = model.shape
-    lengths = [shape.hidden, shape.heads * shape.head_dim]
-    if model.predictor is not None:
-        lengths.append(model.predictor.rank)
-    return all(length % GROUP == 0 for length in lengths)
+    """Whether predictors fill groups, without which no size can be computed."""
+    return model.predictor is None or model.predictor.rank % GROUP == 0
 
 
 def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:

@@ -116,9 +116,12 @@ def _need_attention(plan: Plan, model: Model) -> Need:
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
-    norm = _align(4 * shape.hidden)
-    layer = _align(matrix_bytes(qkv, shape.hidden, precision.attention))
-    layer += _align(matrix_bytes(shape.hidden, query, precision.attention)) + 2 * norm
+    norm = _align(4 * shape.stored_hidden)
+    layer = _align(matrix_bytes(qkv, shape.stored_hidden, precision.attention))
+    layer += (
+        _align(matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention))
+        + 2 * norm
+    )
     norms = 1 + model.norm.bias
     layer += 2 * norm * (norms - 1) + norm * (model.attention.output_bias + model.ffn.bias)
     if model.attention.qkv_bias:
@@ -126,17 +129,17 @@ def _need_attention(plan: Plan, model: Model) -> Need:
     if model.attention.head_norm:
         layer += 2 * _align(4 * shape.head_dim)
     if model.moe is not None:
-        layer += _align(4 * model.moe.experts * shape.hidden) + norm * model.moe.shared_gate
+        layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
     layer += 2 * norm * model.norm.outputs
     rows = plan.prefill.chunk if reads_embedding(plan, model) else shape.vocab
-    embedding = _align(matrix_bytes(rows, shape.hidden, precision.embedding))
+    embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
     head = 0
     if not model.tied_head:
-        head = _align(matrix_bytes(shape.vocab, shape.hidden, precision.head))
+        head = _align(matrix_bytes(shape.vocab, shape.stored_hidden, precision.head))
     head += _align(4 * shape.vocab) * model.head_bias
     positions = 0
     if model.positions is not None:
-        positions = _align(matrix_bytes(shape.context, shape.hidden, "fp16"))
+        positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
     total = embedding + positions + shape.layers * layer + norm * norms + head
     parts = [f"embedding {approximate_bytes(embedding)}"]
     parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
@@ -193,8 +196,8 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
-        layer = _align(model.layer_neurons * weight_bytes(shape.hidden, precision))
-        layer += _align(model.layer_neurons * scale_bytes(shape.hidden, precision))
+        layer = _align(model.layer_neurons * weight_bytes(shape.stored_hidden, precision))
+        layer += _align(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
         for there in (model.ffn.bias, model.moe is not None):
             layer += _align(4 * model.layer_neurons) if there else 0
         return Need(
@@ -203,7 +206,7 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
         )
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         precision, rank = model.quantization.predictor, model.predictor.rank
-        layer = _align(matrix_bytes(rank, shape.hidden, precision))
+        layer = _align(matrix_bytes(rank, shape.stored_hidden, precision))
         layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
         if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
             layer += _align(4 * shape.ffn)
@@ -278,23 +281,23 @@ def _need_workspace(resolved: Resolved) -> Need:
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
 
-    inputs = (shape.hidden + query) * (4 + _count_planes(plan))
-    inputs += (shape.hidden + query) // GROUP * 8
-    activations = chunk * (8 * shape.hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
+    inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
+    activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     ropes = 1 if model.other_rope is None else 2
     tables = 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
     if model.residual == "parallel" or model.moe is not None:
-        activations += chunk * 4 * shape.hidden
+        activations += chunk * 4 * shape.stored_hidden
     if model.moe is not None:
         activations += chunk * 4 * (model.expert_count + 1)
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
-    tables += threads * (4 * shape.hidden + THREAD_BYTES) + SMALL_BYTES
+    tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
-        tables += threads * UNPACKED_ROWS_BYTES * (shape.hidden + query)
+        tables += threads * UNPACKED_ROWS_BYTES * (shape.stored_hidden + shape.stored_query)
     return Need(
         activations + logits + tables + staging,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
@@ -313,7 +316,7 @@ def count_chunks(resolved: Resolved) -> int:
     plan, model = resolved.plan, resolved.model
     if plan.pipeline.prefill == "chunks-first":
         return 1
-    hidden, chunk = model.shape.hidden, plan.prefill.chunk
+    hidden, chunk = model.shape.stored_hidden, plan.prefill.chunk
     own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
     if model.residual == "parallel" or model.moe is not None:
         own += 4 * hidden

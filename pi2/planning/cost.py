@@ -101,7 +101,7 @@ def cost_plan(
 
     Raises `UserError` P351 where the device lacks figures.
     """
-    rates = rates or read_rates(resolved.device, resolved.model.shape.hidden)
+    rates = rates or read_rates(resolved.device, resolved.model.shape.stored_hidden)
     return cost_resolved(
         resolved, rates, store=resolved.store_path, position=position, prompt=prompt
     )

@@ -43,21 +43,21 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
     active = model.active_experts
-    projections = matrix_bytes(qkv, shape.hidden, precision.attention)
-    projections += matrix_bytes(shape.hidden, query, precision.attention)
+    projections = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
+    projections += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
     bundle = model.lay_out_bundle(stride)
     neuron = bundle.used_bytes
     predictor = predictor_weights = 0
     if mode == "gate":
-        predictor = active * matrix_bytes(shape.ffn, shape.hidden, precision.ffn)
-        predictor_weights = active * shape.ffn * shape.hidden
+        predictor = active * matrix_bytes(shape.ffn, shape.stored_hidden, precision.ffn)
+        predictor_weights = active * shape.ffn * shape.stored_hidden
         neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
-        predictor = matrix_bytes(rank, shape.hidden, precision.predictor)
+        predictor = matrix_bytes(rank, shape.stored_hidden, precision.predictor)
         predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
         predictor *= active
-        predictor_weights = active * rank * (shape.hidden + shape.ffn)
+        predictor_weights = active * rank * (shape.stored_hidden + shape.ffn)
     head = precision.embedding if model.tied_head else precision.head
     return Sizes(
         projections=projections,
@@ -66,13 +66,13 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
         predictors=active if predictor else 0,
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
-        dense_neuron=len(bundle.parts) * weight_bytes(shape.hidden, precision.ffn),
+        dense_neuron=len(bundle.parts) * weight_bytes(shape.stored_hidden, precision.ffn),
         stride=stride,
-        head=matrix_bytes(shape.vocab, shape.hidden, head),
-        head_weights=shape.vocab * shape.hidden,
+        head=matrix_bytes(shape.vocab, shape.stored_hidden, head),
+        head_weights=shape.vocab * shape.stored_hidden,
         predictor_weights=predictor_weights,
-        neuron_weights=len(bundle.parts) * shape.hidden,
-        projection_weights=qkv * shape.hidden + shape.hidden * query,
-        hidden=shape.hidden,
+        neuron_weights=len(bundle.parts) * shape.stored_hidden,
+        projection_weights=qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query,
+        hidden=shape.stored_hidden,
         is_gated=bundle.is_gated,
     )

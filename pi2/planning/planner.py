@@ -54,7 +54,7 @@ def plan(wish: Wish) -> PlannedPlan:
     Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
     where the device lacks figures; P352 without a solver.
     """
-    rates = read_rates(wish.device, wish.model.shape.hidden)
+    rates = read_rates(wish.device, wish.model.shape.stored_hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)
     stored = read_stored(wish.store)
@@ -175,7 +175,7 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
 
     UserError P350 where not even the smallest plan has so little.
     """
-    rates = read_rates(wish.device, wish.model.shape.hidden)
+    rates = read_rates(wish.device, wish.model.shape.stored_hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), rates)

@@ -200,7 +200,7 @@ class Program:
         """Seconds of a neuron on the dense unit, beside the processor."""
         problem, rates = self._problem, self._problem.rates
         assert rates.dense is not None
-        hidden = problem.wish.model.shape.hidden
+        hidden = problem.wish.model.shape.stored_hidden
         # 4 bits, one scale for a row; memory is shared with the processor.
         slow = max(1.0, (rates.dense.bytes_s + rates.gather.bytes_s) / rates.shared_bytes_s)
         seconds = 3 * hidden / 2 / rates.dense.bytes_s * slow

@@ -40,7 +40,7 @@ def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> Simulatio
         return inputs
     if cpu is None or not cpu.kernels:
         return _keep_most_used(inputs) if resolved.plan.cache.policy == "lfu" else inputs
-    rates = rates or read_rates(resolved.device, resolved.model.shape.hidden)
+    rates = rates or read_rates(resolved.device, resolved.model.shape.stored_hidden)
     settings = read_settings(resolved, rates)
     workload = _measure_workload(resolved, inputs, rates)
     cold = _lose_churn(inputs, workload)

@@ -165,10 +165,10 @@ class KernelBench:
         shape, precision = model.shape, model.quantization
         query = shape.heads * shape.head_dim
         qkv = query + 2 * shape.kv_heads * shape.head_dim
-        attention = matrix_bytes(qkv, shape.hidden, precision.attention)
-        attention += matrix_bytes(shape.hidden, query, precision.attention)
-        weights = qkv * shape.hidden + shape.hidden * query
-        predictor = matrix_bytes(self._sizes.rank, shape.hidden, precision.predictor)
+        attention = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
+        attention += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
+        weights = qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query
+        predictor = matrix_bytes(self._sizes.rank, shape.stored_hidden, precision.predictor)
         predictor += matrix_bytes(shape.ffn, self._sizes.rank, precision.predictor)
 
         def attend(position: int, tokens: Any) -> Callable[[int], None]:
@@ -193,21 +193,21 @@ class KernelBench:
             Step(
                 kernel="multiply",
                 size=shape.vocab,
-                read_bytes=matrix_bytes(shape.vocab, shape.hidden, precision.head),
+                read_bytes=matrix_bytes(shape.vocab, shape.stored_hidden, precision.head),
                 operations=None,
                 run=multiply,
                 stir=self._stir,
             ),
             Step(
                 kernel="project",
-                size=qkv + shape.hidden,
+                size=qkv + shape.stored_hidden,
                 read_bytes=attention,
                 operations=None,
                 run=attend(0, self._one),
             ),
             Step(
                 kernel="norm",
-                size=shape.hidden,
+                size=shape.stored_hidden,
                 read_bytes=None,
                 operations=None,
                 run=norm,
@@ -288,7 +288,7 @@ class KernelBench:
                 executor.begin_ffn(0)
             executor.add_dense(0, pieces[index % VARIANTS])
 
-        operations = 2.0 * 3 * neurons * self._model.shape.hidden * tokens
+        operations = 2.0 * 3 * neurons * self._model.shape.stored_hidden * tokens
         size = neurons * self._used_bytes
         return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
 

@@ -206,22 +206,22 @@ class _Reader:
         precision = model.quantization
         query = shape.heads * shape.head_dim
         qkv = query + 2 * shape.kv_heads * shape.head_dim
-        attention = matrix_bytes(qkv, shape.hidden, precision.attention)
-        attention += matrix_bytes(shape.hidden, query, precision.attention)
+        attention = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
+        attention += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
         head = precision.embedding if model.tied_head else precision.head
         return Workload(
             layers=shape.layers,
-            hidden=shape.hidden,
+            hidden=shape.stored_hidden,
             ffn=shape.ffn,
             experts=model.expert_count,
             active_experts=model.active_experts,
             attention_bytes=attention,
             kv_token_bytes=count_kv_token_bytes(model, self._resolved.plan.kv.type),
             predictor_bytes=self._read_predictor(model.active_experts),
-            head_bytes=matrix_bytes(shape.vocab, shape.hidden, head),
+            head_bytes=matrix_bytes(shape.vocab, shape.stored_hidden, head),
             neuron_bytes=self._resolved.bundle.used_bytes,
             dense_neuron_bytes=self._size_dense_neuron(),
-            attention_weights=qkv * shape.hidden + shape.hidden * query,
+            attention_weights=qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query,
             active=self._read_active(),
             skew=self._read_skew(),
             batch=self._resolved.plan.decode.batch,
@@ -239,13 +239,15 @@ class _Reader:
         model, shape = self._model, self._model.shape
         kind = self._resolved.plan.decode.predictor
         if kind == "gate":
-            return active_experts * matrix_bytes(shape.ffn, shape.hidden, model.quantization.ffn)
+            return active_experts * matrix_bytes(
+                shape.ffn, shape.stored_hidden, model.quantization.ffn
+            )
         if kind == "low-rank":
             rank = model.predictor.rank if model.predictor is not None else 0
             if rank == 0:
                 return 0.0
             precision = model.quantization.predictor
-            size = matrix_bytes(rank, shape.hidden, precision)
+            size = matrix_bytes(rank, shape.stored_hidden, precision)
             return active_experts * (size + matrix_bytes(shape.ffn, rank, precision))
         return 0.0
 

@@ -49,51 +49,55 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
     queries = shape.heads * shape.head_dim
     rows_of_qkv = queries + 2 * shape.kv_heads * shape.head_dim
     outputs = model.norm.outputs
-    tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.hidden)]
+    tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.stored_hidden)]
     if model.positions is not None:
-        tensors.append(_quantized(POSITIONS, "fp16", shape.context, shape.hidden))
+        tensors.append(_quantized(POSITIONS, "fp16", shape.context, shape.stored_hidden))
     for layer in range(shape.layers):
 
         def name(kind: str, layer: int = layer) -> str:
             return name_layer_tensor(layer, kind)
 
-        tensors.append(_vector(name("attention_norm"), shape.hidden))
+        tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
         if model.norm.bias:
-            tensors.append(_vector(name("attention_norm_bias"), shape.hidden))
-        tensors.append(_quantized(name("qkv"), precision.attention, rows_of_qkv, shape.hidden))
+            tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
+        tensors.append(
+            _quantized(name("qkv"), precision.attention, rows_of_qkv, shape.stored_hidden)
+        )
         if model.attention.qkv_bias:
             tensors.append(_vector(name("qkv_bias"), rows_of_qkv))
         if model.attention.head_norm:
             tensors.append(_vector(name("query_norm"), shape.head_dim))
             tensors.append(_vector(name("key_norm"), shape.head_dim))
-        tensors.append(_quantized(name("output"), precision.attention, shape.hidden, queries))
+        tensors.append(
+            _quantized(name("output"), precision.attention, shape.stored_hidden, shape.stored_query)
+        )
         if model.attention.output_bias:
-            tensors.append(_vector(name("output_bias"), shape.hidden))
-        tensors += [_vector(name("attention_output_norm"), shape.hidden)] if outputs else []
-        tensors.append(_vector(name("ffn_norm"), shape.hidden))
+            tensors.append(_vector(name("output_bias"), shape.stored_hidden))
+        tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
+        tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))
         if model.norm.bias:
-            tensors.append(_vector(name("ffn_norm_bias"), shape.hidden))
+            tensors.append(_vector(name("ffn_norm_bias"), shape.stored_hidden))
         if model.ffn.bias:
-            tensors.append(_vector(name("down_bias"), shape.hidden))
-        tensors += [_vector(name("ffn_output_norm"), shape.hidden)] if outputs else []
+            tensors.append(_vector(name("down_bias"), shape.stored_hidden))
+        tensors += [_vector(name("ffn_output_norm"), shape.stored_hidden)] if outputs else []
         if model.moe is not None:
-            rows, length = model.moe.experts, shape.hidden
+            rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)
             )
             if model.moe.shared_gate:
-                tensors.append(_vector(name("shared_router"), shape.hidden))
+                tensors.append(_vector(name("shared_router"), shape.stored_hidden))
         if ranks is not None:
             rank, kind, neurons = ranks[layer], precision.predictor, model.layer_neurons
             rows = rank * model.expert_count
-            tensors.append(_quantized(name("predictor_in"), kind, rows, shape.hidden))
+            tensors.append(_quantized(name("predictor_in"), kind, rows, shape.stored_hidden))
             tensors.append(_quantized(name("predictor_out"), kind, neurons, rank))
             tensors.append(_vector(name("predictor_bias"), neurons))
-    tensors.append(_vector(FINAL_NORM, shape.hidden))
+    tensors.append(_vector(FINAL_NORM, shape.stored_hidden))
     if model.norm.bias:
-        tensors.append(_vector(FINAL_NORM_BIAS, shape.hidden))
+        tensors.append(_vector(FINAL_NORM_BIAS, shape.stored_hidden))
     if not model.tied_head:
-        tensors.append(_quantized(HEAD, precision.head, shape.vocab, shape.hidden))
+        tensors.append(_quantized(HEAD, precision.head, shape.vocab, shape.stored_hidden))
     if model.head_bias:
         tensors.append(_vector(HEAD_BIAS, shape.vocab))
     return tensors
