@@ -48,7 +48,8 @@ class Wish:
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     """Text of a plan whose segments hold what they have to.
 
-    Raises `UserError` P026 where the memory is not enough, P242 where its predictors cannot be packed.
+    Raises `UserError` P026 where the memory is not enough, P242 where predictors cannot be
+    packed.
     """
     if not has_packable_shape(model):
         raise UserError.of("P242", "the rank of the model's predictors is no multiple of 32")

@@ -87,7 +87,6 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),
     "heads-not-shared.model.toml": ("P240", 10, 12),
-    "hidden-not-of-groups.model.toml": ("P242", 7, 10),
     "home-folder.plan.toml": ("P413", 4, 9),
     "hot-too-small.plan.toml": ("P202", 15, 7),
     "inherit-of-a-number.plan.toml": ("P024", 3, 22),

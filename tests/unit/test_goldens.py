@@ -76,7 +76,9 @@ INT4_ERROR = 5e-3
 """The same, and activations of 16 bits: 3.5e-3 is the largest of those that were measured."""
 
 
-@pytest.mark.parametrize("name", ["llama-relu-odd-heads", "mixtral", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama-relu-odd-heads", "starcoder2-odd-widths", "mixtral", "opt"]
+)
 def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")

@@ -153,14 +153,6 @@ def test_integer_type(job: Job) -> None:
     job.expect("P535", GATE, "I32")
 
 
-def test_sizes_that_cannot_be_packed(job: Job) -> None:
-    job.model = make_model({"shape": {"heads": 3, "kv_heads": 3}, "predictor": None})
-    job.weights = draw_weights(job.model)
-    (job.checkpoint / "config.json").write_text("{}")
-    job.save()
-    job.expect("P541", "shape.heads * shape.head_dim is 48", "32")
-
-
 def test_an_expert_without_a_predictor(job: Job) -> None:
     job.model = make_model(MIXTURE)
     job.weights = draw_weights(job.model)
