@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
+from pi2.plan.layout import GROUP
 from pi2.plan.model import Model, Precision
 
 if TYPE_CHECKING:
@@ -115,6 +116,13 @@ def write_gguf(model: Model, path: Path, progress: Progress = lambda label, shar
     if moe is not None and (moe.shared_experts or moe.router != "softmax"):
         raise UserError.of(
             "P654", "mixtures with shared experts or other routers than softmax cannot be compared"
+        )
+    shape = model.shape
+    if any(width % GROUP for width in (shape.hidden, shape.query)):
+        raise UserError.of(
+            "P654",
+            f"GGUF packs weights in groups of {GROUP}: widths of {shape.hidden} and {shape.query} "
+            "cannot be compared",
         )
     try:
         import gguf

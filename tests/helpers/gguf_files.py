@@ -224,7 +224,8 @@ def write_gguf(
     changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``; return ``file``."""
+    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, or in float32 where
+    their rows are no multiple of 32; return ``file``."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(
         file, ARCHITECTURES.get(config["model_type"], config["model_type"]), **options
@@ -240,6 +241,7 @@ def write_gguf(
     number = gguf.GGMLQuantizationType[kind]
     for name, values in tensors.items():
         plain = values.ndim == 1 or "rope_freqs" in name or kind == "F32"
+        plain |= kind.startswith("Q") and values.shape[-1] % 32 != 0
         if plain:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         elif kind == "F16":

@@ -42,6 +42,7 @@ GOLDENS = (
     "llama-biases",
     "llama-linear",
     "llama-llama3",
+    "llama-odd-widths",
     "llama-yarn",
     "mistral-window",
     "mixtral",
@@ -172,6 +173,20 @@ def test_codes_of_the_same_kind_are_taken_over(tmp_path: Path, kind: str, precis
             assert output.scales is not None and output.precision is not None
             found = dequantize(output.weights.view(np.uint8), output.scales, 64, output.precision)
             np.testing.assert_array_equal(found, values[f"blk.{layer}.attn_output.weight"])
+
+
+def test_codes_are_taken_over_beside_rows_that_fill_no_group(tmp_path: Path) -> None:
+    shape = {"hidden": 48, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    file, checkpoint = write_tiny(tmp_path, "Q8_0", shape=shape)
+    values = read_file_values(file)
+    chosen = dict.fromkeys(EXACT, "int8")
+    model = convert(file, tmp_path / "store", checkpoint / "tokenizer.json", chosen)
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        output = store.tensors["layers.1.output"]
+        assert output.scales is not None and output.precision is not None
+        found = dequantize(output.weights.view(np.uint8), output.scales, 64, output.precision)
+        np.testing.assert_array_equal(found[:48], values["blk.1.attn_output.weight"])
+        assert found.shape == (64, 64) and not found[48:].any()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
