@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.convert import FUSED
+from pi2.importing.convert import FUSED, pad_columns
 from pi2.importing.rows import Rows, find_rows
 from pi2.plan.model import Model
 from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore
+from pi2.store.tensors import list_tensors
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -83,13 +84,21 @@ class StoreWeights:
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint that was checked, as they are."""
+    """The weights of a checkpoint that was checked, as they are; zeros fill up vectors as in a
+    store."""
 
     def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
         self._checkpoint = checkpoint
         self._model = model
+        self._stored = {tensor.name: tensor for tensor in list_tensors(model, None)}
 
     def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        stored = self._stored[name]
+        values = pad_columns(self._read(name, rows), stored.length)
+        missing = 0 if rows is not None else stored.rows - len(values)
+        return np.pad(values, ((0, missing), (0, 0))) if missing else values
+
+    def _read(self, name: str, rows: slice | I64 | None) -> F32:
         parts = name.split(".")
         kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
         sources = [self._find(key, layer) for key in FUSED.get(kind, (kind,))]
@@ -114,8 +123,11 @@ class CheckpointWeights:
                 stop = min(start + PIECE_NEURONS, sources[0].count)
                 owners = np.full(stop - start, expert, np.int32)
                 yield NeuronPiece(
-                    rows=tuple(source.read(start, stop) for source in sources[:-1]),
-                    down=sources[-1].tensor.widen(down[start:stop]),
+                    rows=tuple(
+                        pad_columns(source.read(start, stop), layout.hidden)
+                        for source in sources[:-1]
+                    ),
+                    down=pad_columns(sources[-1].tensor.widen(down[start:stop]), layout.hidden),
                     biases=tuple(bias[start:stop] for bias in biases),
                     experts=None if self._model.moe is None else owners,
                 )
