@@ -24,7 +24,8 @@ from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.plan.device import Device
-from pi2.planning.rates import Linear, Rates
+from pi2.planning.kernel_times import Linear
+from pi2.planning.rates import Rates
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.simulate.flash import FlashPoint

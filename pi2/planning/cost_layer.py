@@ -11,7 +11,8 @@ from pi2.planning.activity import LayerActivity, Policy, PredictorMode
 from pi2.planning.cost_memory import POSITION
 from pi2.planning.cost_sizes import Sizes
 from pi2.planning.cost_stream import Stream
-from pi2.planning.rates import Linear, Rates
+from pi2.planning.kernel_times import Linear
+from pi2.planning.rates import Rates
 from pi2.planning.storage_choice import Reads
 
 LookAhead = Literal["none", "attention", "layer"]

@@ -1,39 +1,24 @@
 """Times of single steps on a device: from measured kernels, else from its bandwidths.
 
-A kernel's time is a fixed part and a part in proportion to the bytes that it reads; both come from
-`pi2 probe`'s figures.  A device without them has the read bandwidth and the constants that the
-simulator uses for devices that nobody has at hand.
+The kernels' times are `pi2.planning.kernel_times`.  A device without `pi2 probe`'s figures has the
+read bandwidth and the constants that the simulator uses for devices that nobody has at hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.device import Device, KernelFigure, KernelName, Unit
+from pi2.plan.device import Device, Unit
+from pi2.planning.kernel_times import KernelTimes, Linear
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, keep_core, list_bursts, list_points
 
 MISSING_FIGURE = "P351"
-USUAL_WIDTH = 4096
-"""Width of the model that kernels were measured with, where a figure does not state it."""
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
 """Cores that read as fast as all do, where nobody measured fewer: this part of them, so many at
 most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
 _STREAM_BLOCK = 4 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """Seconds = ``call_s`` + bytes / ``bytes_s``."""
-
-    call_s: float
-    bytes_s: float
-
-    def time(self, size_bytes: float) -> float:
-        """Seconds for so many bytes; nothing takes no time."""
-        return self.call_s + size_bytes / self.bytes_s if size_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,49 +122,46 @@ class _Reader:
 
     def __init__(self, device: Device, width: int | None, constants: Constants) -> None:
         self._device = device
-        self._width = width
         self._constants = constants
         self._missing: list[Diagnostic] = []
-        self._sources: dict[str, str] = {}
         name, unit = next(
             ((n, u) for n, u in device.units.items() if u.kind == "cpu"), ("cpu", Unit(kind="cpu"))
         )
         self._name, self._cpu = name, unit
-        self._kernels: dict[KernelName, list[KernelFigure]] = {}
-        for figure in unit.kernels:
-            self._kernels.setdefault(figure.kernel, []).append(figure)
+        self._times = KernelTimes(unit, width, constants)
+        self._sources = self._times.sources
 
     def read(self) -> Rates:
         """Everything, or all that is missing."""
         constants, cpu = self._constants, self._cpu
         bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
-        norm_s = self._find_time("norm", constants.barrier_s)
+        norm_s = self._times.find_time("norm", constants.barrier_s)
         dense = self._read_dense()
-        look_up, place_s, touch_s = self._find_look_up()
+        look_up, place_s, touch_s = self._times.find_look_up()
         shared = self._device.memory.read_bandwidth
         shared_s = float(shared.value) if shared is not None else bandwidth
         if shared is None and dense is not None:
             peak = self._device.memory.peak_bandwidth
             shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
         rates = Rates(
-            measured=bool(self._kernels),
+            measured=self._times.measured,
             cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
-            multiply=self._find_linear("multiply", bandwidth, norm_s),
-            project=self._find_linear("project", bandwidth, norm_s),
-            attend=self._find_attend(bandwidth),
-            predict=self._find_linear("predict", bandwidth, norm_s),
-            gather=self._find_gather(bandwidth),
+            multiply=self._times.find_linear("multiply", bandwidth, norm_s),
+            project=self._times.find_linear("project", bandwidth, norm_s),
+            attend=self._times.find_attend(bandwidth),
+            predict=self._times.find_linear("predict", bandwidth, norm_s),
+            gather=self._times.find_gather(bandwidth),
             norm_s=norm_s,
-            route_s=self._find_time("route", 0.0),
-            python_s=self._find_time("engine", 0.0),
-            token_s=self._find_time("engine-token", 0.0),
+            route_s=self._times.find_time("route", 0.0),
+            python_s=self._times.find_time("engine", 0.0),
+            token_s=self._times.find_time("engine-token", 0.0),
             look_up=look_up,
             place_s=place_s,
             touch_s=touch_s,
-            find_s=self._find_time("find", 0.0),
-            dense_many=self._find_many("dense"),
-            project_many=self._find_many("project-many"),
-            few_ops_s=self._find_ops("dense", few=True),
+            find_s=self._times.find_time("find", 0.0),
+            dense_many=self._times.find_many("dense"),
+            project_many=self._times.find_many("project-many"),
+            few_ops_s=self._times.find_ops("dense", few=True),
             shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
             dense=dense,
             flash=self._read_flash(),
@@ -211,129 +193,6 @@ class _Reader:
             "measure it with `pi2 probe`, or state memory.peak_bandwidth",
         )
         return 1.0
-
-    def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
-        """Figures of a kernel by the width of the model that they were measured with."""
-        found: dict[int, list[KernelFigure]] = {}
-        for item in self._kernels.get(kernel, []):
-            found.setdefault(item.width or USUAL_WIDTH, []).append(item)
-        return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
-
-    def _interpolate(self, values: list[tuple[int, float]]) -> float:
-        """A value at the model's width, in proportion between two widths that were measured."""
-        width = self._width or values[-1][0]
-        if width <= values[0][0]:
-            return values[0][1]
-        for (w0, y0), (w1, y1) in pairwise(values):
-            if width <= w1:
-                return y0 + (y1 - y0) * (width - w0) / (w1 - w0)
-        return values[-1][1]
-
-    def _find_time(self, kernel: KernelName, default_s: float) -> float:
-        """Time of a step that is the same whatever it works on."""
-        found = self._list_widths(kernel)
-        if not found:
-            return default_s
-        return self._interpolate([(width, float(items[0].time)) for width, items in found])
-
-    def _find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
-        """The line through the largest measurements of two widths; of one, less the fixed part;
-        else the plain bandwidth."""
-        found = [item for item in self._kernels.get(kernel, []) if item.bytes]
-        if not found:
-            self._sources[kernel] = "bandwidth and the simulator's barriers"
-            return Linear(call_s=call_s, bytes_s=bandwidth)
-        largest = max(found, key=lambda item: item.bytes or 0)
-        smallest = min(found, key=lambda item: item.bytes or 0)
-        assert largest.bytes is not None and smallest.bytes is not None
-        self._sources[kernel] = largest.source
-        seconds = max(float(largest.time) - call_s, float(largest.time) / 2)
-        if smallest.width != largest.width and smallest.time < largest.time:
-            rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
-            return Linear(
-                call_s=max(float(smallest.time) - smallest.bytes / rate, 0.0), bytes_s=rate
-            )
-        return Linear(call_s=call_s, bytes_s=largest.bytes / seconds)
-
-    def _find_attend(self, bandwidth: float) -> Linear:
-        """Keys and values of the context; short rows cost more of a byte."""
-        found = self._list_widths("attend")
-        if not found:
-            self._sources["attend"] = "bandwidth"
-            return Linear(call_s=0.0, bytes_s=bandwidth)
-        self._sources["attend"] = found[-1][1][-1].source
-        pairs = [(width, items[-1]) for width, items in found]
-        byte_s = self._interpolate(
-            [(width, float(item.time) / (item.bytes or 1)) for width, item in pairs]
-        )
-        return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
-
-    def _find_gather(self, bandwidth: float) -> Linear:
-        """The line through measurements of few and of many neurons that lie apart."""
-        found = self._list_widths("gather")
-        if not found:
-            self._sources["gather"] = "bandwidth x the simulator's gather_efficiency"
-            return Linear(
-                call_s=self._constants.barrier_s,
-                bytes_s=bandwidth * self._constants.gather_efficiency,
-            )
-        self._sources["gather"] = found[-1][1][-1].source
-        lines = [(width, _draw_gather(items)) for width, items in found]
-        # A neuron's time grows with its width, from what it takes to begin with one.
-        width = self._width or lines[-1][0]
-        neuron_s = self._interpolate([(w, w / line.bytes_s) for w, line in lines])
-        within = min(max(width, lines[0][0]), lines[-1][0])
-        return Linear(
-            call_s=self._interpolate([(w, line.call_s) for w, line in lines]),
-            bytes_s=within / neuron_s,
-        )
-
-    def _find_look_up(self) -> tuple[Linear, float, float]:
-        """Fixed part of the cache and time per missing neuron; what any missing one adds; and each
-        that is in the cache."""
-        found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
-        if not found:
-            constants = self._constants
-            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0, 0.0
-        lines = [(width, _draw_look_up(items)) for width, items in found]
-        call_s, neuron_s, place_s = (
-            self._interpolate([(width, line[number]) for width, line in lines])
-            for number in range(3)
-        )
-        touch_s = 0.0
-        touches = [(width, _draw_touches(x)) for width, x in self._list_widths("engine-cached")]
-        if touches:
-            fixed_s, touch_s = (
-                self._interpolate([(width, line[number]) for width, line in touches])
-                for number in range(2)
-            )
-            call_s = max(fixed_s - self._find_time("engine", 0.0), 0.0)
-        return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
-
-    def _find_many(self, kernel: KernelName) -> tuple[float, float] | None:
-        """Seconds of a weight for a pass of many tokens over it, and for each of them."""
-        found = self._list_widths(kernel)
-        lines = [(width, line) for width, items in found if (line := _draw_many(items)) is not None]
-        if not lines:
-            rate = self._find_ops(kernel)
-            return None if rate is None else (0.0, 2.0 / rate)
-        once, each = (
-            self._interpolate([(width, line[number]) for width, line in lines]) for number in (0, 1)
-        )
-        return once, each
-
-    def _find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
-        """Arithmetic rate for the most tokens that were measured, or for the fewest."""
-        widths = self._list_widths(kernel)
-        found = [item for item in widths[-1][1] if item.giga_ops] if widths else []
-        if found:
-            choose = min if few else max
-            chosen = choose(found, key=lambda item: item.size)
-            assert chosen.giga_ops is not None
-            return chosen.giga_ops * 1e9
-        order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
-        stated = min(self._cpu.compute, key=lambda item: order[item.precision], default=None)
-        return None if stated is None else stated.giga_ops * 1e9
 
     def _read_dense(self) -> DenseUnit | None:
         """The NPU, else the GPU, if it reads main memory and somebody stated how fast."""
@@ -410,46 +269,6 @@ class _Reader:
                 span=Span.of_file(self._device.id),
             )
         )
-
-
-def _draw_gather(items: list[KernelFigure]) -> Linear:
-    """The line through the smallest and the largest of a width's measurements."""
-    smallest, largest = items[0], items[-1]
-    assert largest.bytes is not None and smallest.bytes is not None
-    rate = largest.bytes / float(largest.time)
-    if largest.bytes > smallest.bytes and largest.time > smallest.time:
-        rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
-    call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
-    return Linear(call_s=call_s, bytes_s=rate)
-
-
-def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
-    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all."""
-    none, few, most = items[0], items[1], items[-1]
-    neuron_s = float(most.time - none.time) / max(most.size - none.size, 1)
-    if len(items) > 2:
-        neuron_s = min(neuron_s, float(most.time - few.time) / (most.size - few.size))
-    neuron_s = max(neuron_s, 1e-9)
-    return float(none.time), neuron_s, max(float(most.time - none.time) - most.size * neuron_s, 0.0)
-
-
-def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
-    """Seconds of a layer that takes none of its neurons from the cache, and for each that it
-    does."""
-    few, many = items[0], items[-1]
-    touch_s = max(float(many.time - few.time), 0.0) / max(many.size - few.size, 1)
-    return float(few.time) - few.size * touch_s, touch_s
-
-
-def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
-    """Seconds of a weight for a pass, and for each token, from few and many tokens."""
-    few, many = items[0], items[-1]
-    if not few.giga_ops or not many.giga_ops or few.size == many.size:
-        return None
-    weights = many.giga_ops * 1e9 * float(many.time) / (2.0 * many.size)
-    token_s = max(float(many.time - few.time), 0.0) / (many.size - few.size)
-    once_s = max(float(few.time) - few.size * token_s, 0.0)
-    return once_s / weights, token_s / weights
 
 
 def check_power(rates: Rates, device: Device) -> None:

@@ -1,0 +1,211 @@
+"""Times of the steps that were measured, at the width of a model: lines through the figures.
+
+A kernel's time is a fixed part and a part in proportion to the bytes that it reads.  A step that
+nobody measured has the read bandwidth and the simulator's constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pi2.plan.device import KernelFigure, KernelName, Unit
+from pi2.simulate.constants import Constants
+
+USUAL_WIDTH = 4096
+"""Width of the model that kernels were measured with, where a figure does not state it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Seconds = ``call_s`` + bytes / ``bytes_s``."""
+
+    call_s: float
+    bytes_s: float
+
+    def time(self, size_bytes: float) -> float:
+        """Seconds for so many bytes; nothing takes no time."""
+        return self.call_s + size_bytes / self.bytes_s if size_bytes > 0 else 0.0
+
+
+class KernelTimes:
+    """Times of a processor's steps, from the figures that its device states."""
+
+    def __init__(self, unit: Unit, width: int | None, constants: Constants) -> None:
+        """``width``: the model's, between the widths that were measured; None for the largest."""
+        self._unit = unit
+        self._width = width
+        self._constants = constants
+        self.sources: dict[str, str] = {}
+        """Where each time comes from."""
+        self._kernels: dict[KernelName, list[KernelFigure]] = {}
+        for figure in unit.kernels:
+            self._kernels.setdefault(figure.kernel, []).append(figure)
+
+    @property
+    def measured(self) -> bool:
+        """Whether pi2's own kernels were measured."""
+        return bool(self._kernels)
+
+    def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
+        """Figures of a kernel by the width of the model that they were measured with."""
+        found: dict[int, list[KernelFigure]] = {}
+        for item in self._kernels.get(kernel, []):
+            found.setdefault(item.width or USUAL_WIDTH, []).append(item)
+        return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
+
+    def _interpolate(self, values: list[tuple[int, float]]) -> float:
+        """A value at the model's width, in proportion between two widths that were measured."""
+        width = self._width or values[-1][0]
+        if width <= values[0][0]:
+            return values[0][1]
+        for (w0, y0), (w1, y1) in pairwise(values):
+            if width <= w1:
+                return y0 + (y1 - y0) * (width - w0) / (w1 - w0)
+        return values[-1][1]
+
+    def find_time(self, kernel: KernelName, default_s: float) -> float:
+        """Time of a step that is the same whatever it works on."""
+        found = self._list_widths(kernel)
+        if not found:
+            return default_s
+        return self._interpolate([(width, float(items[0].time)) for width, items in found])
+
+    def find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
+        """The line through the largest measurements of two widths; of one, less the fixed part;
+        else the plain bandwidth."""
+        found = [item for item in self._kernels.get(kernel, []) if item.bytes]
+        if not found:
+            self.sources[kernel] = "bandwidth and the simulator's barriers"
+            return Linear(call_s=call_s, bytes_s=bandwidth)
+        largest = max(found, key=lambda item: item.bytes or 0)
+        smallest = min(found, key=lambda item: item.bytes or 0)
+        assert largest.bytes is not None and smallest.bytes is not None
+        self.sources[kernel] = largest.source
+        seconds = max(float(largest.time) - call_s, float(largest.time) / 2)
+        if smallest.width != largest.width and smallest.time < largest.time:
+            rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
+            return Linear(
+                call_s=max(float(smallest.time) - smallest.bytes / rate, 0.0), bytes_s=rate
+            )
+        return Linear(call_s=call_s, bytes_s=largest.bytes / seconds)
+
+    def find_attend(self, bandwidth: float) -> Linear:
+        """Keys and values of the context; short rows cost more of a byte."""
+        found = self._list_widths("attend")
+        if not found:
+            self.sources["attend"] = "bandwidth"
+            return Linear(call_s=0.0, bytes_s=bandwidth)
+        self.sources["attend"] = found[-1][1][-1].source
+        pairs = [(width, items[-1]) for width, items in found]
+        byte_s = self._interpolate(
+            [(width, float(item.time) / (item.bytes or 1)) for width, item in pairs]
+        )
+        return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
+
+    def find_gather(self, bandwidth: float) -> Linear:
+        """The line through measurements of few and of many neurons that lie apart."""
+        found = self._list_widths("gather")
+        if not found:
+            self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
+            return Linear(
+                call_s=self._constants.barrier_s,
+                bytes_s=bandwidth * self._constants.gather_efficiency,
+            )
+        self.sources["gather"] = found[-1][1][-1].source
+        lines = [(width, _draw_gather(items)) for width, items in found]
+        # A neuron's time grows with its width, from what it takes to begin with one.
+        width = self._width or lines[-1][0]
+        neuron_s = self._interpolate([(w, w / line.bytes_s) for w, line in lines])
+        within = min(max(width, lines[0][0]), lines[-1][0])
+        return Linear(
+            call_s=self._interpolate([(w, line.call_s) for w, line in lines]),
+            bytes_s=within / neuron_s,
+        )
+
+    def find_look_up(self) -> tuple[Linear, float, float]:
+        """Fixed part of the cache and time per missing neuron; what any missing one adds; and each
+        that is in the cache."""
+        found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
+        if not found:
+            constants = self._constants
+            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0, 0.0
+        lines = [(width, _draw_look_up(items)) for width, items in found]
+        call_s, neuron_s, place_s = (
+            self._interpolate([(width, line[number]) for width, line in lines])
+            for number in range(3)
+        )
+        touch_s = 0.0
+        touches = [(width, _draw_touches(x)) for width, x in self._list_widths("engine-cached")]
+        if touches:
+            fixed_s, touch_s = (
+                self._interpolate([(width, line[number]) for width, line in touches])
+                for number in range(2)
+            )
+            call_s = max(fixed_s - self.find_time("engine", 0.0), 0.0)
+        return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
+
+    def find_many(self, kernel: KernelName) -> tuple[float, float] | None:
+        """Seconds of a weight for a pass of many tokens over it, and for each of them."""
+        found = self._list_widths(kernel)
+        lines = [(width, line) for width, items in found if (line := _draw_many(items)) is not None]
+        if not lines:
+            rate = self.find_ops(kernel)
+            return None if rate is None else (0.0, 2.0 / rate)
+        once, each = (
+            self._interpolate([(width, line[number]) for width, line in lines]) for number in (0, 1)
+        )
+        return once, each
+
+    def find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
+        """Arithmetic rate for the most tokens that were measured, or for the fewest."""
+        widths = self._list_widths(kernel)
+        found = [item for item in widths[-1][1] if item.giga_ops] if widths else []
+        if found:
+            choose = min if few else max
+            chosen = choose(found, key=lambda item: item.size)
+            assert chosen.giga_ops is not None
+            return chosen.giga_ops * 1e9
+        order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
+        stated = min(self._unit.compute, key=lambda item: order[item.precision], default=None)
+        return None if stated is None else stated.giga_ops * 1e9
+
+
+def _draw_gather(items: list[KernelFigure]) -> Linear:
+    """The line through the smallest and the largest of a width's measurements."""
+    smallest, largest = items[0], items[-1]
+    assert largest.bytes is not None and smallest.bytes is not None
+    rate = largest.bytes / float(largest.time)
+    if largest.bytes > smallest.bytes and largest.time > smallest.time:
+        rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
+    call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
+    return Linear(call_s=call_s, bytes_s=rate)
+
+
+def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
+    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all."""
+    none, few, most = items[0], items[1], items[-1]
+    neuron_s = float(most.time - none.time) / max(most.size - none.size, 1)
+    if len(items) > 2:
+        neuron_s = min(neuron_s, float(most.time - few.time) / (most.size - few.size))
+    neuron_s = max(neuron_s, 1e-9)
+    return float(none.time), neuron_s, max(float(most.time - none.time) - most.size * neuron_s, 0.0)
+
+
+def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
+    """Seconds of a layer that takes none of its neurons from the cache, and for each that it
+    does."""
+    few, many = items[0], items[-1]
+    touch_s = max(float(many.time - few.time), 0.0) / max(many.size - few.size, 1)
+    return float(few.time) - few.size * touch_s, touch_s
+
+
+def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
+    """Seconds of a weight for a pass, and for each token, from few and many tokens."""
+    few, many = items[0], items[-1]
+    if not few.giga_ops or not many.giga_ops or few.size == many.size:
+        return None
+    weights = many.giga_ops * 1e9 * float(many.time) / (2.0 * many.size)
+    token_s = max(float(many.time - few.time), 0.0) / (many.size - few.size)
+    once_s = max(float(few.time) - few.size * token_s, 0.0)
+    return once_s / weights, token_s / weights
