@@ -20,10 +20,10 @@ from pi2.plan.quantities import (
 )
 from pi2.plan.writing import write_document
 from pi2.probing.accelerators import UnitMeasurements
-from pi2.probing.kernels import StepFacts
 from pi2.probing.probe import Measurements
 from pi2.probing.series import round_digits, summarise
 from pi2.probing.storage import ReadSpec
+from pi2.probing.timing import StepFacts
 
 MIB = 1 << 20
 NOISY = 0.1

@@ -11,10 +11,11 @@ from pi2.benchmarks.worker import Worker
 from pi2.diagnostics import UserError
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.probing.accelerators import Accelerators, measure_accelerators
-from pi2.probing.kernels import KernelRecipe, StepFacts
+from pi2.probing.kernels import KernelRecipe
 from pi2.probing.model import SMALL
 from pi2.probing.series import Key, Progress
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
+from pi2.probing.timing import StepFacts
 
 ROUNDS = 3
 """Of everything; each is the median, or the sum, of many calls."""

@@ -25,13 +25,13 @@ from pi2.planning.rates import read_rates
 from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
 from pi2.probing.comparison import compare_devices, write_rows
 from pi2.probing.document import make_device, write_device
-from pi2.probing.kernels import StepFacts
 from pi2.probing.opencl import STEPS as OPENCL_STEPS
 from pi2.probing.opencl import DeviceBench, DeviceFacts
 from pi2.probing.opencl_kernels import write_kernel
 from pi2.probing.probe import Measurements
 from pi2.probing.series import collect_rounds, round_digits, summarise
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
+from pi2.probing.timing import StepFacts
 
 MIB = 1 << 20
 STEPS = (

@@ -1,0 +1,75 @@
+"""A step of the engine, and how long a call of it takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pi2.plan.device import KernelName
+from pi2.probing import model as synthetic
+from pi2.probing.series import Key
+
+ROUND_S = 0.15
+"""Time that a kernel is called for in a round; the round's figure is the median call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step reads and computes; sent between processes."""
+
+    kernel: KernelName
+    size: int
+    read_bytes: int | None
+    operations: float | None
+    width: int = synthetic.LARGE.width
+    """Of the model."""
+
+    @property
+    def key(self) -> Key:
+        """Its name among the measurements."""
+        return (self.kernel, str(self.size), str(self.width))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(StepFacts):
+    """What is measured."""
+
+    run: Callable[[int], float | None]
+    """What is timed; it may say itself how many seconds count."""
+    base: Callable[[int], float | None] | None = None
+    """Its time is taken away: what the step adds to another one is measured."""
+    stir: Callable[[int], None] | None = None
+    """Runs before every call, untimed: it leaves the caches as other steps of a token do."""
+
+
+def make_timer(step: Step) -> Callable[[], float]:
+    """What measures a step: the median of one round's calls, in seconds."""
+
+    def measure() -> float:
+        taken = _time_calls(step.run, step.stir)
+        return taken if step.base is None else max(taken - _time_calls(step.base), 1e-9)
+
+    return measure
+
+
+def _time_calls(
+    run: Callable[[int], float | None], stir: Callable[[int], None] | None = None
+) -> float:
+    """Median seconds of a call; the first ones make ready and do not count."""
+    for index in range(2):
+        if stir is not None:
+            stir(index)
+        run(index)
+    times: list[float] = []
+    end = time.perf_counter() + ROUND_S
+    index = 2
+    while len(times) < 5 or time.perf_counter() < end:
+        if stir is not None:
+            stir(index)
+        start = time.perf_counter()
+        own_s = run(index)
+        times.append(time.perf_counter() - start if own_s is None else own_s)
+        index += 1
+    return statistics.median(times)
