@@ -15,6 +15,7 @@ import pytest
 import pi2
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.loading import open_reader
 from pi2.importing.convert import convert_checkpoint
 from pi2.store.manifest import MANIFEST
 from tests.helpers.checkpoints import write_checkpoint
@@ -86,7 +87,6 @@ def test_a_store_replaced_while_it_is_opened_is_an_error(
     plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = store_of(plan) / MANIFEST
-    open_reader = pi2.orchestrator.open_reader
 
     def replace_meanwhile(*arguments: Any) -> Any:
         reader = open_reader(*arguments)

@@ -1,0 +1,162 @@
+"""Loading the parts of a model from its neuron store into the segments of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from pi2.backends.protocol import BuildRequest, Executor, Tensor
+from pi2.diagnostics import UserError
+from pi2.memory.budget import Budget
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
+from pi2.plan.layout import scale_bytes, weight_bytes
+from pi2.plan.model import Model
+from pi2.plan.packing import slice_bias, slice_part
+from pi2.plan.resolve import ResolvedPlan
+from pi2.plan.sizes import count_gate_read_bytes, reads_embedding
+from pi2.plan.tensor_names import EMBEDDING
+from pi2.store.dense_reader import read_tensors
+from pi2.store.embedding_rows import EmbeddingRows
+from pi2.store.reader import NeuronStore, StoredLayer
+
+Progress = Callable[[str, float], None]
+U8 = npt.NDArray[np.uint8]
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer file; UserError P605 if it is missing or broken."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for everything
+        raise UserError.of(
+            "P605",
+            f"cannot read the tokenizer {path}: {error}",
+            help="convert the model again, or copy its tokenizer.json into the store",
+        ) from None
+
+
+def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> npt.NDArray[np.int32]:
+    """Stored indices [neurons] of a layer's neurons, expert by expert."""
+    grouped = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
+    grouped[:] = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
+    return grouped
+
+
+def open_embedding(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
+) -> EmbeddingRows | None:
+    """Open the embedding where the plan has its rows read; None where it is resident."""
+    if store is None or not reads_embedding(resolved.plan, resolved.model):
+        return None
+    allocate = partial(budget.allocate, "attention")
+    return EmbeddingRows(store, allocate, rows=resolved.plan.prefill.chunk)
+
+
+def load_dense(
+    store: NeuronStore, mode: str, rows: EmbeddingRows | None, budget: Budget, progress: Progress
+) -> Mapping[str, Tensor]:
+    """Read the tensors that are used into their segments; the others stay mapped.  ``rows`` stand
+    for the embedding, if not None."""
+    loaded = dict(store.tensors)
+    if rows is not None:
+        loaded[EMBEDDING] = rows.tensor
+    wanted = [name for name in loaded if rows is None or name != EMBEDDING]
+    predictors = [name for name in wanted if ".predictor" in name]
+    others = [name for name in wanted if ".predictor" not in name]
+    for segment, names in (("attention", others), ("predictor", predictors)):
+        if segment == "attention" or mode == "low-rank":
+            loaded |= read_tensors(
+                store,
+                names,
+                partial(budget.allocate, segment),
+                lambda share: progress("loading dense tensors", share),
+            )
+    return loaded
+
+
+def allocate_gate_rows(
+    resolved: ResolvedPlan, budget: Budget
+) -> tuple[U8, npt.NDArray[np.float16] | None]:
+    """Room for the gate weights and scales of one layer, in the predictor segment."""
+    bundle, neurons = resolved.bundle, resolved.model.layer_neurons
+    weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))
+    size = scale_bytes(bundle.hidden, bundle.precision)
+    if size == 0:
+        return weights.reshape(neurons, -1), None
+    scales = budget.allocate("predictor", neurons * size)
+    return weights.reshape(neurons, -1), scales.view(np.float16).reshape(neurons, -1)
+
+
+def open_reader(
+    resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache, executor: Executor
+) -> FlashReader | NullReader:
+    """Open the store's neuron files for reading."""
+    stride = resolved.bundle.stride
+    if store is None:
+        return NullReader(stride, count_gate_read_bytes(resolved))
+    files = [
+        BundleFile(
+            path=layer.path,
+            bundles_offset=layer.bundles_offset,
+            stride=stride,
+            count=resolved.model.layer_neurons,
+            bytes=layer.bytes,
+            read_checks=layer.copy_checks,
+        )
+        for layer in store.layers
+    ]
+    io = resolved.plan.io
+    settings = ReadSettings(
+        engine=io.engine,
+        direct=io.mode == "direct",
+        threads=io.threads,
+        depth=io.depth,
+        merge_gap=io.merge_gap,
+        cluster=resolved.plan.pipeline.cluster,
+        verify=io.verify == "first-read",
+        gate_bytes=count_gate_read_bytes(resolved),
+    )
+    return FlashReader(files, cache.arena, settings, read_runs=executor.read_runs)
+
+
+def load_neurons(
+    reader: FlashReader | NullReader,
+    cache: NeuronCache,
+    request: BuildRequest,
+    staging: U8,
+    progress: Progress,
+    *,
+    fill: bool,
+) -> None:
+    """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
+    where decoding needs them."""
+    layers = len(cache.hot_slots)
+    for filling in cache.fill() if fill else ():
+        arena = cache.arena[filling.slots.start : filling.slots.stop]
+        reader.start_run(filling.layer, filling.first, arena).result()
+    for layer in range(layers):
+        hot = cache.hot_bundles(layer)
+        if len(hot):
+            reader.start_run(layer, 0, hot).result()
+        if request.gate_rows is not None:
+            weights, scales = request.gate_rows[layer]
+            size = staging.shape[1]
+            places = np.arange(cache.neurons)
+            if request.expert_neurons is not None:
+                places[request.expert_neurons[layer]] = np.arange(cache.neurons)
+            for first in range(0, cache.neurons, size):
+                piece = staging[0, : min(size, cache.neurons - first)]
+                reader.start_run(layer, first, piece).result()
+                rows = places[first : first + len(piece)]
+                weights[rows], piece_scales = slice_part(piece, request.bundle, 0)
+                if scales is not None:
+                    scales[rows] = piece_scales
+                if request.gate_biases is not None:
+                    request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
+        progress("loading neurons", (layer + 1) / layers)
