@@ -37,7 +37,8 @@ from pi2.machine import (
 from pi2.memory.arena import allocate_cache, allocate_staging, make_balance, make_loan
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
+from pi2.memory.null_reader import NullReader
 from pi2.plan.device import Unit
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.selectors import list_cores

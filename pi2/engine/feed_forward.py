@@ -22,7 +22,8 @@ from pi2.engine.neuron_stream import NeuronStream
 from pi2.engine.observation import ObservedExecutor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.flash import FlashReader, NullReader, PendingRead
+from pi2.memory.flash import FlashReader, PendingRead
+from pi2.memory.null_reader import NullReader
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]

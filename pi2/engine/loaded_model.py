@@ -24,7 +24,8 @@ from pi2.machine import bind_calling_thread
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
+from pi2.memory.null_reader import NullReader
 from pi2.plan.resolve import ResolvedPlan
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore

@@ -14,7 +14,8 @@ from pi2.backends.protocol import BuildRequest, Executor, Tensor
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import BundleFile, FlashReader, NullReader, ReadSettings
+from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.null_reader import NullReader
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.packing import slice_bias, slice_part

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
 from pi2.memory.lending import ContextLoan, ContextMemory
+from pi2.memory.null_reader import NullReader
 from pi2.plan.layout import round_up
 from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.sizes import MIN_COLD_NEURONS, STAGED_NEURONS

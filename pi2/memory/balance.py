@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
+from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
 
 I32 = npt.NDArray[np.int32]

@@ -16,7 +16,7 @@ from pi2.backends.protocol import Executor
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import NullReader
+from pi2.memory.null_reader import NullReader
 from pi2.plan.model import Model
 
 NAMED = 0.14
