@@ -17,14 +17,8 @@ from pi2.simulate.activations import (
 )
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.inputs import LayerChoice, SimulationInput
-from pi2.simulate.layer import (
-    CPU_LANE,
-    DENSE_LANE,
-    READ_LANE,
-    LayerSimulation,
-    LayerTimes,
-    LayerWork,
-)
+from pi2.simulate.layer import LayerSimulation, LayerTimes
+from pi2.simulate.layer_run import CPU_LANE, DENSE_LANE, READ_LANE, LayerWork
 from pi2.simulate.paging import find_page_misses
 from pi2.tracing import Recorder
 

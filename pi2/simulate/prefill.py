@@ -11,8 +11,8 @@ import simpy
 
 from pi2.simulate.decode import find_cold_share
 from pi2.simulate.inputs import LayerChoice, SimulationInput
-from pi2.simulate.layer import compute_read_costs
 from pi2.simulate.paging import find_page_misses
+from pi2.simulate.read_costs import compute_read_costs
 
 _BUFFERS = 2
 """Layers that are in memory at once while layers stream: one is read, one is computed."""

@@ -8,7 +8,8 @@ import pytest
 
 from pi2.simulate.constants import Constants
 from pi2.simulate.inputs import Policy, SimulationInput
-from pi2.simulate.layer import LayerSimulation, LayerTimes, LayerWork
+from pi2.simulate.layer import LayerSimulation, LayerTimes
+from pi2.simulate.layer_run import LayerWork
 from tests.helpers.simulation import make_inputs
 
 WORK = LayerWork(dense=5000.0, resident=300.0, missing=400.0, cold=8000.0)
