@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,16 @@ import numpy.typing as npt
 
 from pi2.diagnostics import UserError
 from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, Observer, PreadEngine, RunRead
-from pi2.memory.requests import Bits, Merging, ReadBatch, keep_gates, make_batch, make_rest
+from pi2.memory.requests import (
+    Bits,
+    Merging,
+    ReadBatch,
+    divide_clusters,
+    divide_requests,
+    keep_gates,
+    make_batch,
+    make_rest,
+)
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 I32 = npt.NDArray[np.int32]
@@ -81,29 +89,6 @@ class PendingRead:
     """Of which only the gate is read, [n]; None where neurons are read whole."""
     number: int = 0
     """Of the first cluster."""
-
-
-def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
-    """Divide ``count`` neurons evenly into clusters of at least ``size``, ``most`` at most."""
-    number = max(1, min(count // size, most))
-    bounds = [count * step // number for step in range(number + 1)]
-    return tuple(slice(start, stop) for start, stop in pairwise(bounds))
-
-
-def divide_requests(
-    clusters: Sequence[slice], requests: I32
-) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Move the ends of ``clusters`` to where requests begin; return them, and their requests.
-
-    ``requests`` [n] is the request of each neuron, ascending.
-    """
-    starts = np.searchsorted(requests, requests[[cluster.start for cluster in clusters]])
-    bounds = [*dict.fromkeys(starts.tolist()), len(requests)]
-    parts = [*requests[bounds[:-1]].tolist(), int(requests[-1]) + 1]
-    return (
-        tuple(slice(start, stop) for start, stop in pairwise(bounds)),
-        tuple(slice(start, stop) for start, stop in pairwise(parts)),
-    )
 
 
 class FlashReader:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -170,4 +172,27 @@ def make_rest(
         results=np.full(count, PENDING, np.int64),
         parts=(slice(0, count),),
         content="rest",
+    )
+
+
+def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
+    """Divide ``count`` neurons evenly into clusters of at least ``size``, ``most`` at most."""
+    number = max(1, min(count // size, most))
+    bounds = [count * step // number for step in range(number + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(bounds))
+
+
+def divide_requests(
+    clusters: Sequence[slice], requests: I32
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Move the ends of ``clusters`` to where requests begin; return them, and their requests.
+
+    ``requests`` [n] is the request of each neuron, ascending.
+    """
+    starts = np.searchsorted(requests, requests[[cluster.start for cluster in clusters]])
+    bounds = [*dict.fromkeys(starts.tolist()), len(requests)]
+    parts = [*requests[bounds[:-1]].tolist(), int(requests[-1]) + 1]
+    return (
+        tuple(slice(start, stop) for start, stop in pairwise(bounds)),
+        tuple(slice(start, stop) for start, stop in pairwise(parts)),
     )

@@ -16,15 +16,9 @@ from pi2.backends.reference import ReferenceExecutor
 from pi2.diagnostics import UserError
 from pi2.memory import uring
 from pi2.memory.budget import Budget
-from pi2.memory.flash import (
-    BundleFile,
-    FlashReader,
-    PendingRead,
-    ReadSettings,
-    divide_clusters,
-    divide_requests,
-)
+from pi2.memory.flash import BundleFile, FlashReader, PendingRead, ReadSettings
 from pi2.memory.io_engine import EngineName
+from pi2.memory.requests import divide_clusters, divide_requests
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
