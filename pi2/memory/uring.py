@@ -14,8 +14,10 @@ import os
 import platform
 import struct
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +26,20 @@ from pi2.memory.requests import I64, PENDING, ReadBatch
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
+_SYSTEM_CALL_WORDS = 7
+"""Its number, and six arguments at most."""
 _REGISTER_FILES = 2
 _READV = 1
 _FIXED_FILE = 1 << 8
 """Flag of an entry, beside its operation: the file is a registered one."""
 _GET_EVENTS = 1
+_DEFERRED = 1 << 9 | 1 << 12 | 1 << 13
+"""Setup flags: one thread submits, and completions are noted when it asks for them, not in the
+middle of its computations; the ring says when there are any (Linux 6.1)."""
+_HAS_COMPLETIONS = 1 << 2
+"""Flag of the submission ring: completions wait to be asked for."""
 _PARAMETERS_BYTES = 120
+_FLAGS_OFFSET = 8
 _SQ_OFFSETS, _CQ_OFFSETS = 40, 80
 """Where ``struct io_uring_params`` has the offsets of the rings."""
 _RINGS, _ENTRIES = 0, 0x10000000
@@ -45,45 +55,85 @@ class RingUnavailable(Exception):
     """This system has no io_uring for us; the text says why."""
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A batch that is not over."""
+
+    batch: ReadBatch
+    entries: I64
+    """For the ring, [n, 8]."""
+    first_name: int
+    """Name of its first request: those of a job follow each other, and none is used again."""
+    queued: int = 0
+    """Requests that have been handed over."""
+
+
 class UringEngine:
-    """Reads with up to ``depth`` requests in flight.  One caller at a time."""
+    """Reads with up to ``depth`` requests in flight.  One caller at a time.
+
+    What is under way has to be waited for by the thread that has begun it.
+    """
 
     def __init__(self, files: Sequence[int], depth: int) -> None:
         """``files``: descriptors.  Raises `RingUnavailable`."""
+        self._files = files
         self._depth = depth
-        self._ring = _Ring(depth)
-        self._batches: dict[int, ReadBatch] = {}
-        self._waiting: deque[tuple[int, int]] = deque()
-        """Batch and the first of its requests that has not been handed over."""
-        self._next_number = 0
+        self._ring = self._open_ring()
+        self._jobs: dict[int, _Job] = {}
+        """By the identity of their batches."""
+        self._waiting: deque[_Job] = deque()
+        """Those that have not been handed over as a whole."""
+        self._next_name = 0
+
+    def _open_ring(self) -> _Ring:
+        """The calling thread will be the one that submits."""
+        ring = _Ring(self._depth)
         try:
-            self._ring.register_files(files)
+            ring.register_files(self._files)
         except BaseException:
-            self._ring.close()
+            ring.close()
             raise
+        self._thread = threading.get_ident()
+        return ring
 
     def submit(self, batch: ReadBatch) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
-        if len(batch.firsts) == 0:
+        count = len(batch.firsts)
+        if count == 0:
             return
-        number = self._next_number
-        self._next_number = (number + 1) % 2**31
-        self._batches[number] = batch
-        self._waiting.append((number, 0))
+        if self._thread != threading.get_ident():
+            self._follow_caller()
+        entries = np.zeros((count, _ENTRY_WORDS), np.int64)
+        entries[:, 0] = _READV | _FIXED_FILE | batch.file << 32
+        entries[:, 1] = batch.offsets
+        np.multiply(batch.firsts, 16, out=entries[:, 2])
+        entries[:, 2] += batch.vectors.ctypes.data
+        entries[:, 3] = batch.counts
+        entries[:, 4] = np.arange(self._next_name, self._next_name + count)
+        job = _Job(batch, entries, self._next_name)
+        self._next_name += count
+        self._jobs[id(batch)] = job
+        self._waiting.append(job)
         self._enter(0)
+
+    def _follow_caller(self) -> None:
+        """Make a ring for the calling thread, since another one's refuses it."""
+        assert not self._ring.in_flight, "another thread's reads are under way"
+        self._ring.close()
+        self._ring = self._open_ring()
 
     def advance(self) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
         if self._waiting:
-            self._reap()
-            if self._queue():
-                self._ring.enter(0)
+            self._enter(0)
 
     def wait(self, batch: ReadBatch, part: int) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
         self._wait(batch, batch.parts[part])
 
     def _wait(self, batch: ReadBatch, part: slice) -> None:
+        if id(batch) not in self._jobs:
+            return
         # What is over by now needs no system call.
         self._reap()
         # Others' requests may be among those that end: then go round again.
@@ -92,51 +142,46 @@ class UringEngine:
                 # An interrupt came while they were being queued: they never will be.
                 results = batch.results[part]
                 results[results == PENDING] = -errno.ECANCELED
+                self._forget_ended()
                 return
             self._enter(pending)
 
     def abandon(self, batch: ReadBatch) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
-        for entry in list(self._waiting):
-            number, first = entry
-            if self._batches[number] is batch:
-                self._waiting.remove(entry)
-                batch.results[first:] = -errno.ECANCELED
-                if not batch.count_pending():
-                    del self._batches[number]
+        job = self._jobs.get(id(batch))
+        if job is not None and job in self._waiting:
+            self._waiting.remove(job)
+            batch.results[job.queued :] = -errno.ECANCELED
+            self._forget_ended()
         self._wait(batch, slice(None))
 
     def _enter(self, least: int) -> None:
         """Hand over what has room, wait for ``least`` completions, and take note of all."""
+        ring = self._ring
+        if self._waiting and ring.in_flight >= self._depth and not least:
+            # There is room only for as many as are over.
+            ring.enter(0)
+            self._reap()
         self._queue()
-        self._ring.enter(min(least, self._ring.in_flight))
+        ring.enter(min(least, ring.in_flight))
         self._reap()
         while self._waiting and self._queue():
-            self._ring.enter(0)
+            ring.enter(0)
             self._reap()
 
     def _queue(self) -> bool:
-        """Write entries for waiting requests, as many as the depth allows; whether there are any.
+        """Write entries of waiting requests, as many as the depth allows; whether there are any.
 
         What waits is noted before entries are written: an interrupt in between loses requests, the
         other way round it would repeat them, into slots that by then are others'.
         """
         queued = False
         while self._waiting and (room := self._depth - self._ring.in_flight) > 0:
-            number, first = self._waiting[0]
-            batch = self._batches[number]
-            count = min(len(batch.firsts) - first, room)
-            chosen = slice(first, first + count)
-            entries = np.zeros((count, _ENTRY_WORDS), np.int64)
-            entries[:, 0] = _READV | _FIXED_FILE | batch.file << 32
-            entries[:, 1] = batch.offsets[chosen]
-            entries[:, 2] = batch.vectors.ctypes.data + 16 * batch.firsts[chosen].astype(np.int64)
-            entries[:, 3] = batch.counts[chosen]
-            entries[:, 4] = (number << 32) + np.arange(first, first + count)
-            if first + count == len(batch.firsts):
+            job = self._waiting[0]
+            entries = job.entries[job.queued : job.queued + room]
+            job.queued += len(entries)
+            if job.queued == len(job.entries):
                 self._waiting.popleft()
-            else:
-                self._waiting[0] = (number, first + count)
             self._ring.push(entries)
             queued = True
         return queued
@@ -144,19 +189,21 @@ class UringEngine:
     def _reap(self) -> None:
         """Note results.  Completions are taken off the ring at the end: after an interrupt they
         are noted again."""
-        names, results = self._ring.peek()
-        if len(names) == 0:
+        events = self._ring.peek()
+        if len(events) == 0:
             return
-        numbers, requests = names >> 32, names & 0xFFFFFFFF
-        for number in np.unique(numbers).tolist():
-            batch = self._batches.get(number)
-            if batch is None:
-                continue
-            mine = numbers == number
-            batch.results[requests[mine]] = results[mine]
-            if not batch.count_pending():
-                del self._batches[number]
-        self._ring.advance(len(names))
+        names, results = events[:, 0], events.view(np.int32)[:, 2]
+        for job in self._jobs.values():
+            places = names - job.first_name
+            mine = places.view(np.uint64) < len(job.entries)
+            job.batch.results[places.compress(mine)] = results.compress(mine)
+        self._forget_ended()
+        self._ring.advance(len(events))
+
+    def _forget_ended(self) -> None:
+        for job in list(self._jobs.values()):
+            if not job.batch.count_pending():
+                del self._jobs[id(job.batch)]
 
     def close(self) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
@@ -175,40 +222,54 @@ class _Ring:
             raise RingUnavailable(f"io_uring is not known on {sys.platform} {platform.machine()}")
         self._system_call = ctypes.CDLL(None, use_errno=True).syscall
         self._system_call.restype = ctypes.c_long
-        parameters = ctypes.create_string_buffer(_PARAMETERS_BYTES)
+        self._system_call.argtypes = [ctypes.c_long] * _SYSTEM_CALL_WORDS
         try:
-            self._fd = self._call(_SETUP, depth, parameters)
+            self._fd, parameters = self._set_up(depth)
         except OSError as error:
             raise RingUnavailable(_explain_refusal(error)) from None
         try:
-            self._map(parameters.raw)
+            self._map(parameters)
         except BaseException:
             os.close(self._fd)
             raise
+
+    def _set_up(self, depth: int) -> tuple[int, bytes]:
+        """Return the ring's descriptor and ``struct io_uring_params``."""
+        for flags in (_DEFERRED, 0):
+            parameters = ctypes.create_string_buffer(_PARAMETERS_BYTES)
+            struct.pack_into("I", parameters, _FLAGS_OFFSET, flags)
+            try:
+                fd = self._call(_SETUP, depth, ctypes.addressof(parameters))
+            except OSError as error:
+                if not flags or error.errno != errno.EINVAL:
+                    raise
+                continue  # a kernel that does not know these flags
+            self._is_deferred = flags != 0
+            return fd, bytes(parameters.raw)
+        raise AssertionError("the last flags either work or raise")
 
     def _map(self, parameters: bytes) -> None:
         entries, completions = struct.unpack_from("2I", parameters)
         features = struct.unpack_from("I", parameters, 20)[0]
         if not features & _SINGLE_MAP:
             raise RingUnavailable("the kernel's io_uring is older than Linux 5.4")
-        head, tail, mask, _, _, _, array = struct.unpack_from("7I", parameters, _SQ_OFFSETS)
+        head, tail, mask, _, flags, _, array = struct.unpack_from("7I", parameters, _SQ_OFFSETS)
         done_head, done_tail, done_mask, _, _, events = struct.unpack_from(
             "6I", parameters, _CQ_OFFSETS
         )
         size = max(array + 4 * entries, events + 16 * completions)
-        self._rings = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, offset=_RINGS)
-        self._table = mmap.mmap(self._fd, 64 * entries, flags=mmap.MAP_SHARED, offset=_ENTRIES)
-        self._head, self._tail = self._view(head, 1), self._view(tail, 1)
-        self._mask = int(self._view(mask, 1)[0])
-        self._done_head, self._done_tail = self._view(done_head, 1), self._view(done_tail, 1)
-        self._done_mask = int(self._view(done_mask, 1)[0])
-        self._view(array, entries)[:] = np.arange(entries)
-        self._entries: I64 = np.frombuffer(self._table, np.int64).reshape(entries, _ENTRY_WORDS)
-        raw = np.frombuffer(self._rings, np.uint8, 16 * completions, events)
+        rings = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, offset=_RINGS)
+        table = mmap.mmap(self._fd, 64 * entries, flags=mmap.MAP_SHARED, offset=_ENTRIES)
+        # Single words are read through a memoryview, several times as quickly as through numpy.
+        words: memoryview[int] = memoryview(rings)[: size & ~3].cast("I")
+        self._words = words
+        self._head, self._tail, self._flags = head // 4, tail // 4, flags // 4
+        self._done_head, self._done_tail = done_head // 4, done_tail // 4
+        assert words[mask // 4] == entries - 1 and words[done_mask // 4] == completions - 1
+        np.frombuffer(rings, np.uint32, entries, array)[:] = np.arange(entries)
+        self._entries: I64 = np.frombuffer(table, np.int64).reshape(entries, _ENTRY_WORDS)
+        raw = np.frombuffer(rings, np.uint8, 16 * completions, events)
         self._events: I64 = raw.view(np.int64).reshape(completions, 2)
-
-    def _view(self, offset: int, count: int) -> U32:
-        return np.frombuffer(self._rings, np.uint32, count, offset)
 
     def register_files(self, files: Sequence[int]) -> None:
         """Let entries name ``files`` by their numbers."""
@@ -216,55 +277,61 @@ class _Ring:
             return
         table = (ctypes.c_int * len(files))(*files)
         try:
-            self._call(_REGISTER, self._fd, _REGISTER_FILES, table, len(files))
+            self._call(_REGISTER, self._fd, _REGISTER_FILES, ctypes.addressof(table), len(files))
         except OSError as error:
             raise RingUnavailable(_explain_refusal(error)) from None
 
     def push(self, entries: I64) -> None:
         """Write ``entries`` [n, 8]; there is room for as many as the depth."""
-        tail = int(self._tail[0])
-        places = (np.arange(tail, tail + len(entries)) & 0xFFFFFFFF) & self._mask
-        self._entries[places] = entries
+        tail, size, count = self._words[self._tail], len(self._entries), len(entries)
+        place = tail % size
+        straight = min(count, size - place)
+        self._entries[place : place + straight] = entries[:straight]
+        self._entries[: count - straight] = entries[straight:]
         # The system call that follows makes the kernel see entries before the tail.
-        self._tail[0] = (tail + len(entries)) & 0xFFFFFFFF
+        self._words[self._tail] = (tail + count) & 0xFFFFFFFF
 
     @property
     def in_flight(self) -> int:
         """Entries whose completions have not been taken, handed over or not."""
-        return (int(self._tail[0]) - int(self._done_head[0])) & 0xFFFFFFFF
+        count: int = (self._words[self._tail] - self._words[self._done_head]) & 0xFFFFFFFF
+        return count
 
     def enter(self, least: int) -> None:
-        """Hand over all entries and wait for ``least`` completions."""
+        """Hand over all entries, wait for ``least`` completions, and let the kernel note all that
+        are over."""
+        words = self._words
         while True:
             # The ring knows what was handed over, also after an interrupt.
-            queued = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
-            if not queued and not least:
+            queued = (words[self._tail] - words[self._head]) & 0xFFFFFFFF
+            hidden = self._is_deferred and words[self._flags] & _HAS_COMPLETIONS
+            if not queued and not least and not hidden:
                 return
             try:
-                self._call(_ENTER, self._fd, queued, least, _GET_EVENTS, None, 0)
+                self._call(_ENTER, self._fd, queued, least, _GET_EVENTS)
             except OSError as error:
                 if error.errno in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     continue
                 raise
-            if int(self._tail[0]) == int(self._head[0]):
-                return
+            least = 0
 
-    def peek(self) -> tuple[I64, I64]:
-        """All completions: their names [n], and results [n]."""
-        head, tail = int(self._done_head[0]), int(self._done_tail[0])
-        count = (tail - head) & 0xFFFFFFFF
-        places = (np.arange(head, head + count) & 0xFFFFFFFF) & self._done_mask
-        events = self._events[places]
-        results = events[:, 1].astype(np.int32).astype(np.int64)
-        return events[:, 0], results
+    def peek(self) -> I64:
+        """All completions [n, 2]: names, and results in the lower halves of the second words."""
+        head, tail = self._words[self._done_head], self._words[self._done_tail]
+        size = len(self._events)
+        place, count = head % size, (tail - head) & 0xFFFFFFFF
+        if place + count <= size:
+            return self._events[place : place + count]
+        return np.concatenate([self._events[place:], self._events[: place + count - size]])
 
     def advance(self, count: int) -> None:
         """Take ``count`` completions off the ring."""
-        self._done_head[0] = (int(self._done_head[0]) + count) & 0xFFFFFFFF
+        words = self._words
+        words[self._done_head] = (words[self._done_head] + count) & 0xFFFFFFFF
 
-    def _call(self, number: int, *arguments: object) -> int:
-        words = (ctypes.c_long(item) if isinstance(item, int) else item for item in arguments)
-        result: int = self._system_call(ctypes.c_long(number), *words)
+    def _call(self, *words: int) -> int:
+        # What a system call does not take is not read, but a null signal mask is.
+        result: int = self._system_call(*words, *(0,) * (_SYSTEM_CALL_WORDS - len(words)))
         if result < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -182,6 +183,28 @@ def test_nothing_of_an_abandoned_read_is_under_way(file: BundleFile) -> None:
     assert ended == [2], "the second cluster had not begun and never does"
     reader.close()
     assert ended == [2]
+
+
+@needs_ring
+@pytest.mark.parametrize("deferred", [True, False])
+def test_another_thread_may_read_when_nothing_is_under_way(
+    file: BundleFile, monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    if not deferred:
+        # A kernel before Linux 6.1 refuses the flags.
+        monkeypatch.setattr(uring, "_DEFERRED", 1 << 31)
+    reader = open_reader(file, engine="io_uring", depth=2)
+    assert reader.engine == "io_uring"
+
+    def read(index: int) -> list[int]:
+        finish(reader, reader.start(0, ids(index, index + 9), ids(1, 2)))
+        return reader._arena[[1, 2], 0].tolist()
+
+    with ThreadPoolExecutor(1) as other:
+        for index in (5, 50):
+            assert other.submit(read, index).result() == [index, index + 9]
+            assert read(index + 1) == [index + 1, index + 10]
+    reader.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
