@@ -24,6 +24,7 @@ from pathlib import Path
 
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
+from pi2.importing.activations import check_experts, note_identity
 from pi2.importing.synthesis.blueprint import Blueprint
 from pi2.importing.synthesis.calibration import tune_blueprint
 from pi2.importing.synthesis.generation import RECIPE_FILE, write_synthetic_store
@@ -45,6 +46,7 @@ from pi2.plan.resolve import load_plan
 from pi2.planning.documents import read_document
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
+from pi2.store.reader import NeuronStore
 
 STATISTICS_FILE = "statistics.json"
 COUNTS_FILE = "activations.parquet"
@@ -89,6 +91,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=float, default=value, help=f"{text} ({value})")
     parser.add_argument("--seed", type=int, default=0, help="start of the random numbers (0)")
     parser.add_argument("--stride", help='bytes from neuron to neuron, such as "8 KiB"')
+    parser.add_argument(
+        "--order",
+        choices=("hotness", "expert"),
+        default="hotness",
+        help="of the neurons: most active first, or so in bands, by expert within each",
+    )
     parser.add_argument("--replace", action="store_true", help="replace a store that is there")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to measure with (256)")
     parser.add_argument("--layers", type=int, help="layers to measure, from the first on (all)")
@@ -110,15 +118,18 @@ def synthesize(arguments: argparse.Namespace) -> None:
     model_file = find_document(arguments.model, "model", Path())
     recipe = make_recipe(arguments, model)
     check_recipe(recipe, model)
+    if arguments.order == "expert":
+        check_experts(model)
     output: Path = arguments.output
     with ProgressBar() as progress:
         start = time.perf_counter()
         blueprint = tune_blueprint(model, recipe)
-        if arguments.replace or not is_finished(output, blueprint):
+        if arguments.replace or not is_finished(output, blueprint, arguments.order):
             write_synthetic_store(
                 output,
                 blueprint,
                 stride=None if arguments.stride is None else parse_bytes(arguments.stride),
+                order=arguments.order,
                 replace=arguments.replace,
                 progress=progress,
             )
@@ -133,7 +144,9 @@ def synthesize(arguments: argparse.Namespace) -> None:
     statistics = describe(blueprint, measurement)
     files = {STATISTICS_FILE: json.dumps(statistics, indent=1).encode() + b"\n"}
     if len(measurement.layers) == model.shape.layers:
-        files[COUNTS_FILE] = write_counts(measurement.counts, measurement.tokens)
+        with NeuronStore.open(output) as store:
+            identity = note_identity(store)
+        files[COUNTS_FILE] = write_counts(measurement.counts, measurement.tokens, identity)
     manifest = add_files(output, files)
     size = sum(entry.bytes for entry in manifest.files)
     print(f"{output}: {approximate_bytes(size)}, synthetic, made in {made_s:.0f} s")
@@ -199,13 +212,13 @@ def make_wish(arguments: argparse.Namespace) -> PlanWish:
     )
 
 
-def is_finished(output: Path, blueprint: Blueprint) -> bool:
+def is_finished(output: Path, blueprint: Blueprint, order: str) -> bool:
     """Whether the store that would be made is there already."""
     if not (output / "manifest.json").is_file():
         return False
     manifest = read_manifest(output)
     entry = manifest.find_file(RECIPE_FILE)
-    if not manifest.synthetic or entry is None:
+    if not manifest.synthetic or entry is None or manifest.order != order:
         return False
     made = json.loads((output / RECIPE_FILE).read_text("utf-8"))
     return bool(made == blueprint.recipe.describe(blueprint.model))

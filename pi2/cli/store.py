@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,7 @@ from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.statistics.ordering import Kind
     from pi2.store.manifest import Manifest
 
 MIB = 1024 * 1024
@@ -82,15 +83,16 @@ def verify(path: Path, as_json: bool) -> int:
     "--by",
     "kind",
     required=True,
-    type=click.Choice(["hotness", "coactivation"]),
-    help="Most active first; or so in bands, within which what fires together lies together.",
+    type=click.Choice(["hotness", "coactivation", "expert"]),
+    help="Most active first; or so in bands, within which what fires together, or what belongs to "
+    "an expert, lies together.",
 )
 @click.option(
     "--statistics",
-    required=True,
     metavar="STATS",
     type=click.Path(path_type=Path),
-    help="Folder of `pi2 activations`; for hotness, a Parquet file of counts will do.",
+    help="Folder of `pi2 activations`; but for coactivation, a Parquet file of counts will do.  "
+    "By expert, a store that is ordered by hotness needs none.",
 )
 @click.option(
     "-o",
@@ -102,24 +104,23 @@ def verify(path: Path, as_json: bool) -> int:
 @click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
 def reorder(
     path: Path,
-    kind: Literal["hotness", "coactivation"],
-    statistics: Path,
+    kind: Kind,
+    statistics: Path | None,
     output: Path | None,
     replace: bool,
 ) -> None:
-    """Write the neurons of STORE in another order, that of STATS.
+    """Write the neurons of STORE in another order, by STATS.
 
     The model computes the same.  It needs room for a second store while it runs; the old one is
     there until the new one is complete.  After Ctrl-C the same command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
-    from pi2.statistics.ordering import order_by_coactivation, order_by_hotness
-    from pi2.store.manifest import read_manifest
+    from pi2.statistics.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
-    model = read_manifest(path).describe_model()
-    choose = order_by_hotness if kind == "hotness" else order_by_coactivation
-    orders = choose(statistics, model.shape.layers, model.layer_neurons)
+    if statistics is None and kind != "expert":
+        raise click.UsageError(f"--by {kind} needs --statistics STATS")
+    orders = choose_orders(path, kind, statistics)
     with ProgressBar() as progress:
         reorder_store(path, orders, kind, output=output, replace=replace, progress=progress)
     click.echo(f"{output or path}: {len(orders)} layers in order of {kind}", err=True)
@@ -204,6 +205,7 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     order = {
         "hotness": "most active first",
         "coactivation": "most active first, in bands; what fires together lies together",
+        "expert": "most active first, in bands; what belongs to an expert lies together",
         "index": "as in the checkpoint",
     }
     yield "order", order[manifest.order]

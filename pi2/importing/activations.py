@@ -8,9 +8,25 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
+from pi2.plan.model import Model
+from pi2.store.identity import identify_weights
+from pi2.store.reader import NeuronStore
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+
+MODEL_NOTE, WEIGHTS_NOTE = "pi2.model", "pi2.weights"
+"""Keys beside the columns of counts: the model's name, and what tells its weights from others'."""
+EXPERT_BANDS = 32
+"""Bands of a layer within which the neurons of an expert lie together."""
+
+
+def note_identity(store: NeuronStore) -> dict[str, str]:
+    """What files of counts say of the store that they were counted with."""
+    return {
+        MODEL_NOTE: store.manifest.model.id,
+        WEIGHTS_NOTE: identify_weights(store.tensors),
+    }
 
 
 def read_counts(path: Path, layers: int, neurons: int) -> I64:
@@ -55,6 +71,28 @@ def read_counts(path: Path, layers: int, neurons: int) -> I64:
 def order_neurons(counts: I64) -> I32:
     """Stored order int32 [layers, neurons]: most active first, equals as in the checkpoint."""
     return np.argsort(-counts, axis=1, kind="stable").astype(np.int32)
+
+
+def check_experts(model: Model) -> None:
+    """`UserError` P524 if there is no order by expert of the neurons of ``model``."""
+    if model.moe is None:
+        raise UserError.of(
+            "P524",
+            f"{model.id!r} is no mixture of experts: it has no order by expert",
+            help="leave the neurons in the order of hotness",
+        )
+
+
+def group_experts(order: I32, ffn: int) -> I32:
+    """The stored order [neurons] of a mixture's layer by expert, from that by hotness.
+
+    In `EXPERT_BANDS` equal bands of hotness every expert's neurons (of the checkpoint: its number
+    times ``ffn`` and what follows) lie together, the most active first.  So what is hot comes first
+    to within a band, whatever a plan has room for, and what a token of few experts misses lies
+    closer together.
+    """
+    bands = np.arange(len(order), dtype=np.int64) * EXPERT_BANDS // len(order)
+    return order[np.lexsort((order // ffn, bands))]
 
 
 def _bad_counts(path: Path, problem: str) -> UserError:

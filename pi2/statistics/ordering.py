@@ -5,26 +5,58 @@ so that what a token misses becomes fewer and longer reads; but only within band
 hotness, because the first neurons of a layer stay in memory and the cache begins with the next.
 Within a band, pairs are linked in the order of how often both fire, each neuron with two others at
 most, which leaves chains (as Ripple places neurons on flash); chains follow one another by hotness.
+By expert, what belongs to an expert of a mixture lies together, in narrower bands: a token that
+chooses two of eight experts misses nothing of the others.
 """
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.importing.activations import order_neurons, read_counts
+from pi2.importing.activations import check_experts, group_experts, order_neurons, read_counts
+from pi2.statistics.identity import check_identity
 from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
+from pi2.store.reader import NeuronStore
+from pi2.store.unfinished import recover_replaced
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
+Kind = Literal["hotness", "coactivation", "expert"]
 BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 """Where bands end, as shares of a layer's neurons."""
+
+
+def choose_orders(path: Path, kind: Kind, statistics: Path | None) -> I32:
+    """The order ``kind`` for the store ``path``: the checkpoint's neuron for every stored place,
+    int32 [layers, neurons].
+
+    ``statistics`` is a folder of `pi2 activations`, or, but for coactivation, a Parquet file of
+    counts; by expert it may be missing.  Raises `UserError` P540 if it is not of this model, P524
+    if there is no such order, and as opening a store does.
+    """
+    if not path.exists():
+        recover_replaced(Path(os.path.realpath(path)))
+    with NeuronStore.open(path) as store:
+        if statistics is not None:
+            files = [_find_counts(statistics)]
+            files += [statistics / COACTIVATIONS] if kind == "coactivation" else []
+            for file in files:
+                check_identity(file, store)
+        if kind == "expert":
+            return order_by_expert(store, statistics)
+        model = store.manifest.describe_model()
+    assert statistics is not None
+    choose = order_by_hotness if kind == "hotness" else order_by_coactivation
+    return choose(statistics, model.shape.layers, model.layer_neurons)
 
 
 def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
@@ -34,6 +66,28 @@ def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
     `UserError` P540 if it has no counts of such a model.
     """
     return order_neurons(read_counts(_find_counts(statistics), layers, neurons))
+
+
+def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
+    """The same in bands, by expert within each (`pi2.importing.activations.group_experts`).
+
+    Without ``statistics`` the order by hotness is the store's own.  Raises `UserError` P524 if that
+    is another one, or the model has no experts.
+    """
+    manifest, model = store.manifest, store.manifest.describe_model()
+    check_experts(model)
+    if statistics is not None:
+        by_hotness = order_by_hotness(statistics, model.shape.layers, model.layer_neurons)
+    elif manifest.order == "hotness":
+        by_hotness = np.stack([layer.copy_original() for layer in store.layers])
+    else:
+        raise UserError.of(
+            "P524",
+            f"which neurons of {store.path} are hot is not known: its order is by {manifest.order}",
+            help="give the statistics of `pi2 activations PLAN --text FILE -o STATS` with "
+            "--statistics STATS",
+        )
+    return np.stack([group_experts(order, model.shape.ffn) for order in by_hotness])
 
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
+from pi2.importing.activations import note_identity
 from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
 from pi2.plan.model import Model
@@ -148,8 +149,9 @@ def record_activations(
                 pause_s = max(SAVE_S, 20 * (saved - saving))
         original = np.stack([layer.original for layer in model.store.layers])
         summary = summarise_counts(counter.counts, model.plan.model, job)
-        _write(folder / ACTIVATIONS, encode_activations(counter.counts, original))
-        _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original))
+        notes = note_identity(model.store)
+        _write(folder / ACTIVATIONS, encode_activations(counter.counts, original, notes))
+        _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original, notes))
         for layer, moments in enumerate(counter.counts.moments):
             path = folder / name_moments(layer)
             path.parent.mkdir(exist_ok=True)
@@ -205,8 +207,8 @@ def encode_array(array: npt.NDArray[np.generic]) -> bytes:
     return buffer.getvalue()
 
 
-def encode_activations(counts: Counts, original: I32) -> bytes:
-    """Parquet of the counts by layer and neuron of the checkpoint."""
+def encode_activations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
+    """Parquet of the counts by layer and neuron of the checkpoint; ``identity``: of which model."""
     import pyarrow as pa
 
     layers, _, neurons = counts.fired.shape
@@ -218,14 +220,14 @@ def encode_activations(counts: Counts, original: I32) -> bytes:
         "neuron": np.tile(np.arange(neurons, dtype=np.int32), layers),
         "count": sorted_counts[:, 0].reshape(-1),
     }
-    notes = {"tokens": str(int(counts.groups[0, 0]))}
+    notes = {**identity, "tokens": str(int(counts.groups[0, 0]))}
     for place, batch in enumerate(BATCHES[1:], 1):
         columns[f"count_{batch}"] = sorted_counts[:, place].reshape(-1)
         notes[f"batches_{batch}"] = str(int(counts.groups[0, place]))
     return _encode(pa.table(columns).replace_schema_metadata(notes))
 
 
-def encode_coactivations(counts: Counts, original: I32) -> bytes:
+def encode_coactivations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
     """Parquet of the pairs of sampled neurons, ``first`` below ``second``."""
     import pyarrow as pa
 
@@ -238,7 +240,7 @@ def encode_coactivations(counts: Counts, original: I32) -> bytes:
         "second": pairs.max(axis=0).reshape(-1),
         "count": counts.together[:, left, right].reshape(-1),
     }
-    notes = {"tokens": str(int(counts.groups[0, 0]))}
+    notes = {**identity, "tokens": str(int(counts.groups[0, 0]))}
     return _encode(pa.table(columns).replace_schema_metadata(notes))
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi2.plan.model import Model
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import Tensor
 
 _PARTS = (
     "shape",
@@ -70,6 +73,19 @@ def compute_digest(parts: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of the canonical JSON of ``parts``."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identify_weights(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, in hex, of what tells a model from others of its shape: the float32 tensors of a
+    store (norms, biases, routers), which neither rounding nor the order or distance of neurons
+    changes; those of predictors, which may be trained again, are left out."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.precision is None and "predictor" not in name:
+            digest.update(name.encode() + b"\0")
+            digest.update(tensor.weights.tobytes())
+    return digest.hexdigest()
 
 
 def list_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -31,9 +31,9 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATE = re.compile(r"chat_template\.([A-Za-z0-9_-]+)\.jinja")
 """Files of further templates, by their names."""
 
-Order = Literal["hotness", "coactivation", "index"]
-"""Most active first; the same in bands, within which neurons that fire together lie together; or as
-in the checkpoint."""
+Order = Literal["hotness", "coactivation", "expert", "index"]
+"""Most active first; the same in bands, within which neurons that fire together, or those of an
+expert, lie together; or as in the checkpoint."""
 Offset = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 

@@ -46,11 +46,12 @@ def reorder_store(
 
     ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.
     ``stride``: bytes from one neuron to the next, which hold a bundle; None leaves it.  The rows of
-    predictors follow.  Other files come along: those that the manifest lists as they are
-    (statistics count neurons as the checkpoint does), others, such as plans, as copies.  Raises
-    `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store may not or
-    cannot be written; then nothing has changed.  A job that was killed or interrupted goes on where
-    it was when it is called again.
+    predictors follow; where they stay as they are, dense weights are shared with the old store by
+    a hard link.  A layer is never held as a whole.  Other files come along: those that the manifest
+    lists as they are (statistics count neurons as the checkpoint does), others, such as plans, as
+    copies.  Raises `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store
+    may not or cannot be written; then nothing has changed.  A job that was killed or interrupted
+    goes on where it was when it is called again.
     """
     target = path if output is None else output
     if not path.exists():
@@ -60,7 +61,7 @@ def reorder_store(
         model = manifest.describe_model()
         assert orders.shape == (model.shape.layers, model.layer_neurons)
         places = [
-            _find_places(layer.original, order)
+            _find_places(layer.copy_original(), order)
             for layer, order in zip(old.layers, orders, strict=True)
         ]
         with StoreWriter(
@@ -75,9 +76,8 @@ def reorder_store(
         ) as writer:
             for number, (layer, order) in enumerate(zip(old.layers, orders, strict=True)):
                 writer.write_layer(number, order, _gather(layer, places[number], stride))
-                layer.forget()
                 progress("rewriting", (number + 1) / len(old.layers))
-            if manifest.predictor is None:
+            if manifest.predictor is None or _keeps_rows(old, places):
                 entry = manifest.find_file(DENSE_FILE)
                 assert entry is not None
                 writer.adopt_file(path / DENSE_FILE, entry)
@@ -137,11 +137,13 @@ def repack_store(
 
 def _gather(layer: StoredLayer, places: I64, stride: int | None) -> Iterator[U8]:
     """Bundles in their new order; UserError P507 if one is not as it was written."""
-    bundles, checks = layer.bundles, layer.checks
+    checks = layer.copy_checks()
     step = max(1, _PIECE_BYTES // layer.stride)
     for start in range(0, len(places), step):
         wanted = places[start : start + step]
-        piece = bundles[wanted]
+        piece = layer.bundles[wanted]
+        # What stays mapped counts as memory.
+        layer.forget()
         for place, bundle in zip(wanted.tolist(), piece, strict=True):
             if zlib.crc32(bundle) != checks[place]:
                 raise UserError.of(
@@ -167,7 +169,7 @@ def _read_tensor(
     if kind not in ("predictor_out", "predictor_bias"):
         return [(known.weights, known.scales)]
     layer = int(tensor.name.split(".")[1])
-    rows = _find_rows(model, old.layers[layer].original, places[layer])
+    rows = _find_rows(model, old.layers[layer].copy_original(), places[layer])
     if kind == "predictor_bias":
         return [(np.ascontiguousarray(known.weights[:, rows]), None)]
     scales = None if known.scales is None else np.ascontiguousarray(known.scales[rows])
@@ -180,6 +182,16 @@ def _find_rows(model: Model, original: I32, places: I64) -> I64:
     old_rows = np.empty(len(places), np.int64)
     old_rows[np.argsort(owners, kind="stable")] = np.arange(len(places))
     return old_rows[places[np.argsort(owners[places], kind="stable")]]
+
+
+def _keeps_rows(old: NeuronStore, places: list[I64]) -> bool:
+    """Whether every predictor's rows are in the new order as they are in the old one: so where
+    neurons of an expert stay in order among themselves."""
+    model = old.manifest.describe_model()
+    return all(
+        bool((np.diff(_find_rows(model, layer.copy_original(), found)) == 1).all())
+        for layer, found in zip(old.layers, places, strict=True)
+    )
 
 
 def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:

@@ -8,11 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
+
+from pi2.importing.activations import group_experts
 from pi2.importing.synthesis.blueprint import Blueprint
 from pi2.importing.synthesis.dense import make_tensor
 from pi2.importing.synthesis.neurons import count_chunks, make_bundles
-from pi2.importing.synthesis.randomness import U8
+from pi2.importing.synthesis.randomness import I32, U8
 from pi2.importing.synthesis.tokenizer import make_tokenizer
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor
@@ -29,12 +33,14 @@ def write_synthetic_store(
     blueprint: Blueprint,
     *,
     stride: int | None = None,
+    order: Literal["hotness", "expert"] = "hotness",
     replace: bool = False,
     progress: Progress = lambda label, share: None,
 ) -> Manifest:
     """Write the store of a calibrated ``blueprint`` to ``output``.
 
-    Needs about 0.3 GiB of memory whatever the model's size.  A job that was killed or interrupted
+    Needs about 0.3 GiB of memory whatever the model's size; ``order`` by expert (of a mixture) a
+    band of a layer's neurons more.  A job that was killed or interrupted
     goes on where it was when called again; the bytes are the same.  Raises `UserError` P521-P523.
     """
     model, recipe = blueprint.model, blueprint.recipe
@@ -44,17 +50,22 @@ def write_synthetic_store(
         output,
         model,
         ranks=ranks,
-        order="hotness",
+        order=order,
         synthetic=True,
         stride=stride,
         replace=replace,
-        job=recipe.describe_job(model, stride or 0),
+        job=f"{recipe.describe_job(model, stride or 0)} {order}",
     ) as writer:
         steps = layers + len(writer.tensors) // 4
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
             for layer in range(layers):
                 bundles = _make_layer(blueprint, layer, writer, pool)
-                writer.write_layer(layer, blueprint.draw_original(layer), bundles)
+                original = blueprint.draw_original(layer)
+                if order == "expert":
+                    grouped = group_experts(original, model.shape.ffn)
+                    bundles = _rearrange(bundles, original, grouped)
+                    original = grouped
+                writer.write_layer(layer, original, bundles)
                 progress("making neurons", (layer + 1) / steps)
             done = layers
 
@@ -83,6 +94,27 @@ def _make_layer(
         for chunk in range(count_chunks(blueprint))
     )
     yield from _take_in_order(tasks, ahead=os.cpu_count() or 1)
+
+
+def _rearrange(bundles: Iterable[U8], original: I32, wanted: I32) -> Iterator[U8]:
+    """``bundles`` of the neurons ``original`` [n], in pieces, as those of ``wanted`` [n]; holds no
+    more of them than neurons move."""
+    places = np.empty(len(original), np.int64)
+    places[original] = np.arange(len(original))
+    places = places[wanted]
+    # How many have to be there before the first so many can be written.
+    needed = np.maximum.accumulate(places) + 1
+    held, first, done = [], 0, 0
+    for piece in bundles:
+        held.append(piece)
+        there = first + sum(map(len, held))
+        ready = int(np.searchsorted(needed, there, side="right"))
+        if ready == done:
+            continue
+        together = np.concatenate(held)
+        yield together[places[done:ready] - first]
+        least = int(places[ready:].min(initial=there))
+        held, first, done = [together[least - first :].copy()], least, ready
 
 
 def _take_in_order(tasks: Iterable[Future[U8]], *, ahead: int) -> Iterator[U8]:

@@ -94,8 +94,11 @@ def round_values(values: Mapping[str, float | None]) -> dict[str, float | None]:
     return {name: None if x is None else round(x, 4) for name, x in values.items()}
 
 
-def write_counts(counts: I64, tokens: int) -> bytes:
-    """``activations.parquet``: layer, neuron (original index), count; the file's bytes."""
+def write_counts(counts: I64, tokens: int, identity: Mapping[str, str]) -> bytes:
+    """``activations.parquet``: layer, neuron (original index), count; the file's bytes.
+
+    ``identity``: of which model, as `pi2.importing.activations.note_identity` says.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -106,7 +109,7 @@ def write_counts(counts: I64, tokens: int) -> bytes:
             "neuron": pa.array(np.tile(np.arange(neurons, dtype=np.int32), layers)),
             "count": pa.array(counts.reshape(-1)),
         }
-    ).replace_schema_metadata({"tokens": str(tokens), "synthetic": "true"})
+    ).replace_schema_metadata({**identity, "tokens": str(tokens), "synthetic": "true"})
     target = io.BytesIO()
     pq.write_table(table, target)
     return target.getvalue()
