@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.plan import check
+from pi2.plan import inspection
 from pi2.plan.check import check_file
 from pi2.plan.listing import list_documents
 from pi2.plan.reuse import Reuse
@@ -51,7 +51,7 @@ def test_devices_and_models_are_read_once(folder: Path, monkeypatch: pytest.Monk
         read.append(path.name)
         return original(path, name)
 
-    monkeypatch.setattr(check, "read_source", count)
+    monkeypatch.setattr(inspection, "read_source", count)
     reuse = Reuse()
     for path in sorted(folder.glob("*.plan.toml")):
         assert check_file(path, reuse=reuse).is_sound
