@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import tomlkit
 
-import pi2
 from pi2.diagnostics import UserError
-from pi2.importing.activations import read_counts
 from pi2.importing.synthesis.calibration import tune_blueprint
 from pi2.importing.synthesis.generation import write_synthetic_store
 from pi2.importing.synthesis.measurement import Measurement, choose_tokens, measure_store
 from pi2.importing.synthesis.recipe import Recipe, check_recipe
 from pi2.importing.synthesis.statistics import average_layers
 from pi2.plan.model import Model
-from pi2.plan.resolve import load_plan
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.models import make_model, make_tiny
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "synthesize.py"
-
-SHAPE = {
-    "layers": 2,
-    "hidden": 256,
-    "ffn": 1024,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "vocab": 1024,
-    "context": 256,
-}
+from tests.helpers.synthetic_stores import SHAPE, hash_store
 
 
 def make(activation: str = "drelu", **changes: Any) -> Model:
@@ -61,14 +36,6 @@ def synthesize(folder: Path, model: Model, recipe: Recipe) -> Path:
 
 def measure(folder: Path, model: Model, recipe: Recipe) -> Measurement:
     return measure_store(synthesize(folder, model, recipe), model, tokens=192)
-
-
-def hash_store(path: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
 
 
 @pytest.mark.parametrize(
@@ -283,151 +250,3 @@ def test_files_are_added_to_a_store_and_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         add_files(tmp_path / "nowhere", {"notes.txt": b"one"})
     assert caught.value.diagnostics[0].code == "P501"
-
-
-@pytest.fixture
-def model_file(tmp_path: Path) -> Path:
-    model = make_model({"shape": {**SHAPE, "layers": 6}, "tied_head": False})
-    path = tmp_path / "tiny.model.toml"
-    path.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
-    return path
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def run_tool(
-    environment: dict[str, str], *arguments: str | Path
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, TOOL, *arguments],
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-
-
-def test_the_tool_says_of_a_model_that_nobody_knows(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    done = run_tool(environment, "nosuch", tmp_path / "store")
-    assert done.returncode == 2
-    assert "P015" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    plan = tmp_path / "plans" / "tiny.plan.toml"
-    done = run_tool(
-        environment, model_file, tmp_path / "store", "--plan", plan, "--backend", "reference"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "synthetic" in done.stdout
-    store = tmp_path / "store"
-    statistics = json.loads((store / "statistics.json").read_text())
-    assert statistics["synthetic"] is True
-    assert statistics["asked"]["skew"] == 0.26
-    assert len(statistics["layers"]) == 6
-    assert statistics["mean"]["active"] == pytest.approx(0.1, abs=0.02)
-    counts = read_counts(store / "activations.parquet", 6, 1024)
-    assert counts.sum() > 0
-    metadata = pq.read_schema(store / "activations.parquet").metadata
-    assert metadata[b"synthetic"] == b"true"
-    assert {"statistics.json", "activations.parquet"} <= {
-        entry.path for entry in read_manifest(store).files
-    }
-    assert verify_store(store) == []
-
-    with pi2.load(plan) as model:
-        result = model.generate("def ", max_tokens=24, seed=0).result
-        assert len(set(result.token_ids)) > 12, "greedy decoding walks through the vocabulary"
-        assert result.statistics.active_share == pytest.approx(0.1, abs=0.04)
-        assert result.statistics.hit_rate == 1.0
-
-
-@pytest.mark.slow
-def test_a_plan_with_less_memory_reads_neurons_from_flash(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    plan = tmp_path / "tiny.plan.toml"
-    settings = (model_file, tmp_path / "store", "--tokens", "16", "--backend", "reference")
-    done = run_tool(environment, *settings, "--plan", plan)
-    assert done.returncode == 0, done.stderr
-    memory = load_plan(plan).plan.memory
-    budget = memory.budget - memory.segments.hot // 2
-
-    done = run_tool(environment, *settings, "--plan", plan, "--memory", f"{budget} B")
-    assert done.returncode == 0, done.stderr
-    with pi2.load(plan) as model:
-        assert model.plan.plan.memory.budget == budget
-        assert 0 < model.plan.plan.layers.hot < 1
-        statistics = model.generate("def ", max_tokens=24).result.statistics
-        assert statistics.hit_rate is not None and 0 < statistics.hit_rate < 1
-
-
-def test_too_little_memory_for_a_plan_is_explained(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    plan = tmp_path / "tiny.plan.toml"
-    done = run_tool(
-        environment, model_file, tmp_path / "store", "--plan", plan, "--memory", "10 MiB"
-    )
-    assert done.returncode == 2
-    assert "error[P552]: 10 MiB of memory is too little" in done.stderr
-    assert not plan.exists()
-
-
-@pytest.mark.slow
-def test_a_killed_job_goes_on_and_gives_the_same_store(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    whole = run_tool(environment, model_file, tmp_path / "whole", "--tokens", "32")
-    assert whole.returncode == 0, whole.stderr
-
-    target = tmp_path / "killed"
-    partial = tmp_path / ".killed.partial"
-    job = subprocess.Popen(
-        [sys.executable, TOOL, model_file, target, "--tokens", "32"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    journal = partial / "journal.jsonl"
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and job.poll() is None:
-        if journal.exists() and len(journal.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.001)
-    job.send_signal(signal.SIGKILL)
-    job.wait()
-    assert not target.exists(), "the job was over before it could be killed"
-    kept = {
-        file.name: file.stat().st_mtime_ns for file in (partial / "layers").glob("ffn-000.arrow")
-    }
-    assert kept
-
-    again = run_tool(environment, model_file, target, "--tokens", "32")
-    assert again.returncode == 0, again.stderr
-    assert hash_store(target) == hash_store(tmp_path / "whole")
-    assert (target / "layers" / "ffn-000.arrow").stat().st_mtime_ns == kept["ffn-000.arrow"]
-
-
-@pytest.mark.slow
-def test_a_store_that_is_there_is_measured_not_made_again(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    store = tmp_path / "store"
-    assert run_tool(environment, model_file, store, "--tokens", "32").returncode == 0
-    before = (store / "dense.arrow").stat().st_mtime_ns
-    again = run_tool(environment, model_file, store, "--tokens", "32")
-    assert (store / "dense.arrow").stat().st_mtime_ns == before
-    other = run_tool(environment, model_file, store, "--seed", "7")
-    assert other.returncode == 2
-    assert "P521" in other.stderr
-    assert again.returncode == 0, again.stderr
