@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demo.corpus import Corpus
+from demo.evaluation import parallel, quantised_copy
 from demo.export import load_model, write_tensors
 from demo.model import DemoModel
-from demo.training import parallel, quantised_copy
 
 WINDOW = 512
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from demo.corpus import Corpus, separator_id
+from demo.evaluation import evaluate, heldout_stream, quantised_copy
 from demo.export import load_model, write_text
 from demo.model import DemoModel
 from demo.predictors import Predictor, logits_of
-from demo.training import evaluate, heldout_stream, quantised_copy
 
 PROMPTS = ("def ", "class Stack:\n", "import os\n\ndef read_file(path):\n    ")
 

@@ -7,23 +7,20 @@ import math
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.corpus import Corpus, encode
-from demo.model import DemoConfig, DemoModel, quantised_state
-
-T = TypeVar("T")
-
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+from demo.corpus import Corpus
+from demo.evaluation import evaluate, heldout_stream, quantised_copy
+from demo.model import DemoConfig, DemoModel
+from demo.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -68,29 +65,6 @@ class Progress:
     evals: list[dict[str, Any]] = field(default_factory=list)
 
 
-def orthogonalise(grad: Tensor) -> Tensor:
-    """Newton-Schulz iteration towards the nearest orthogonal matrices of a batch.
-
-    It works on the small Gram matrix only: X_k = P_k X with P_k a polynomial of X X^T, which
-    costs about half of the usual form.
-    """
-    a, b, c = NEWTON_SCHULZ
-    tall = grad.shape[1] > grad.shape[2]
-    x = grad.transpose(1, 2) if tall else grad
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    gram = x @ x.transpose(1, 2)
-    eye = torch.eye(gram.shape[1])
-    total = None
-    for turn in range(5):
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
-        total = poly if total is None else poly @ total
-        if turn < 4:
-            gram = poly @ gram @ poly
-    assert total is not None
-    x = total @ x
-    return x.transpose(1, 2) if tall else x
-
-
 class Workers:
     """Threads with one core each, every one with a replica of the model that shares its weights.
 
@@ -130,47 +104,6 @@ class Workers:
             param.grad = grads[0]
             for copy in copies:
                 copy.grad = None
-
-
-class Muon:
-    """Momentum with orthogonalised updates, for the matrices of attention and FFN."""
-
-    def __init__(self, params: list[Tensor], momentum: float, decay: float) -> None:
-        shapes = sorted({tuple(p.shape) for p in params})
-        self.groups = [[p for p in params if tuple(p.shape) == s] for s in shapes]
-        self.buffers = [torch.zeros(len(g), *g[0].shape) for g in self.groups]
-        self.momentum, self.decay = momentum, decay
-        self.factors: dict[Tensor, float] = {}
-
-    def by_parameter(self) -> dict[Tensor, Tensor]:
-        """The momentum of every matrix."""
-        return {
-            param: momentum
-            for group, buffer in zip(self.groups, self.buffers, strict=True)
-            for param, momentum in zip(group, buffer, strict=True)
-        }
-
-    def step(self, rate: float, pool: ThreadPoolExecutor) -> None:
-        """One update of every matrix, four at a time."""
-        tasks = [
-            pool.submit(self.update, group[i : i + 4], buffer[i : i + 4], rate)
-            for group, buffer in zip(self.groups, self.buffers, strict=True)
-            for i in range(0, len(group), 4)
-        ]
-        for task in tasks:
-            task.result()
-
-    @torch.no_grad()
-    def update(self, params: list[Tensor], buffer: Tensor, rate: float) -> None:
-        """One update of matrices of equal shape."""
-        grads = torch.stack([p.grad for p in params if p.grad is not None])
-        buffer.lerp_(grads, 1 - self.momentum)
-        update = orthogonalise(grads.lerp_(buffer, self.momentum))
-        scale = max(1.0, update.shape[1] / update.shape[2]) ** 0.5
-        for param, change in zip(params, update, strict=True):
-            own = rate * self.factors.get(param, 1.0)
-            param.mul_(1 - own * self.decay)
-            param.add_(change, alpha=-own * scale)
 
 
 class Pressure:
@@ -250,58 +183,6 @@ def recycle(model: DemoModel, muon: Muon, pressure: Pressure, recipe: Recipe) ->
         pressure.neurons[index][rows] = 0.25
         counts.append(len(rows))
     print(f"recycled neurons per layer: {counts}", flush=True)
-
-
-def heldout_stream(corpus: Corpus) -> tuple[Tensor, int]:
-    """Tokens of the held-out documents in one row, and their bytes."""
-    ids = np.concatenate([encode(corpus.tokenizer, t) for t in corpus.heldout_texts])
-    size = sum(len(t.encode()) for t in corpus.heldout_texts)
-    return torch.from_numpy(ids.astype(np.int64)), size
-
-
-def parallel(function: Callable[[int], T], items: Iterable[int], threads: int) -> list[T]:
-    """The function's results, computed by threads with one core each."""
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(function, items))
-
-
-def evaluate(
-    model: DemoModel,
-    stream: Tensor,
-    length: int = 512,
-    limit: int = 10**9,
-    hook: Any = None,
-    threads: int = 2,
-) -> dict[str, Any]:
-    """Loss per token and activation shares over windows that do not overlap."""
-    layers = model.cfg.num_hidden_layers
-    zero = torch.zeros(layers)
-
-    @torch.no_grad()
-    def run(start: int) -> tuple[float, Tensor, int]:
-        row = stream[start : start + length + 1][None]
-        logits, share = model(row[:, :-1], zero, hook=hook)
-        n = row.shape[1] - 1
-        return float(F.cross_entropy(logits[0], row[0, 1:], reduction="sum")), share.mean(1) * n, n
-
-    results = parallel(run, range(0, min(len(stream), limit) - 1, length), threads)
-    nll, count = sum(r[0] for r in results), sum(r[2] for r in results)
-    shares = torch.stack([r[1] for r in results]).sum(0) / count
-    return {
-        "loss": nll / count,
-        "perplexity": math.exp(nll / count),
-        "nll": nll,
-        "tokens": count,
-        "activation": [round(float(s), 5) for s in shares],
-    }
-
-
-def quantised_copy(model: DemoModel) -> DemoModel:
-    """A model with fake-quantised weights."""
-    copy = DemoModel(model.cfg)
-    copy.load_state_dict(quantised_state(model.state_dict()))
-    return copy
 
 
 def save(path: Path, payload: dict[str, Any]) -> None:
