@@ -34,13 +34,14 @@ SUFFIX = ".device.toml"
 def command(output: Path | None, other: str | None, disk: Path | None, force: bool) -> None:
     """Measure this machine: memory, pi2's kernels, disk, noise.
 
-    Takes a minute or so, in which nothing else should run.  Compiles kernels first if it has to.
+    Takes less than two minutes, in which nothing else should run.  Compiles kernels first if it has
+    to.
     A temporary file of up to 1 GiB is written for the disk's figures, unless --disk names a store.
     With --compare, says of every figure whether it agrees with another device file's.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.probing.comparison import compare_devices, write_rows
-    from pi2.probing.document import NOISY, make_device, write_device
+    from pi2.probing.document import NOISY, describe_unsteady, make_device, write_device
     from pi2.probing.probe import measure_machine
 
     if output is None and other is None:
@@ -61,6 +62,8 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
             " end other programs and measure again",
             err=True,
         )
+    for line in describe_unsteady(device):
+        click.echo(line, err=True)
     for line in describe_units(device, found.accelerators.notes):
         click.echo(line, err=True)
     if output is not None:

@@ -190,6 +190,8 @@ class ReadFigure(Origin):
     overlap: Share | None = None
     """Part of the time of these reads that computing with all cores hides; absent means that of
     the storage."""
+    overlap_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
+    """Standard deviation of the measurements of ``overlap``, as it is."""
 
 
 class Storage(Table):
@@ -205,6 +207,8 @@ class Storage(Table):
     """Number of command queues."""
     latency: Seconds | None = None
     """Time of one small read in an idle queue."""
+    latency_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
+    """Standard deviation of the measurements of ``latency`` relative to their mean."""
     reader_penalty: ShareFigure | None = None
     """Part of the read rate that is lost where several cores issue reads instead of one."""
     overlap: ShareFigure | None = None

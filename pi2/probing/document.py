@@ -20,6 +20,7 @@ from pi2.plan.quantities import (
 )
 from pi2.plan.writing import write_document
 from pi2.probing.accelerators import UnitMeasurements
+from pi2.probing.figures import list_readings
 from pi2.probing.probe import Measurements
 from pi2.probing.series import round_digits, summarise
 from pi2.probing.storage import ReadSpec
@@ -27,7 +28,9 @@ from pi2.probing.timing import StepFacts
 
 MIB = 1 << 20
 NOISY = 0.1
-"""Variation of equal work from which a machine is called noisy."""
+"""Variation of equal work from which a machine is called noisy, and of a figure unsteady."""
+UNSTEADY_LINES = 8
+"""That are printed."""
 
 
 def make_device(name: str, found: Measurements) -> Device:
@@ -57,6 +60,7 @@ def write_device(device: Device, notes: Sequence[str] = ()) -> str:
     ]
     if noise is not None and noise.value > NOISY:
         lines.append(f"# NOISY: equal work took times that differ by {noise.value:.0%}.")
+    lines += [f"# {line}" for line in describe_unsteady(device)]
     lines += [f"# {note}" for note in notes]
     return "\n".join(lines) + "\n" + write_document(device)
 
@@ -67,6 +71,21 @@ def describe(found: Measurements) -> str:
     if find_noise(found) > NOISY:
         text += " The machine was noisy: figures are worth less."
     return text
+
+
+def describe_unsteady(device: Device) -> Iterator[str]:
+    """Which figures differed from round to round, the worst ones first; nothing if none did."""
+    found = sorted(
+        (item for item in list_readings(device) if item.spread > NOISY),
+        key=lambda item: -item.spread,
+    )
+    if found:
+        count = "1 figure" if len(found) == 1 else f"{len(found)} figures"
+        yield f"{count} differed by more than {NOISY:.0%} from round to round:"
+    for item in found[:UNSTEADY_LINES]:
+        yield f"  {item.label}: {item.text}, spread {item.spread:.0%}"
+    if len(found) > UNSTEADY_LINES:
+        yield f"  and {len(found) - UNSTEADY_LINES} more"
 
 
 def find_noise(found: Measurements) -> float:
@@ -198,7 +217,10 @@ def _describe_memory(found: Measurements) -> dict[str, Any]:
 def _describe_storage(found: Measurements) -> dict[str, Any]:
     storage = found.storage
     latency = summarise(found.latency_s)
-    values: dict[str, Any] = {"latency": _write_seconds(latency.value)}
+    values: dict[str, Any] = {
+        "latency": _write_seconds(latency.value),
+        "latency_spread": latency.spread,
+    }
     block = storage.direct.align_bytes or storage.block_bytes
     if block is not None:
         values["block_size"] = f"{block} B"
@@ -229,7 +251,9 @@ def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str
     if spec.burst is not None:
         values["burst"] = spec.burst
     if spec.key in found.overlap:
-        values["overlap"] = summarise(found.overlap[spec.key]).value
+        shares = found.overlap[spec.key]
+        values["overlap"] = round(statistics.median(shares), 3)
+        values["overlap_spread"] = round(statistics.stdev(shares), 3) if len(shares) > 1 else 0.0
     engine = "io_uring" if spec.depth is not None else "pread"
     summary = summarise(rates)
     return {**values, **_origin(f"{direct} reads, {engine}", summary.samples)} | {

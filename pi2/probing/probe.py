@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +20,12 @@ from pi2.probing.series import Key, Progress
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
 
-ROUNDS = 3
-"""Of everything; each is the median, or the sum, of many calls."""
-STEADY_PIECES = 200
+MOST_ROUNDS, LEAST_ROUNDS = 5, 3
+"""Of everything, one after the other; each is the median, or the sum, of many calls."""
+ROUNDS_S = 80.0
+"""No round begins that would end later, so that the whole takes less than two minutes."""
+STEADY_PIECES = 50
+"""Times of equal work in a round."""
 METER_BYTES = 256 << 20
 
 
@@ -45,64 +51,80 @@ class Measurements:
     """GPUs and NPUs."""
 
 
-def measure_machine(place: Path, progress: Progress, *, rounds: int = ROUNDS) -> Measurements:
+def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUNDS) -> Measurements:
     """Measure everything; ``place`` is a folder for a temporary file, or a neuron store.
+
+    Rounds go through everything from the first to the last, so that a machine whose speed drifts
+    shows it in the spread of every figure.
 
     UserError P340 where the cpu backend cannot run here, P341 where nothing can be read.
     """
     machine = detect_machine()
     check_backend(machine)
     threads = machine.cores
-    bandwidth = {}
-    counts = sorted({1, threads // 2 or 1, threads})
-    for number, count in enumerate(counts):
-        progress("memory", number / len(counts))
-        with Worker(MeterRecipe(threads=count, size_bytes=METER_BYTES)) as meter:
-            bandwidth[count] = [max(meter.call("measure")) for _ in range(rounds)]
-    progress("memory", 1.0)
     recipe = KernelRecipe(
         threads=threads, features=frozenset(machine.features), architecture=machine.architecture
     )
-    with (
-        Worker(recipe, progress) as bench,
-        Worker(replace(recipe, sizes=SMALL), progress) as small,
-    ):
-        steps: list[StepFacts] = [*bench.call("list_steps"), *small.call("list_steps")]
-        step_s: dict[Key, list[float]] = {}
-        for number in range(rounds):
-            _extend(step_s, bench.call("measure", 1))
-            _extend(step_s, small.call("measure", 1))
-            progress("kernels", (number + 1) / rounds)
-        with open_sample(place) as (path, size):
-            bench.call("open_storage", str(path), size)
-            align = inspect_storage(place).direct.align_bytes
-            reads = list_reads(size, align or 512)
-            rates: dict[Key, list[float]] = {}
-            for number in range(rounds):
-                _extend(rates, bench.call("measure_reads", reads, 1))
-                progress("storage", (number + 1) / rounds)
-            latency: list[float] = bench.call("measure_latency", rounds)
-            overlap: dict[Key, list[float]] = bench.call(
-                "measure_overlap", list_overlaps(reads), rounds
+    found = _Rounds()
+    with ExitStack() as stack:
+        meters = {
+            count: stack.enter_context(
+                Worker(MeterRecipe(threads=count, size_bytes=METER_BYTES), progress)
             )
-        steady: list[float] = bench.call("measure_steady", STEADY_PIECES)
-        # The kernels once more: half a minute later, the machine may have another speed.
-        _extend(step_s, bench.call("measure", 1))
-        _extend(step_s, small.call("measure", 1))
+            for count in sorted({1, threads // 2 or 1, threads})
+        }
+        bench = stack.enter_context(Worker(recipe, progress))
+        small = stack.enter_context(Worker(replace(recipe, sizes=SMALL), progress))
+        steps: list[StepFacts] = [*bench.call("list_steps"), *small.call("list_steps")]
+        path, size = stack.enter_context(open_sample(place))
+        bench.call("open_storage", str(path), size)
+        reads = list_reads(size, inspect_storage(place).direct.align_bytes or 512)
+        start = time.monotonic()
+        for number in range(rounds):
+            progress("rounds", number / rounds)
+            for count, meter in meters.items():
+                found.add("bandwidth", {(str(count),): [max(meter.call("measure"))]})
+            for worker in (bench, small):
+                found.add("steps", worker.call("measure", 1))
+            found.add("reads", bench.call("measure_reads", reads, 1))
+            found.add("latency", {(): bench.call("measure_latency", 1)})
+            found.add("overlap", bench.call("measure_overlap", list_overlaps(reads), 1))
+            found.add("steady", {(): bench.call("measure_steady", STEADY_PIECES)})
+            if not has_time(time.monotonic() - start, number + 1):
+                break
+        progress("rounds", 1.0)
+    rates = found["reads"]
     return Measurements(
         machine=machine,
         storage=inspect_storage(place),
         threads=threads,
-        bandwidth=bandwidth,
+        bandwidth={int(count): values for (count,), values in found["bandwidth"].items()},
         steps=tuple(steps),
-        step_s=step_s,
+        step_s=found["steps"],
         reads=tuple(spec for spec in reads if spec.key in rates),
         read_bytes_s=rates,
-        latency_s=latency,
-        overlap=overlap,
-        steady_s=steady,
-        accelerators=measure_accelerators(progress, rounds=rounds),
+        latency_s=found["latency"][()],
+        overlap=found["overlap"],
+        steady_s=found["steady"][()],
+        accelerators=measure_accelerators(progress, rounds=LEAST_ROUNDS),
     )
+
+
+def has_time(passed_s: float, done: int) -> bool:
+    """Whether another round fits after ``done`` of them."""
+    return done < LEAST_ROUNDS or passed_s * (done + 1) / done <= ROUNDS_S
+
+
+class _Rounds(defaultdict[str, dict[Key, list[float]]]):
+    """Measurements of all rounds, by kind and key."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def add(self, kind: str, more: dict[Key, list[float]]) -> None:
+        """Put a round's measurements behind those before."""
+        for key, values in more.items():
+            self[kind].setdefault(key, []).extend(values)
 
 
 def check_backend(machine: Machine) -> None:
@@ -116,8 +138,3 @@ def check_backend(machine: Machine) -> None:
             f"pi2's kernels cannot run here, so they cannot be measured: {'; '.join(obstacles)}",
             help="install what is missing: `pi2 doctor` lists it",
         )
-
-
-def _extend(total: dict[Key, list[float]], more: dict[Key, list[float]]) -> None:
-    for key, values in more.items():
-        total.setdefault(key, []).extend(values)

@@ -24,11 +24,11 @@ from pi2.plan.device import Device
 from pi2.planning.rates import read_rates
 from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
 from pi2.probing.comparison import compare_devices, write_rows
-from pi2.probing.document import make_device, write_device
+from pi2.probing.document import describe_unsteady, make_device, write_device
 from pi2.probing.opencl import STEPS as OPENCL_STEPS
 from pi2.probing.opencl import DeviceBench, DeviceFacts
 from pi2.probing.opencl_kernels import write_kernel
-from pi2.probing.probe import Measurements
+from pi2.probing.probe import Measurements, has_time
 from pi2.probing.series import collect_rounds, round_digits, summarise
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
@@ -169,9 +169,9 @@ def test_the_same_measurements_agree_and_a_doubled_one_does_not() -> None:
     doubled = make_device("my", make_measurements(bandwidth={1: [11e9] * 3, 2: [40e9] * 3}))
     differing = {row.label for row in compare_devices(old, doubled) if not row.agrees}
     assert differing == {
-        "units.cpu.read_bandwidth (B/s)",
-        "units.cpu.bandwidth_by_threads threads 2 (B/s)",
-        "memory.read_bandwidth (B/s)",
+        "units.cpu.read_bandwidth",
+        "units.cpu.bandwidth_by_threads threads 2",
+        "memory.read_bandwidth",
     }
 
 
@@ -179,8 +179,48 @@ def test_spread_explains_a_difference_that_is_within_it() -> None:
     old = make_device("my", make_measurements(bandwidth={2: [18e9, 20e9, 22e9]}))
     new = make_device("my", make_measurements(bandwidth={2: [20e9, 22e9, 24e9]}))
     rows = {row.label: row for row in compare_devices(old, new)}
-    assert rows["memory.read_bandwidth (B/s)"].agrees
+    assert rows["memory.read_bandwidth"].agrees
     assert "agree within their spreads" in write_rows(list(rows.values()))[-1]
+
+
+def test_figures_that_differ_are_named_and_the_machine_called_noisy() -> None:
+    old = make_device("my", make_measurements())
+    slower = {spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS} | {READS[0].key: [1e8, 1e8, 1e8]}
+    lines = write_rows(
+        compare_devices(old, make_device("my", make_measurements(read_bytes_s=slower)))
+    )
+    assert lines[-2].startswith("the machine is noisy, or another one: this figure differs")
+    assert lines[-1] == "  storage.reads sequential 1 MiB threads 1: -67.7%"
+    assert any("310 MB/s" in line and "100 MB/s" in line for line in lines), "with units"
+
+
+def test_shares_and_latencies_are_compared_by_their_own_spread() -> None:
+    old = make_device("my", make_measurements())
+    hidden = {READS[1].key: [0.0, 0.1, 0.2], READS[3].key: [0.75] * 3}
+    new = make_device("my", make_measurements(overlap=hidden, latency_s=[50e-6] * 3))
+    rows = {row.label: row for row in compare_devices(old, new)}
+    queued, threads = (
+        rows[f"storage.reads random 8 KiB {how}, hidden by computing"]
+        for how in ("depth 128 threads 1", "threads 4")
+    )
+    assert (queued.agrees, round(queued.change, 3)) == (False, -0.4)
+    assert not threads.agrees, "no spread explains five of a hundred"
+    assert not rows["storage.latency"].agrees
+
+
+def test_figures_that_differ_from_round_to_round_are_named() -> None:
+    assert not list(describe_unsteady(make_device("my", make_measurements())))
+    rates = {1: [10e9, 11e9, 12e9], 2: [10e9, 20e9, 30e9]}
+    device = make_device("my", make_measurements(bandwidth=rates))
+    lines = list(describe_unsteady(device))
+    assert lines[0] == "3 figures differed by more than 10% from round to round:"
+    assert "  memory.read_bandwidth: 20 GB/s, spread 50%" in lines
+    assert all(f"# {line}" in write_device(device) for line in lines)
+
+
+def test_rounds_go_on_while_there_is_time_for_another() -> None:
+    assert has_time(200.0, 2), "three rounds at least: one has no spread"
+    assert has_time(60.0, 4) and not has_time(70.0, 4)
 
 
 def test_figures_that_one_document_lacks_are_not_compared() -> None:
