@@ -221,8 +221,8 @@ class FeedForward:
         else:
             indices = self._executor.predict_low_rank(layer, self._threshold, late)
             if self._missing_threshold is not None:
-                worth = self._executor.read_scores().take(indices) >= self._missing_threshold
-                indices = self._cache.leave_out(layer, indices, worth)
+                scores = self._executor.read_scores()
+                indices = self._cache.leave_out(layer, indices, scores, self._missing_threshold)
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons if late is None else 0
         return indices
@@ -245,14 +245,13 @@ class FeedForward:
         if self._balance is not None:
             self._balance.note(layer, indices[:end], len(found.resident_slots))
         pending = None
+        cache.hold(found)
         try:
-            cache.hold(found.resident_slots)
             if len(found.missing):
-                cache.hold(found.missing_slots)
                 pending = self._reader.start(layer, found.missing, found.missing_slots)
         except BaseException:
             # The cache counts them as in memory, and nobody will read them.
-            cache.release(found.resident_slots)
+            cache.release(found)
             cache.forget(layer, found.missing)
             raise
         return _Wave(layer, found, pending=pending, rest=indices[end:].copy(), held=True)
@@ -276,8 +275,7 @@ class FeedForward:
             self._abandon_wave(wave)
             raise
         if wave.held:
-            self._cache.release(found.resident_slots)
-            self._cache.release(found.missing_slots)
+            self._cache.release(found)
             if wave.closed:
                 closed = np.concatenate(wave.closed)
                 unread = self._reader.rest_bytes
@@ -316,7 +314,7 @@ class FeedForward:
 
     def _abandon_wave(self, wave: _Wave) -> None:
         if wave.held:
-            self._cache.release(wave.found.resident_slots)
+            self._cache.release(wave.found)
         if wave.pending is not None:
             for read in (wave.pending, *(rest for _, rest in wave.opened)):
                 if read is not None:

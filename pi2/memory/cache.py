@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pi2.memory.policy import ABSENT, Bits, PolicyName, carry_over, make_policy
+from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -44,6 +44,8 @@ class Lookup:
     """Stored indices [m] of those to be read."""
     missing_slots: I32
     """Slots [m] that they have been given."""
+    cold: I32
+    """Those of all slots that are cold, counted from the first cold one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +93,12 @@ class NeuronCache:
         self.cold_capacity = len(arena) - bases[-1] if cold is None else cold
         assert bases[-1] + self.cold_capacity <= len(arena), (bases[-1], len(arena))
         self._slot_of = np.full((layers, neurons), ABSENT, np.int32)
+        self._rows = list(self._slot_of)
         for layer, slots in enumerate(self.hot_slots):
             self._slot_of[layer, : len(slots)] = np.arange(slots.start, slots.stop)
         self._owner = np.full(self.cold_capacity, ABSENT, np.int64)
         self._held = np.zeros(self.cold_capacity, bool)
+        self._held_count = 0
         self._policy = make_policy(
             policy,
             self.cold_capacity,
@@ -138,17 +142,21 @@ class NeuronCache:
     @property
     def free_capacity(self) -> int:
         """Cold slots that are not held."""
-        return self.cold_capacity - int(np.count_nonzero(self._held))
+        return self.cold_capacity - self._held_count
 
-    def leave_out(self, layer: int, indices: I32, worth: Bits) -> I32:
-        """Return ``indices`` [n] without those that are missing and, by ``worth`` [n], not worth a
-        read."""
-        kept = indices.compress(worth | (self._slot_of[layer].take(indices) != ABSENT))
-        self.counters[layer].skips += len(indices) - len(kept)
-        return kept
+    def leave_out(self, layer: int, indices: I32, scores: F32, least: float) -> I32:
+        """Return ``indices`` [n] (ascending) without those that are missing and not worth a read:
+        whose ``scores`` [neurons] are below ``least``."""
+        first = int(indices.searchsorted(len(self.hot_slots[layer])))
+        others = indices[first:]
+        kept = others.compress(
+            (scores.take(others) >= least) | (self._rows[layer].take(others) != ABSENT)
+        )
+        self.counters[layer].skips += len(others) - len(kept)
+        return np.concatenate([indices[:first], kept]) if len(kept) < len(others) else indices
 
     def look_up(self, layer: int, indices: I32) -> Lookup:
-        """Find ``indices`` [n] (distinct), and give slots to those that are missing.
+        """Find ``indices`` [n] (ascending), and give slots to those that are missing.
 
         At most ``free_capacity`` of them may be cold.  The caller reads the missing ones into
         their slots before anybody computes with them.
@@ -159,34 +167,45 @@ class NeuronCache:
             counters.hits += len(indices)
             none = indices[:0]
             resident = indices + np.int32(hot.start)
-            return Lookup(resident_slots=resident, missing=none, missing_slots=none)
-        # Views of one layer, and take and compress, are twice as fast as general indexing.
-        slots = self._slot_of[layer].take(indices)
-        absent = slots < 0
-        missing = indices.compress(absent)
-        resident = slots.compress(~absent) if len(missing) else slots
+            return Lookup(resident_slots=resident, missing=none, missing_slots=none, cold=none)
+        # Hot ones come first, and are in memory.  Views of one layer, and take and compress, are
+        # twice as fast as general indexing.
+        first = int(indices.searchsorted(len(hot)))
+        others = indices[first:]
+        slots = self._rows[layer].take(others)
+        present = slots >= 0
+        slots = slots.compress(present)
+        resident = np.concatenate([indices[:first] + np.int32(hot.start), slots])
+        cold = slots - np.int32(self._first_cold)
+        self._policy.touch(cold, self._owner.take(cold))
+        missing = others.compress(~present)
         counters.hits += len(resident)
         counters.misses += len(missing)
-        cold = resident.compress(resident >= self._first_cold) - np.int32(self._first_cold)
-        self._policy.touch(cold, self._owner.take(cold))
         if len(missing) == 0:
-            return Lookup(resident_slots=resident, missing=missing, missing_slots=missing)
+            return Lookup(
+                resident_slots=resident, missing=missing, missing_slots=missing, cold=cold
+            )
         given, evicted = self._place(layer, missing)
         counters.evictions += evicted
         counters.read_bytes += len(missing) * self.arena.shape[1]
-        return Lookup(resident_slots=resident, missing=missing, missing_slots=given)
+        return Lookup(
+            resident_slots=resident,
+            missing=missing,
+            missing_slots=given + np.int32(self._first_cold),
+            cold=np.concatenate([cold, given]),
+        )
 
     def _place(self, layer: int, missing: I32) -> tuple[I32, int]:
-        """Give slots to ``missing`` [m]: the slots, and how many neurons left for them."""
+        """Give cold slots to ``missing`` [m]: the slots, counted from the first cold one, and how
+        many neurons left for them."""
         keys = missing.astype(np.int64) + layer * self.neurons
         cold = self._policy.replace(keys, self._held)
         owners = self._owner.take(cold)
         evicted = owners.compress(owners >= 0)
         self._slot_of.reshape(-1)[evicted] = ABSENT
         self._owner[cold] = keys
-        given = cold + np.int32(self._first_cold)
-        self._slot_of[layer][missing] = given
-        return given, len(evicted)
+        self._rows[layer][missing] = cold + np.int32(self._first_cold)
+        return cold, len(evicted)
 
     def resize_hot(self, layer: int, count: int, *, rare: bool = False) -> Lookup:
         """Let the first ``count`` neurons of ``layer`` be its hot ones, with as many cold slots
@@ -198,7 +217,7 @@ class NeuronCache:
         anybody computes.  Between two tokens only: nothing may be held.  More than the limit by the
         neurons that change sides are in memory for a moment.
         """
-        assert not self._held.any(), "neurons are in use"
+        assert not self._held_count, "neurons are in use"
         assert 0 <= count <= self._most_hot[layer], (count, self._most_hot[layer])
         more = count - len(self.hot_slots[layer])
         assert more <= self.cold_capacity, "not so many cold slots to take"
@@ -209,7 +228,7 @@ class NeuronCache:
 
         Between two tokens only, as ``resize_hot``; the arena has room for them.
         """
-        assert not self._held.any(), "neurons are in use"
+        assert not self._held_count, "neurons are in use"
         assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
         if capacity < self.cold_capacity:
             self._shrink_cold(self.cold_capacity - capacity)
@@ -234,7 +253,10 @@ class NeuronCache:
         counters = self.counters[layer]
         counters.read_bytes += int(np.count_nonzero(~here)) * self.arena.shape[1]
         return Lookup(
-            resident_slots=places[here], missing=indices[~here], missing_slots=places[~here]
+            resident_slots=places[here],
+            missing=indices[~here],
+            missing_slots=places[~here],
+            cold=indices[:0],
         )
 
     def _shrink_cold(self, fewer: int) -> None:
@@ -272,7 +294,7 @@ class NeuronCache:
         self._renumber(source, newcomers=keys, rare=rare)
         self._give_back(leaving)
         none = np.empty(0, np.int32)
-        return Lookup(resident_slots=none, missing=none, missing_slots=none)
+        return Lookup(resident_slots=none, missing=none, missing_slots=none, cold=none)
 
     def _renumber(self, source: I32, newcomers: I64 | None = None, *, rare: bool = False) -> None:
         """Cold slot i is what slot ``source[i]`` was; the last ones hold ``newcomers``."""
@@ -286,14 +308,16 @@ class NeuronCache:
         self._slot_of.reshape(-1)[owner[taken]] = taken + self._first_cold
         self._policy.renumber(source, owner, rare=rare)
 
-    def hold(self, slots: I32) -> None:
-        """Keep the neurons in ``slots`` [n] until they are released: they are being computed
+    def hold(self, found: Lookup) -> None:
+        """Keep neurons, which nobody else holds, until they are released: they are being computed
         with, or on their way from flash."""
-        self._held[slots[slots >= self._first_cold] - self._first_cold] = True
+        self._held[found.cold] = True
+        self._held_count += len(found.cold)
 
-    def release(self, slots: I32) -> None:
-        """Undo ``hold``."""
-        self._held[slots[slots >= self._first_cold] - self._first_cold] = False
+    def release(self, found: Lookup) -> None:
+        """Undo ``hold``, before any of them is forgotten."""
+        self._held[found.cold] = False
+        self._held_count -= len(found.cold)
 
     def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:
         """Drop ``missing`` [m], which were not read, or but for ``unread_bytes`` each, so that
@@ -301,7 +325,6 @@ class NeuronCache:
         self.counters[layer].read_bytes -= len(missing) * unread_bytes
         slots = self._slot_of[layer, missing] - self._first_cold
         self._owner[slots] = ABSENT
-        self._held[slots] = False
         self._slot_of[layer, missing] = ABSENT
         self._policy.drop(slots)
 

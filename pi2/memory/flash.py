@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +105,7 @@ class FlashReader:
         """``read_runs``: ``Executor.read_runs``."""
         self._files = files
         self._arena = arena
+        self._address: int = arena.ctypes.data
         self._settings = settings
         self.fallback: str | None = None
         """Why direct reads were given up, if they were."""
@@ -216,11 +217,10 @@ class FlashReader:
         their gates; what has not been checked yet is read whole."""
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
-        addresses = slots.astype(np.int64) * file.stride + self._arena.ctypes.data
         batch = make_batch(
             layer,
             indices,
-            addresses,
+            self._find_addresses(slots),
             base=file.bundles_offset,
             stride=file.stride,
             merging=self._merging,
@@ -234,10 +234,15 @@ class FlashReader:
                     unknown = ~self._checked[layer][indices]
                 batch, gates = keep_gates(batch, self._gate_bytes, unknown)
                 self.gate_reads += int(np.count_nonzero(gates))
-            clusters, parts = divide_requests(clusters, batch.requests)
-            batch = replace(batch, parts=parts)
+            clusters, batch.parts = divide_requests(clusters, batch.requests)
             self._submit(batch)
         return PendingRead(layer, indices, slots, clusters, batch, gates)
+
+    def _find_addresses(self, slots: I32) -> I64:
+        """Where ``slots`` [n] begin in memory."""
+        addresses: I64 = np.multiply(slots, self._arena.shape[1], dtype=np.int64)
+        addresses += self._address
+        return addresses
 
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
         """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
@@ -253,7 +258,7 @@ class FlashReader:
         batch = make_rest(
             pending.layer,
             indices,
-            slots.astype(np.int64) * file.stride + self._arena.ctypes.data,
+            self._find_addresses(slots),
             base=file.bundles_offset,
             stride=file.stride,
             gate_bytes=self._gate_bytes,
@@ -291,15 +296,22 @@ class FlashReader:
         if len(slots) == 0:
             return slots
         self._engine.wait(batch, number)
-        indices, requests = pending.indices[cluster], batch.requests[cluster]
-        bad = np.flatnonzero(batch.results[requests] != batch.sizes[requests])
-        for i in bad.tolist():
-            self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))
+        part = batch.parts[number]
+        sizes = batch.sizes[part]
+        failed = batch.results[part] != sizes
+        if failed.any():
+            self._read_again(pending, cluster, failed[batch.requests[cluster] - part.start])
         # Bytes between neighbours were read too.
-        self.read_bytes += int(batch.sizes[batch.parts[number]].sum())
+        self.read_bytes += int(sizes.sum())
         if self._checked:
-            self._verify(pending.layer, indices, slots)
+            self._verify(pending.layer, pending.indices[cluster], slots)
         return slots
+
+    def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
+        """Read those of a cluster that ``failed`` [n]."""
+        indices, slots = pending.indices[cluster], pending.slots[cluster]
+        for i in np.flatnonzero(failed).tolist():
+            self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))
 
     def abandon(self, pending: PendingRead) -> None:
         """Wait until nothing of it is under way: a late read would spoil a slot's next owner."""

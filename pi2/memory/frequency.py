@@ -24,6 +24,7 @@ _MOST_WEIGHT = 1e6
 _TRIFLE = 1e-3
 _EMPTY = -1.0
 """Score of a slot without a neuron: it goes first."""
+_NO_SLOTS = np.empty(0, np.int32)
 _STEEPNESS = 0.6
 """Exponent of the power law of activations over stored places: that of a layer in which 26 to 43 %
 of the neurons make 80 % of the activations."""
@@ -97,7 +98,7 @@ class LeastFrequentlyUsed:
         """Return the slots with the lowest counts."""
         count = len(keys)
         taken = self._take(count, held)
-        while len(taken) < count:
+        if len(taken) < count:
             self._list_candidates(count - len(taken), held)
             taken = np.concatenate([taken, self._take(count - len(taken), held)])
         self._scores[taken] = self._count(keys)
@@ -105,17 +106,17 @@ class LeastFrequentlyUsed:
 
     def _take(self, count: int, held: Bits) -> I32:
         """Take up to ``count`` slots from the list."""
-        taken = np.empty(0, np.int32)
-        while len(taken) < count and len(self._candidates):
-            window = self._candidates[: 2 * (count - len(taken)) + 16]
-            fit = np.flatnonzero(
-                (self._used_at.take(window) <= self._listed_at) & ~held.take(window)
-            )
-            fit = fit[: count - len(taken)]
-            last = len(taken) + len(fit) == count
-            done = int(fit[-1]) + 1 if last and len(fit) else len(window)
-            taken = np.concatenate([taken, window[fit]])
+        parts = []
+        while count and len(self._candidates):
+            window = self._candidates[: 2 * count + 16]
+            unused = self._used_at.take(window) <= self._listed_at
+            (fit,) = np.greater(unused, held.take(window)).nonzero()
+            fit = fit[:count]
+            done = len(window) if len(fit) < count else int(fit[-1]) + 1
             self._candidates = self._candidates[done:]
+            parts.append(window.take(fit))
+            count -= len(fit)
+        taken: I32 = parts[0] if len(parts) == 1 else np.concatenate([_NO_SLOTS, *parts])
         self._used_at[taken] = self._clock
         self._in_use.append(taken)
         return taken
@@ -123,15 +124,17 @@ class LeastFrequentlyUsed:
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
         scores = self._scores.copy()
-        scores[held] = np.inf
+        np.putmask(scores, held, np.inf)
         for slots in self._in_use:
             scores[slots] = np.inf
         size = min(max(least, len(scores) // _CANDIDATES), len(scores))
-        lowest = np.argpartition(scores, size - 1)[:size]
-        lowest = lowest[scores[lowest] < np.inf]
-        assert len(lowest) >= least, "more slots are wanted than may be given away"
-        order = np.lexsort((lowest, scores[lowest]))
-        self._candidates = lowest[order].astype(np.int32)
+        # Partitioning values takes a tenth of the time that partitioning places takes.
+        limit = np.partition(scores, size - 1)[size - 1] if size else np.inf
+        lower = np.flatnonzero(scores < limit).astype(np.int32)
+        lower = lower[np.argsort(scores[lower], kind="stable")]
+        equal = np.flatnonzero(scores == limit)[: size - len(lower)] if limit < np.inf else ()
+        self._candidates = np.concatenate([lower, np.asarray(equal, np.int32)])
+        assert len(self._candidates) >= least, "more slots are wanted than may be given away"
         self._listed_at = self._clock
 
     def drop(self, slots: I32) -> None:

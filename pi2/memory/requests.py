@@ -23,9 +23,10 @@ MOST_BUNDLES = 16
 """In one read: more would keep a single queue of the drive busy while others are idle."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ReadBatch:
-    """Reads of one file that are issued together: n requests for b bundles.
+    """Reads of one file that are issued together: n requests for b bundles.  Not frozen: one is
+    made per layer and token.
 
     A request fills several places of the memory, one after the other (``struct iovec`` of C).
     """
@@ -82,31 +83,39 @@ def make_batch(
     """
     merging = merging or Merging()
     count = len(indices)
-    steps = np.diff(indices)
     # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
-    begins = np.empty(count, bool)
-    begins[:1] = True
-    np.greater(steps, merging.gap + 1, out=begins[1:])
-    if count > 1 and not begins.all():
-        place = indices - indices[begins][np.cumsum(begins) - 1]
+    begins = np.ones(count, bool)
+    np.greater(indices[1:] - indices[:-1], merging.gap + 1, out=begins[1:])
+    starts, counts = _measure_runs(begins)
+    if len(starts) < count and (merging.gap or counts.max() > MOST_BUNDLES):
+        place = indices - indices.take(starts).repeat(counts)
         begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
         if merging.gap:
             return _make_merged(file, indices, addresses, begins, base, stride, merging)
-    starts: I32 = np.flatnonzero(begins).astype(np.int32)
-    counts = np.diff(starts, append=np.int32(count)).astype(np.int32)
+        starts, counts = _measure_runs(begins)
     vectors = np.empty((count, 2), np.int64)
     vectors[:, 0] = addresses
     vectors[:, 1] = stride
+    number = len(starts)
     return ReadBatch(
         file=file,
         vectors=vectors,
-        firsts=starts,
-        counts=counts,
-        offsets=indices[starts].astype(np.int64) * stride + base,
-        sizes=counts.astype(np.int64) * stride,
-        requests=(np.cumsum(begins) - 1).astype(np.int32),
-        results=np.full(len(starts), PENDING, np.int64),
+        firsts=starts.astype(np.int32),
+        counts=counts.astype(np.int32),
+        offsets=np.multiply(indices.take(starts), stride, dtype=np.int64) + base,
+        sizes=counts * stride,
+        requests=np.arange(number, dtype=np.int32).repeat(counts),
+        results=np.full(number, PENDING, np.int64),
     )
+
+
+def _measure_runs(begins: Bits) -> tuple[I64, I64]:
+    """Where runs begin, and how long they are, by whether a bundle [b] begins one."""
+    (starts,) = begins.nonzero()
+    ends = np.empty_like(starts)
+    ends[:-1] = starts[1:]
+    ends[-1:] = len(begins)
+    return starts, ends - starts
 
 
 def _make_merged(
@@ -189,9 +198,9 @@ def divide_requests(
 
     ``requests`` [n] is the request of each neuron, ascending.
     """
-    starts = np.searchsorted(requests, requests[[cluster.start for cluster in clusters]])
-    bounds = [*dict.fromkeys(starts.tolist()), len(requests)]
-    parts = [*requests[bounds[:-1]].tolist(), int(requests[-1]) + 1]
+    heads = requests.take([cluster.start for cluster in clusters])
+    bounds = [*dict.fromkeys(requests.searchsorted(heads).tolist()), len(requests)]
+    parts = [*dict.fromkeys(heads.tolist()), int(requests[-1]) + 1]
     return (
         tuple(slice(start, stop) for start, stop in pairwise(bounds)),
         tuple(slice(start, stop) for start, stop in pairwise(parts)),

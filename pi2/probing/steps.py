@@ -186,10 +186,8 @@ class Steps:
 
         def run(index: int) -> None:
             found = cache.look_up(0, wanted[index % len(wanted)])
-            cache.hold(found.resident_slots)
-            cache.hold(found.missing_slots)
-            cache.release(found.resident_slots)
-            cache.release(found.missing_slots)
+            cache.hold(found)
+            cache.release(found)
 
         return Step(
             kernel="look-up",

@@ -133,12 +133,12 @@ def test_of_what_was_filled_in_the_least_hot_goes_first() -> None:
 def test_a_held_neuron_stays_until_it_is_released() -> None:
     cache = make_cache(hot=(0, 0, 0))
     first = cache.look_up(0, ids(1, 2))
-    cache.hold(first.missing_slots)
+    cache.hold(first)
     assert cache.free_capacity == COLD - 2
     for turn in range(5):
         cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
     assert cache.look_up(0, ids(1, 2)).resident_slots.tolist() == first.missing_slots.tolist()
-    cache.release(first.missing_slots)
+    cache.release(first)
     cache.look_up(1, ids(*range(COLD)))
     assert cache.look_up(0, ids(1, 2)).missing.tolist() == [1, 2]
 
