@@ -1,12 +1,16 @@
-"""Another memory budget for a plan: which segments become smaller or larger, and by how much."""
+"""Another memory budget for a plan: which segments become smaller or larger, and by how much.
+
+Where not all neurons fit, the embedding and the unused part of the context make room for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pi2.diagnostics import UserError
+from pi2.memory.context import describe_context
 from pi2.plan.quantities import (
     BYTE_UNITS,
     QuantityError,
@@ -15,10 +19,14 @@ from pi2.plan.quantities import (
     parse_quantity,
 )
 from pi2.plan.resolved import Resolved
+from pi2.plan.sizes import count_ffn_bytes, reads_embedding
 
 _HOT_PART = 0.5
 """Of what is left for neurons, where a plan's hot ones do not fit."""
 _BLOCK_BYTES = 4096
+_WORTHWHILE_NEURONS = 256
+"""Room for so many neurons saves more reads than the two that a row of the embedding takes: of the
+neurons that a cache just holds, one in a hundred or more is used for a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +53,28 @@ def parse_budget(text: str) -> int:
 def refit_plan(resolved: Resolved, budget_bytes: int) -> Refit:
     """Fit ``resolved`` into ``budget_bytes``.
 
-    First goes what segments have beyond their needs; then the cold cache, down to the least that
+    Where some neurons do not fit, rows of the embedding come from flash and the context lends what
+    it does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself.  First
+    goes what segments have beyond their needs; then the cold cache, down to the least that
     a layer works with; then hot neurons, of every layer in proportion, so that hot and cold share
     what is left.  A larger budget goes to the cold cache.  Raises UserError P611 if even that does
     not fit.
     """
-    needs = {name: need.bytes for name, need in resolved.needs.items()}
     segments = resolved.plan.memory.segments
-    fixed = {"runtime": segments.runtime}
-    for name in ("attention", "kv", "predictor", "workspace"):
-        fixed[name] = min(getattr(segments, name), _round_up(needs[name]))
+    overrides: dict[str, object] = {"memory.budget": format_bytes(budget_bytes)}
+    changes = [_describe("budget", resolved.plan.memory.budget, budget_bytes)]
+    if budget_bytes - sum(_size_fixed(resolved).values()) < count_ffn_bytes(resolved):
+        resolved, savings = _save_memory(resolved)
+        overrides |= {key: value for key, value, _ in savings}
+        changes += [f"{key}: {reason}" for key, _, reason in savings]
+    needs = {name: need.bytes for name, need in resolved.needs.items()}
+    fixed = _size_fixed(resolved)
     room = budget_bytes - sum(fixed.values())
     if room < needs["cold"]:
         raise _explain_shortage(budget_bytes, {**fixed, "cold": needs["cold"]})
     scale, hot_bytes = _choose_hot(resolved, room, needs)
     sizes = {**fixed, "hot": hot_bytes}
-    every = resolved.model.shape.layers * resolved.model.layer_neurons * resolved.bundle.stride
-    sizes["cold"] = max(0, min(room - hot_bytes, every - hot_bytes))
-    overrides: dict[str, object] = {"memory.budget": format_bytes(budget_bytes)}
-    changes = [_describe("budget", resolved.plan.memory.budget, budget_bytes)]
+    sizes["cold"] = max(0, min(room, count_ffn_bytes(resolved)) - hot_bytes)
     for name in type(segments).model_fields:
         before, after = getattr(segments, name), sizes[name]
         if before != after:
@@ -75,6 +86,39 @@ def refit_plan(resolved: Resolved, budget_bytes: int) -> Refit:
             overrides[key] = fewer
             changes.append(f"{key}: {share:g} -> {fewer:g}")
     return Refit(overrides=overrides, changes=tuple(changes))
+
+
+def _size_fixed(resolved: Resolved) -> dict[str, int]:
+    """Bytes of the segments that hold no neurons: no more than they need."""
+    segments, needs = resolved.plan.memory.segments, dict(resolved.needs.items())
+    sizes = {"runtime": segments.runtime}
+    for name in ("attention", "kv", "predictor", "workspace"):
+        sizes[name] = min(getattr(segments, name), _round_up(needs[name].bytes))
+    return sizes
+
+
+def _save_memory(resolved: Resolved) -> tuple[Resolved, list[tuple[str, object, str]]]:
+    """The plan with what else makes room for neurons: keys, values and reasons."""
+    plan = resolved.plan
+    found: list[tuple[str, object, str]] = []
+    if "embedding" not in plan.memory.model_fields_set:
+        memory = plan.memory.model_copy(update={"embedding": "flash"})
+        smaller = replace(resolved, plan=plan.model_copy(update={"memory": memory}))
+        saved = resolved.needs.attention.bytes - smaller.needs.attention.bytes
+        if reads_embedding(smaller.plan, resolved.model) and (
+            saved >= _WORTHWHILE_NEURONS * resolved.bundle.stride
+        ):
+            resolved, plan = smaller, smaller.plan
+            reason = f"rows are read when their tokens come: {approximate_bytes(saved)} for neurons"
+            found.append(("memory.embedding", "flash", f"resident -> flash, {reason}"))
+    cached = plan.decode.predictor != "none" and plan.decode.batch == 1
+    if cached and "lend" not in plan.kv.model_fields_set:
+        kv = plan.kv.model_copy(update={"lend": True})
+        resolved = replace(resolved, plan=plan.model_copy(update={"kv": kv}))
+        lent = approximate_bytes(describe_context(resolved).count_unused(0))
+        reason = f"neurons lie in what the context does not use yet, {lent} at first"
+        found.append(("kv.lend", True, f"false -> true, {reason}"))
+    return resolved, found
 
 
 def _choose_hot(resolved: Resolved, room: int, needs: Mapping[str, int]) -> tuple[Fraction, int]:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
+from pi2.memory.context import describe_context
 from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
-from pi2.memory.lending import ContextLoan, ContextMemory
+from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
 from pi2.plan.layout import round_up
 from pi2.plan.resolve import ResolvedPlan
@@ -95,18 +96,6 @@ def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
     if not resolved.plan.kv.lend:
         return cold, cold
     return cold, min(cold + describe_context(resolved).count_unused(0) // stride, absent)
-
-
-def describe_context(resolved: ResolvedPlan) -> ContextMemory:
-    """What keys and values take of their segment."""
-    shape = resolved.model.shape
-    # Keys and values, and the scales of either.
-    kinds = 4 if resolved.plan.kv.type == "int8" else 2
-    return ContextMemory(
-        total_bytes=resolved.needs.kv.bytes,
-        context=resolved.plan.kv.context,
-        runs=kinds * shape.layers * shape.kv_heads,
-    )
 
 
 def make_loan(

@@ -9,31 +9,13 @@ first.  What stays in memory is never read again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pi2.memory.balance import HotBalance
-from pi2.memory.budget import PAGE
 from pi2.memory.cache import NeuronCache
+from pi2.memory.context import ContextMemory
 
 STEP_TOKENS = 64
 """The cache gives memory back for so many tokens at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextMemory:
-    """What keys and values take."""
-
-    total_bytes: int
-    """Of a full context."""
-    context: int
-    """Tokens."""
-    runs: int
-    """Stretches that tokens fill one after the other: the last page of each is partly used."""
-
-    def count_unused(self, tokens: int) -> int:
-        """Bytes that no token has touched while there are at most ``tokens``."""
-        used = -(-self.total_bytes * tokens // self.context) + self.runs * PAGE
-        return max(0, self.total_bytes - used)
 
 
 class ContextLoan:

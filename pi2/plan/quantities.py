@@ -114,7 +114,8 @@ def _format_binary(value: int) -> str:
 def approximate_bytes(value: float) -> str:
     """Write a byte count for people, rounded: ``"1.46 GiB"``."""
     for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
-        if abs(value) >= size:
+        # 1,000 MiB and more would not fit into three digits.
+        if abs(value) >= (size if unit in ("B", "KiB") else size * 999.5 / 1024):
             return f"{value / size:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
     return "0 B"
 

@@ -12,8 +12,9 @@ Every term names where it comes from; docs/planning.md explains them.  A layer o
     read       missing neurons from flash
     wait       the part of ``read`` that no computation hides
 
-A layer takes attention + norm + predict + look up + python + max(compute, dense) + wait.  Expected
-values stand for what varies from token to token.
+Once a token there are the head, and the row of an embedding that is read from flash.  A layer
+takes attention + norm + predict + look up + python + max(compute, dense) + wait.  Expected values
+stand for what varies from token to token.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pi2.memory.context import count_lent_bytes
 from pi2.plan.layout import round_up, vector_bytes
 from pi2.plan.resolved import Resolved, ResolvedPlan
-from pi2.plan.sizes import find_block_bytes
+from pi2.plan.sizes import find_block_bytes, reads_embedding
 from pi2.planning.activity import (
     LayerActivity,
     PredictorMode,
     describe_activity,
     describe_cut_activity,
 )
-from pi2.planning.cost_layer import LayerCost, Settings, cost_layer, time_head
+from pi2.planning.cost_layer import LayerCost, Settings, cost_layer, time_head, time_row
 from pi2.planning.cost_memory import POSITION, count_memory
 from pi2.planning.cost_sizes import measure_sizes
 from pi2.planning.cost_stream import PROMPT, cost_prefill, find_stream, uses_dense
@@ -61,11 +63,13 @@ class Cost:
     """Of the processor; None where the device does not state it."""
     both_w: float | None = None
     """Of everything while the dense unit computes, too."""
+    embedding_s: float = 0.0
+    """Reading a token's row of the embedding, where it does not stay in memory."""
 
     @property
     def token_s(self) -> float:
         """Seconds between two tokens of a sequence."""
-        return sum(layer.total_s for layer in self.layers) + self.head_s
+        return sum(layer.total_s for layer in self.layers) + self.head_s + self.embedding_s
 
     @property
     def tokens_s(self) -> float:
@@ -130,7 +134,8 @@ def cost_resolved(
     uses, source = activity
     settings = read_settings(resolved, rates, position)
     head_s = time_head(rates, sizes, batch) / rates.scale(settings.threads) + rates.token_s
-    colds = share_cold(resolved)
+    row_s = time_row(rates, model) if reads_embedding(plan, model) else 0.0
+    colds = share_cold(resolved, position)
     layers = []
     known: dict[tuple[int, float, float, float], LayerCost] = {}
     for number, layer in enumerate(resolved.layers):
@@ -154,7 +159,9 @@ def cost_resolved(
     return Cost(
         layers=tuple(layers),
         head_s=head_s,
-        prefill_tokens_s=cost_prefill(resolved, rates, sizes, uses, head_s, prompt),
+        prefill_tokens_s=cost_prefill(
+            resolved, rates, sizes, uses, head_s + prompt * row_s, prompt
+        ),
         memory_bytes=count_memory(resolved),
         activity=source,
         sources=rates.sources,
@@ -162,6 +169,7 @@ def cost_resolved(
         batch=batch,
         power_w=rates.power_w,
         both_w=rates.both_w if uses_dense(resolved) else rates.power_w,
+        embedding_s=batch * row_s,
     )
 
 
@@ -173,7 +181,7 @@ def read_settings(resolved: Resolved, rates: Rates, position: int = POSITION) ->
     if plan.decode.predictor == "none":
         # What does not stay streams by, whatever the cache has room for.
         stream = None if whole else find_stream(resolved, rates)
-    elif not whole and not _fits_cache(resolved):
+    elif not whole and not _fits_cache(resolved, position):
         reads = find_reads(
             check_flash(rates, resolved.device),
             resolved.bundle.stride,
@@ -210,16 +218,18 @@ def _divide_bundle(resolved: Resolved, rates: Rates) -> Phases | None:
     return Phases(gate_bytes=first, open_share=Constants().up_down_share)
 
 
-def share_cold(resolved: Resolved) -> list[float]:
-    """Part of each layer's neurons that the cache holds: in proportion to what is not hot."""
+def share_cold(resolved: Resolved, position: int = POSITION) -> list[float]:
+    """Part of each layer's neurons that the cache holds, with ``position`` tokens of context: in
+    proportion to what is not hot."""
     neurons = resolved.model.layer_neurons
     absent = [neurons - layer.hot_neurons for layer in resolved.layers]
-    slots = min(resolved.plan.memory.segments.cold // resolved.bundle.stride, sum(absent))
+    room = resolved.plan.memory.segments.cold + count_lent_bytes(resolved, position)
+    slots = min(room // resolved.bundle.stride, sum(absent))
     return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
 
 
-def _fits_cache(resolved: Resolved) -> bool:
-    colds = share_cold(resolved)
+def _fits_cache(resolved: Resolved, position: int) -> bool:
+    colds = share_cold(resolved, position)
     return all(
         layer.hot + cold >= 1.0 - 1e-9 for layer, cold in zip(resolved.layers, colds, strict=True)
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import Literal
 
+from pi2.plan.layout import scale_bytes
+from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.planning.activity import LayerActivity, Policy, PredictorMode
 from pi2.planning.cost_memory import POSITION
@@ -14,6 +16,7 @@ from pi2.planning.cost_stream import Stream
 from pi2.planning.kernel_times import Linear
 from pi2.planning.rates import Rates
 from pi2.planning.storage_choice import Reads
+from pi2.simulate.constants import Constants
 
 LookAhead = Literal["none", "attention", "layer"]
 
@@ -192,6 +195,14 @@ def time_matrix(
 def time_head(rates: Rates, sizes: Sizes, batch: int) -> float:
     """Seconds of the output head of a step."""
     return time_matrix(rates, rates.multiply, sizes.head, sizes.head_weights, batch)
+
+
+def time_row(rates: Rates, model: Model) -> float:
+    """Seconds of reading a token's row of the embedding: its weights, then its scales, which lie
+    apart in the store."""
+    latency_s = Constants().read_latency_s if rates.flash is None else rates.flash.latency_s
+    scales = scale_bytes(model.shape.stored_hidden, model.quantization.embedding) > 0
+    return (1 + scales) * latency_s
 
 
 def _count_neuron_bytes(

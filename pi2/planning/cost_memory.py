@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.model import Model
 from pi2.plan.resolved import Resolved
 
@@ -13,21 +14,21 @@ set of the demo model's run, less what its segments hold."""
 NEURON_TABLE_BYTES = 36
 """What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
 From the resident set of a 7B's run, less that of the demo model's."""
-POSITION = 256
-"""Tokens of context that a mean token is taken to have."""
+POSITION = MEAN_TOKENS
 
 
 def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
     """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
 
-    Of keys and values only what was used is.
+    Of keys and values only what was used is, and of the rest what it lends to neurons.
     """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
     fixed = sum(needs[name].bytes for name in ("attention", "kv", "predictor", "hot", "workspace"))
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
-    cold = min(segments.cold, absent * stride)
+    lent = count_lent_bytes(resolved, tokens)
+    cold = min(segments.cold + lent, absent * stride)
     if resolved.plan.decode.predictor == "none":
         cold = 0  # everything streams by; nothing is put there
     share = min(1.0, tokens / resolved.plan.kv.context)

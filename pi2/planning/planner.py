@@ -208,6 +208,10 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         chunk=solution.chunk.tokens,
         stride=problem.stride,
     )
+    if solution.embedding.place == "flash":
+        values["memory"]["embedding"] = "flash"
+    if solution.lent_bytes > 0.0:
+        values["kv"]["lend"] = True
     hots = [0.0] * wish.model.shape.layers
     denses = [0.0] * wish.model.shape.layers
     for group, resident, dense in zip(
@@ -232,7 +236,8 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
             share * group.count * problem.neurons * problem.stride
             for group, share in zip(problem.groups, solution.resident, strict=True)
         )
-        wanted = max(resident_bytes - needs["hot"].bytes, needs["cold"].bytes)
+        own_bytes = resident_bytes - needs["hot"].bytes - solution.lent_bytes
+        wanted = max(own_bytes, needs["cold"].bytes)
     spent = sum(segments.values())
     room = None if wish.memory_bytes is None else wish.memory_bytes - spent
     if wish.memory_bytes is not None and wish.objective != "memory" and mode.predictor != "none":
@@ -244,7 +249,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     if segments["cold"] < needs["cold"].bytes:
         segments["cold"] = round_up(needs["cold"].bytes, MIB)
     budget = max(wish.memory_bytes or 0, 0) or sum(segments.values())
-    values["memory"] = {
+    values["memory"] |= {
         "budget": format_bytes(budget),
         "segments": {name: format_bytes(size) for name, size in segments.items()},
     }
@@ -253,7 +258,8 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         "threads": solution.io.threads,
         "depth": solution.io.depth,
     }
-    values["decode"]["look_ahead"] = solution.look_ahead
+    # Where nothing is read there is nothing to look ahead for.
+    values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
     return values
 
 
@@ -311,7 +317,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     if least is None:
         return UserError.of("P350", "no plan exists for this device and model at all")
     notes = [
-        f"embeddings, attention, norms: {format_bytes(problem.attention_bytes)}",
+        f"attention, norms, head{_name_embedding(least)}: {format_bytes(least.embedding.bytes)}",
         f"keys and values of {wish.context} tokens: {format_bytes(least.kv.bytes)} "
         f"({least.kv.type})",
         f"finding active neurons ({least.mode.predictor}): "
@@ -350,6 +356,10 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     )
 
 
+def _name_embedding(solution: Solution) -> str:
+    return ", embedding" if solution.embedding.place == "resident" else ""
+
+
 def _name_limit(problem: Problem, fastest: Solution) -> str:
     """What takes the time of the fastest plan."""
     cost = finish_plan(problem, fastest).cost
@@ -359,6 +369,7 @@ def _name_limit(problem: Problem, fastest: Solution) -> str:
         "computing neurons": sum(max(x.compute_s, x.dense_s) for x in cost.layers),
         "waiting for flash": sum(x.wait_s for x in cost.layers),
         "the head": cost.head_s,
+        "the embedding": cost.embedding_s,
     }
     shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
     return f"a token of the fastest plan: {shown}"

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
+from pi2.memory.context import describe_context
 from pi2.plan.layout import round_up
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
@@ -21,7 +23,7 @@ from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
 from pi2.planning.cost import Activity
-from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head
+from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
 from pi2.planning.cost_memory import POSITION, count_runtime
 from pi2.planning.cost_sizes import Sizes, measure_sizes
 from pi2.planning.rates import Rates, find_stream_rate
@@ -79,6 +81,11 @@ class Mode:
     neuron_s: float
     """Reading where neurons stream by, whatever the engine; 0 where the engine's choice counts."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether there is a cache that neurons are put into."""
+        return self.cache_share > 0.0 and self.predictor != "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvChoice:
@@ -88,6 +95,18 @@ class KvChoice:
     bytes: int
     token_s: float
     """What it adds to a token, over the cheapest."""
+    lent_bytes: int = 0
+    """Of them, what a mean token has not used yet, and the cache may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingChoice:
+    """Where rows of the embedding come from, and all dense weights that stay then."""
+
+    place: Literal["resident", "flash"]
+    bytes: int
+    token_s: float
+    """What reading a row adds to a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +133,10 @@ class Problem:
     look_aheads: tuple[LookAhead, ...]
     attention_s: float
     """Attention of a layer, that looking ahead hides reads behind."""
-    attention_bytes: int
+    embeddings: tuple[EmbeddingChoice, ...]
     head_s: float
     activities: Mapping[PredictorMode, Activity]
     """By the way to find active neurons."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What every plan needs."""
-        return self.attention_bytes + self.runtime_bytes
 
     @property
     def runtime_bytes(self) -> int:
@@ -147,7 +161,6 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
     if rates.flash is not None:
         ios = tuple(list_io_choices(rates.flash, stride, model.layer_neurons * stride))
     kvs = _list_kvs(wish, rates, stride)
-    least = _resolve(wish, modes[0], kvs[0].type, CHUNKS[0], stride)
     sizes = measure_sizes(model, modes[0], "fp16", stride)
     settings = _make_settings(wish, modes[0], rates, "fp16")
     bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
@@ -181,7 +194,7 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
         ios=ios,
         look_aheads=ahead,
         attention_s=bare.attention_s,
-        attention_bytes=round_up(least.needs.attention.bytes, MIB),
+        embeddings=_list_embeddings(wish, rates, modes[0], stride),
         head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads) + rates.token_s,
         activities=activities,
     )
@@ -211,14 +224,46 @@ def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
     found = []
     for kind in types:
         resolved = _resolve(wish, mode, kind, CHUNKS[0], stride)
+        unused = describe_context(resolved).count_unused(min(POSITION, wish.context))
         size = measure_sizes(model, mode, kind, stride).kv_token
         tokens = wish.batch * min(POSITION, wish.context)
         seconds = model.shape.layers * tokens * size / rates.attend.bytes_s
-        found.append((kind, round_up(resolved.needs.kv.bytes, MIB), seconds))
-    cheapest = min(seconds for _, _, seconds in found)
-    return tuple(
-        KvChoice(type=kind, bytes=size, token_s=seconds - cheapest) for kind, size, seconds in found
-    )
+        found.append(
+            KvChoice(
+                type=kind,
+                bytes=round_up(resolved.needs.kv.bytes, MIB),
+                token_s=seconds,
+                lent_bytes=unused if wish.batch == 1 else 0,
+            )
+        )
+    cheapest = min(item.token_s for item in found)
+    return tuple(replace(item, token_s=item.token_s - cheapest) for item in found)
+
+
+def _list_embeddings(
+    wish: Wish, rates: Rates, mode: PredictorMode, stride: int
+) -> tuple[EmbeddingChoice, ...]:
+    """In memory; or from flash, unless it is the head too, or nobody measured reads."""
+    model = wish.model
+    places: tuple[Literal["resident", "flash"], ...] = ("resident", "flash")
+    if model.tied_head or rates.flash is None:
+        places = ("resident",)
+    found = []
+    for place in places:
+        # A chunk's rows have to fit.
+        values = make_plan_values(
+            wish, predictor=mode, kv="fp16", chunk=min(max(CHUNKS), wish.context), stride=stride
+        )
+        values["memory"]["embedding"] = place
+        resolved = resolve_values(values, wish.device, model)
+        found.append(
+            EmbeddingChoice(
+                place=place,
+                bytes=round_up(resolved.needs.attention.bytes, MIB),
+                token_s=wish.batch * time_row(rates, model) if place == "flash" else 0.0,
+            )
+        )
+    return tuple(found)
 
 
 def _resolve(

@@ -2,15 +2,17 @@
 
 Continuous: per group of layers the share of neurons that are resident (r), the neurons missing
 (m), the share that a dense unit computes (d), the time of computing (b) and of waiting for flash
-(w).  Binary: one of each kind of choice.  A row that only holds for some choices is relaxed by a
-large number where they are not made.
+(w); and what the context lends to the cache (l).  Binary: one of each kind of choice.  A row that
+only holds for some choices is relaxed by a large number where they are not made.
 
     minimise   time, memory, or energy
     time       head + sum over layers of (fixed + b + look-up m + w)
     energy     processor's power x time + what the dense unit adds x sum of its time
-    memory     everything fixed + predictor + kv + workspace + neurons x stride x sum of r
+    memory     everything fixed + embedding + predictor + kv + workspace - l
+               + neurons x stride x sum of r
     misses     m >= line(r), for the lines of the chosen predictor and cache
     compute    b >= time of all active neurons; with a dense unit, b >= its time too
+    lending    l <= what a mean token has not used of kv; l <= the cache less the least that works
     waiting    w >= time of reading m with the chosen engine - what runs meanwhile
 """
 
@@ -25,7 +27,7 @@ import numpy.typing as npt
 
 from pi2.diagnostics import UserError
 from pi2.planning.cost_layer import LookAhead
-from pi2.planning.problem import ChunkChoice, KvChoice, Mode, Problem
+from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
 from pi2.planning.rates import find_stream_overlap, find_stream_rate
 from pi2.planning.storage_choice import IoChoice
 
@@ -49,6 +51,7 @@ class Solution:
 
     mode: Mode
     kv: KvChoice
+    embedding: EmbeddingChoice
     chunk: ChunkChoice
     io: IoChoice
     look_ahead: LookAhead
@@ -56,6 +59,8 @@ class Solution:
     """Share of neurons in memory by group of layers."""
     dense: tuple[float, ...]
     """Share that a dense unit computes, by group."""
+    lent_bytes: float
+    """What the cache has of the context's memory."""
     token_s: float
     memory_bytes: float
 
@@ -93,9 +98,11 @@ class Program:
         self._d = self._take(groups)
         self._b = self._take(groups)
         self._w = self._take(groups)
+        self._lent = self._take(1)
         self._continuous = self._places
         self._modes = self._take(len(problem.modes))
         self._kvs = self._take(len(problem.kvs))
+        self._embeddings = self._take(len(problem.embeddings))
         self._chunks = self._take(len(problem.chunks))
         self._ios = self._take(len(problem.ios))
         self._aheads = self._take(len(problem.look_aheads))
@@ -163,7 +170,7 @@ class Program:
     def _find_bounds(self) -> tuple[Floats, Floats]:
         low, high = np.zeros(self._places), np.ones(self._places)
         high[self._m.start : self._m.stop] = self._problem.neurons
-        high[self._b.start : self._w.stop] = np.inf
+        high[self._b.start : self._lent.stop] = np.inf
         if self._problem.rates.dense is None:
             high[self._d.start : self._d.stop] = 0.0
         return low, high
@@ -180,6 +187,8 @@ class Program:
             )
         for place, kv in zip(self._kvs, problem.kvs, strict=True):
             terms[place] = kv.token_s
+        for place, embedding in zip(self._embeddings, problem.embeddings, strict=True):
+            terms[place] = embedding.token_s
         look_up_s = max((mode.missing_s for mode in problem.modes), default=0.0)
         for group, m in zip(problem.groups, self._m, strict=True):
             terms[m] = group.count * look_up_s
@@ -218,16 +227,31 @@ class Program:
             terms[place] = mode.predictor_bytes / _MIB
         for place, kv in zip(self._kvs, problem.kvs, strict=True):
             terms[place] = kv.bytes / _MIB
+        for place, embedding in zip(self._embeddings, problem.embeddings, strict=True):
+            terms[place] = embedding.bytes / _MIB
+        terms[self._lent[0]] = -1.0
         for place, chunk in zip(self._chunks, problem.chunks, strict=True):
             terms[place] = chunk.workspace_bytes / _MIB
         # Sizes are written in whole MiB, rounded up: hot, and the cache.
-        return terms, float(problem.fixed_bytes + 2 * _MIB)
+        return terms, float(problem.runtime_bytes + 2 * _MIB)
 
     def _list_rows(self) -> _Rows:
         problem = self._problem
         rows = _Rows(self._places)
-        for kind in (self._modes, self._kvs, self._chunks, self._ios, self._aheads):
+        for kind in (
+            self._modes,
+            self._kvs,
+            self._embeddings,
+            self._chunks,
+            self._ios,
+            self._aheads,
+        ):
             rows.add(dict.fromkeys(kind, 1.0), low=1.0, high=1.0)
+        lent = self._lent[0]
+        unused = {
+            place: -kv.lent_bytes / _MIB for place, kv in zip(self._kvs, problem.kvs, strict=True)
+        }
+        rows.add({lent: 1.0, **unused}, high=0.0)
         for mode, place in zip(problem.modes, self._modes, strict=True):
             self._add_misses(rows, mode, place)
             self._add_waiting(rows, mode, place)
@@ -247,14 +271,19 @@ class Program:
                 rows.add({m: 1.0, r: -slope, place: -large}, low=offset - large)
             if mode.cache_share == 0.0:
                 rows.add({r: 1.0, place: -1.0}, low=0.0)  # everything stays
-        if mode.least_cold_bytes:
-            layer = problem.neurons * problem.stride
-            terms = {
-                r: group.count * mode.cache_share * layer / _MIB
-                for group, r in zip(problem.groups, self._r, strict=True)
-            }
-            needed = mode.least_cold_bytes / _MIB
-            rows.add({**terms, place: -needed}, low=0.0)
+        most = max(kv.lent_bytes for kv in problem.kvs) / _MIB
+        lent = self._lent[0]
+        if not mode.lends:
+            rows.add({lent: 1.0, place: most}, high=most)
+            return
+        layer = problem.neurons * problem.stride
+        terms = {
+            r: group.count * mode.cache_share * layer / _MIB
+            for group, r in zip(problem.groups, self._r, strict=True)
+        }
+        # Once the context is full, the cache has to work with what is its own.
+        needed = mode.least_cold_bytes / _MIB + most
+        rows.add({**terms, lent: -1.0, place: -needed}, low=-most)
 
     def _add_compute(self, rows: _Rows, number: int) -> None:
         """b is the longer one of the CPU's and the dense unit's time; d is not above what stays."""
@@ -321,11 +350,13 @@ class Program:
         return Solution(
             mode=problem.modes[pick(self._modes)],
             kv=problem.kvs[pick(self._kvs)],
+            embedding=problem.embeddings[pick(self._embeddings)],
             chunk=problem.chunks[pick(self._chunks)],
             io=problem.ios[pick(self._ios)],
             look_ahead=problem.look_aheads[pick(self._aheads)],
             resident=tuple(float(min(max(x[place], 0.0), 1.0)) for place in self._r),
             dense=tuple(float(min(max(x[place], 0.0), 1.0)) for place in self._d),
+            lent_bytes=max(float(x[self._lent[0]]), 0.0) * _MIB,
             token_s=float(time_s) + self._time_fixed,
             memory_bytes=float(memory) * _MIB + self._memory_fixed,
         )

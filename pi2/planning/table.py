@@ -41,7 +41,10 @@ def write_cost(cost: Cost) -> Iterator[str]:
     total = [sum(getattr(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS.values()]
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(_TERMS, total, strict=True))
     yield ""
-    yield f"Milliseconds of a token: {shown}, head {cost.head_s * 1e3:.1f}."
+    shown += f", head {cost.head_s * 1e3:.1f}"
+    if cost.embedding_s:
+        shown += f", embedding {cost.embedding_s * 1e3:.1f}"
+    yield f"Milliseconds of a token: {shown}."
     yield "Sources of the rates:"
     for name, source in sorted(cost.sources.items()):
         yield f"  {name}: {source}"

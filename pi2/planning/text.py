@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
+from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.quantities import approximate_bytes
-from pi2.plan.sizes import count_ffn_bytes
+from pi2.plan.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.toml_text import write_key, write_value
 from pi2.planning.bundle_layout import describe_layout
 from pi2.planning.cost import Cost
@@ -38,10 +40,12 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         "",
         "[memory]",
         f"budget = {write_value(values['memory']['budget'])}  # the whole process stays below it",
-        "",
-        "[memory.segments]",
     ]
-    for key, remark in _SEGMENTS.items():
+    if "embedding" in values["memory"]:
+        place = write_value(values["memory"]["embedding"])
+        lines.append(f"embedding = {place}  # rows are read when their tokens come")
+    lines += ["", "[memory.segments]"]
+    for key, remark in _name_segments(planned).items():
         lines.append(f"{key} = {write_value(values['memory']['segments'][key])}  # {remark}")
     used = planned.resolved.bundle.used_bytes
     lines += ["", "[bundle]"]
@@ -53,6 +57,12 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         lines += ["", f"[{table}]"]
         lines += [f"{write_key(key)} = {write_value(item)}" for key, item in values[table].items()]
     return "\n".join(lines) + "\n"
+
+
+def _name_segments(planned: PlannedPlan) -> dict[str, str]:
+    """What the segments hold in this plan."""
+    embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
+    return _SEGMENTS | ({"attention": "attention, norms, head"} if embedded else {})
 
 
 def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
@@ -117,8 +127,30 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
     if plan.decode.look_ahead != "none":
         yield "Reads begin a layer ahead, so that they are hidden behind more work."
+    yield from _describe_memory(planned)
     if plan.kv.type == "int8":
-        yield "Keys and values take 8 bits: what that saves holds neurons."
+        yield "Keys and values take 8 bits: half of the memory, and of what attention reads."
+
+
+def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
+    """What holds neurons besides their own segments."""
+    cost, resolved = planned.cost, planned.resolved
+    if reads_embedding(resolved.plan, resolved.model):
+        whole = sum(
+            size(resolved.model.shape.stored_hidden, resolved.model.quantization.embedding)
+            for size in (weight_bytes, scale_bytes)
+        )
+        room = approximate_bytes(whole * resolved.model.shape.vocab)
+        yield (
+            f"Rows of the embedding are read when their tokens come: {room} more for neurons, and "
+            f"{cost.embedding_s * 1e3:.2g} ms a token."
+        )
+    lent = count_lent_bytes(resolved)
+    if lent:
+        yield (
+            "Neurons of the cache lie in what the context does not use yet: "
+            f"{approximate_bytes(lent)} after {MEAN_TOKENS} tokens; they go as it grows."
+        )
 
 
 def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:

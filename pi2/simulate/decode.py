@@ -83,6 +83,7 @@ def _start_tokens(inputs: SimulationInput, positions: Floats) -> dict[str, Float
     uses_dense = machine.dense_bytes_s is not None
     faults = find_page_misses(inputs)
     stalled = faults.attention_bytes * LayerSimulation(inputs).costs.fault_byte_s
+    stalled += inputs.choices.embedding_s
     return {
         "token_s": total + stalled,
         "flash_s": zeros + stalled,
@@ -319,7 +320,11 @@ def trace_decode(
     if inputs.machine.dense_bytes_s is not None:
         lanes.append(DENSE_LANE)
     head_s = inputs.workload.head_bytes / _find_joint_rate(inputs)
+    row_s = inputs.choices.embedding_s
     for token in range(tokens):
+        if row_s > 0.0:
+            recorder.add_slice(READ_LANE, "embedding", 0.0, row_s)
+            recorder.offset_s += row_s
         attention_s = float(
             compute_attention_s(inputs, np.array([float(prompt_tokens + token)]))[0]
         )

@@ -152,6 +152,8 @@ class Choices:
     """When a layer's reads begin: with its FFN, with its attention, or with the FFN before it."""
     streams_hot: bool = True
     """Whether hot neurons that are nearly always active are computed densely on the CPU."""
+    embedding_s: float = 0.0
+    """Reading the rows of the embedding that a token needs, where they do not stay."""
     keeps_most_used: bool = False
     """Whether the cache holds the neurons that follow the hot ones, as with ``lfu`` and known
     frequencies, instead of the last ones that were used."""

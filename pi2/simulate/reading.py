@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.memory.context import count_lent_bytes
 from pi2.plan.device import Device, Unit
 from pi2.plan.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.resolved import ResolvedPlan
-from pi2.plan.sizes import count_kv_token_bytes
+from pi2.plan.sizes import count_kv_token_bytes, reads_embedding
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, list_points
 from pi2.simulate.inputs import (
@@ -301,7 +302,9 @@ class _Reader:
             compute_threads=self._count_threads(),
             io_threads=self._count_readers(),
             look_ahead=plan.decode.look_ahead,
-            cold_neurons=segments.cold / bundle.stride,
+            # The context lends what a mean token has not used.
+            cold_neurons=(segments.cold + count_lent_bytes(self._resolved)) / bundle.stride,
+            embedding_s=self._time_embedding(),
             predicted=plan.decode.predictor != "none",
             stride_bytes=bundle.stride,
             gate_read_bytes=gate,
@@ -309,6 +312,15 @@ class _Reader:
             page_cache_bytes=float(kept),
             layers=self._group_layers(),
         )
+
+    def _time_embedding(self) -> float:
+        """Seconds of a token: for each sequence a read of weights, and one of scales."""
+        plan, model = self._resolved.plan, self._model
+        if not reads_embedding(plan, model):
+            return 0.0
+        latency_s = float(self._device.storage.latency or self._constants.read_latency_s)
+        scales = scale_bytes(model.shape.stored_hidden, model.quantization.embedding) > 0
+        return plan.decode.batch * (1 + scales) * latency_s
 
     def _count_threads(self) -> int:
         plan = self._resolved.plan

@@ -14,9 +14,10 @@ import pi2
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
+from pi2.memory.context import ContextMemory
 from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
-from pi2.memory.lending import ContextLoan, ContextMemory
+from pi2.memory.lending import ContextLoan
 from pi2.memory.policy import ABSENT, PolicyName
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

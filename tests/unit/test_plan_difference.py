@@ -11,7 +11,7 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.plan.difference import compare_layers, compare_plans, compare_segments
-from pi2.plan.quantities import format_bytes
+from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
 from pi2.simulate.by_layer import simulate_layers
@@ -136,4 +136,11 @@ def test_sizes_of_decimal_units_are_written_in_those() -> None:
     assert format_bytes(19 * 10**9) == "19 GB"
     assert format_bytes(3 << 29) == "1.5 GiB"
     assert format_bytes(512) == "512 B"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(1023, "1023 B"), (999 << 20, "999 MiB"), (1020 << 20, "0.996 GiB")]
+)
+def test_bytes_for_people_have_three_digits(size: int, text: str) -> None:
+    assert approximate_bytes(size) == text
     assert format_bytes(0) == "0 B"

@@ -45,6 +45,22 @@ def test_a_token_is_the_sum_of_its_layers_and_the_head() -> None:
         assert 0 <= layer.missing <= layer.used
 
 
+def test_a_row_of_the_embedding_takes_a_read_of_weights_and_one_of_scales() -> None:
+    usual, cost = cost_plan(load_half()), cost_plan(load_half(**{"memory.embedding": "flash"}))
+    assert cost.embedding_s == pytest.approx(2 * 70e-6)
+    assert cost.token_s == pytest.approx(usual.token_s + cost.embedding_s)
+    assert usual.memory_bytes - cost.memory_bytes > 100 << 20
+
+
+def test_what_the_context_lends_holds_neurons() -> None:
+    usual, cost = cost_plan(load_half()), cost_plan(load_half(**{"kv.lend": True}))
+    assert cost.hit_rate > usual.hit_rate and cost.token_s < usual.token_s
+    lent = cost.memory_bytes - usual.memory_bytes
+    assert 0 < lent <= load_half().plan.memory.segments.kv
+    late = cost_plan(load_half(**{"kv.lend": True}), position=4096)
+    assert late.hit_rate == pytest.approx(usual.hit_rate), "a full context lends nothing"
+
+
 def test_the_published_phone_comes_out_near_what_was_published() -> None:
     """PowerInfer-2, Fig 7: 11.1 tokens/s with half of the FFN in flash."""
     assert cost_plan(load_half()).tokens_s == pytest.approx(11.1, rel=0.35)

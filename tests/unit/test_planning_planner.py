@@ -116,6 +116,37 @@ def test_the_program_and_the_cost_model_agree(planned: PlannedPlan) -> None:
     assert planned.solution.token_s == pytest.approx(planned.cost.token_s, rel=0.1)
 
 
+def test_the_embedding_and_the_unused_context_make_room_for_neurons(planned: PlannedPlan) -> None:
+    chosen = planned.resolved.plan
+    assert (chosen.memory.embedding, chosen.kv.lend) == ("flash", True)
+    text = write_planned(planned, device="d", model="m", store="s", name="A plan")
+    assert "Rows of the embedding are read when their tokens come: 133 MiB more" in text
+    assert "in what the context does not use yet" in text
+    rates, wish = read_rates(make_device()), planned.wish
+    freed = 132 * MIB
+    for table, key, value, cold in (
+        ("memory", "embedding", "resident", chosen.memory.segments.cold - freed),
+        ("kv", "lend", False, chosen.memory.segments.cold),
+    ):
+        values = json.loads(json.dumps(planned.values))
+        values[table][key] = value
+        values["memory"]["segments"]["cold"] = f"{cold} B"
+        other = cost_resolved(resolve_values(values, wish.device, wish.model), rates)
+        assert other.token_s > planned.cost.token_s * 1.01, key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory_bytes": 8 * GIB},
+        {"device": make_device({"storage": {**DEVICE["storage"], "latency": "50 ms"}})},
+    ],
+    ids=["everything fits", "a row takes longer than what it saves"],
+)
+def test_the_embedding_stays_where_reading_it_does_not_pay(changes: dict[str, Any]) -> None:
+    assert plan(make_wish(**changes)).resolved.plan.memory.embedding == "resident"
+
+
 def test_the_text_validates_and_is_the_same_every_time(
     planned: PlannedPlan, tmp_path: Path
 ) -> None:

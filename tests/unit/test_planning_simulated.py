@@ -138,8 +138,10 @@ def test_a_phone_is_simulated_with_the_plans_cache() -> None:
     assert speeds[0] < speeds[1] < 1.3 * speeds[0]
 
 
-@pytest.mark.parametrize("memory", [3, 4, 8])
-def test_planner_and_simulator_agree_about_a_phone(memory: int) -> None:
+@pytest.mark.parametrize(("memory", "apart"), [(3, 0.3), (4, 0.1), (8, 0.1)])
+def test_planner_and_simulator_agree_about_a_phone(memory: int, apart: float) -> None:
+    """With much to read, the planner is the slower one: finding room for what comes is the
+    computing threads' work for it, and the reading thread's for the simulator."""
     pytest.importorskip("scipy")
     from pi2.planning.planner import plan
 
@@ -160,4 +162,4 @@ def test_planner_and_simulator_agree_about_a_phone(memory: int) -> None:
         store_path=Path("none"),
     )
     simulated = simulate(read_inputs(resolved), tokens=64).tokens_s
-    assert simulated == pytest.approx(planned.cost.tokens_s, rel=0.2)
+    assert simulated == pytest.approx(planned.cost.tokens_s, rel=apart)

@@ -10,6 +10,7 @@ from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.refit import Refit, parse_budget, refit_plan
 
 DEMO = find_shipped_folder() / "demo.plan.toml"
+BAMBOO = find_shipped_folder() / "oneplus-12/bamboo-7b-half.plan.toml"
 MIB = 1 << 20
 
 
@@ -65,6 +66,19 @@ def test_every_change_is_told() -> None:
     told = {change.split(":")[0] for change in refit.changes}
     assert {"budget", "hot", "cold", "layers.hot"} <= told
     assert f"layers.hot: 0.125 -> {fitted.plan.layers.hot:g}" in refit.changes
+
+
+def test_what_does_not_fit_takes_the_room_of_the_embedding_and_of_the_unused_context() -> None:
+    before = load_plan(BAMBOO)
+    refit = refit_plan(before, 3 << 30)
+    fitted = load_plan(BAMBOO, overrides=dict(refit.overrides)).plan
+    assert (fitted.memory.embedding, fitted.kv.lend) == ("flash", True)
+    told = "\n".join(refit.changes)
+    assert "memory.embedding: resident -> flash" in told and "kv.lend: false -> true" in told
+    stated: dict[str, object] = {"memory.embedding": "resident", "kv.lend": False}
+    kept = refit_plan(load_plan(BAMBOO, overrides=stated), 3 << 30).overrides
+    assert not set(stated) & set(kept), "what the author states stays"
+    assert not set(stated) & set(refit_plan(before, 8 << 30).overrides), "everything fits"
 
 
 def test_too_little_names_what_it_takes() -> None:

@@ -57,6 +57,14 @@ class TestShippedPlan:
         assert (choices.compute_threads, choices.io_threads) == (5, 1)
         assert choices.cold_neurons == 173 * 2**20 / 8192
 
+    def test_the_cache_has_what_the_context_lends_and_rows_are_read(self) -> None:
+        changed = read(BAMBOO, kv__lend=True, memory__embedding="flash").choices
+        plain = read(BAMBOO).choices
+        lent = (changed.cold_neurons - plain.cold_neurons) * plain.stride_bytes
+        assert 200 * 2**20 < lent < 256 * 2**20
+        assert plain.embedding_s == 0.0
+        assert changed.embedding_s == pytest.approx(2 * 70e-6)
+
     def test_keys_and_values_are_as_large_as_their_type(self) -> None:
         sizes = {
             kind: read(

@@ -1,0 +1,48 @@
+"""What keys and values take of their segment, and what of it no token has used yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pi2.memory.budget import PAGE
+from pi2.plan.resolved import Resolved
+
+MEAN_TOKENS = 256
+"""Tokens of context that a mean token is taken to have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextMemory:
+    """What keys and values take."""
+
+    total_bytes: int
+    """Of a full context."""
+    context: int
+    """Tokens."""
+    runs: int
+    """Stretches that tokens fill one after the other: the last page of each is partly used."""
+
+    def count_unused(self, tokens: int) -> int:
+        """Bytes that no token has touched while there are at most ``tokens``."""
+        used = -(-self.total_bytes * tokens // self.context) + self.runs * PAGE
+        return max(0, self.total_bytes - used)
+
+
+def describe_context(resolved: Resolved) -> ContextMemory:
+    """What keys and values take of their segment."""
+    shape = resolved.model.shape
+    # Keys and values, and the scales of either.
+    kinds = 4 if resolved.plan.kv.type == "int8" else 2
+    return ContextMemory(
+        total_bytes=resolved.needs.kv.bytes,
+        context=resolved.plan.kv.context,
+        runs=kinds * shape.layers * shape.kv_heads,
+    )
+
+
+def count_lent_bytes(resolved: Resolved, tokens: int = MEAN_TOKENS) -> int:
+    """Bytes that cold neurons borrow of the context while it has ``tokens``; 0 where the plan does
+    not lend them, or nothing is put into the cache."""
+    if not resolved.plan.kv.lend or resolved.plan.decode.predictor == "none":
+        return 0
+    return describe_context(resolved).count_unused(min(tokens, resolved.plan.kv.context))
