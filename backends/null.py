@@ -96,7 +96,11 @@ class NullExecutor:
         return self.predict_low_rank(layer, 0.0)
 
     def find_open(
-        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+        self,
+        layer: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
         return np.ones(len(slots), bool)
 
@@ -106,10 +110,11 @@ class NullExecutor:
         arena: npt.NDArray[np.uint8],
         slots: npt.NDArray[np.int32],
         indices: npt.NDArray[np.int32] | None = None,
+        known: bool = False,
     ) -> None:
         self._active += len(slots)
 
-    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
+    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8], first: int = 0) -> None:
         pass
 
     def end_ffn(self, layer: int) -> None:

@@ -85,6 +85,9 @@ class BuildRequest:
     gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
+    scales: Sequence[U8] | None = None
+    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
+    resident; None where they lie in the bundles."""
     gate_biases: Sequence[F32] | None = None
     """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
     no gate, their up rows stand for gates."""
@@ -108,6 +111,11 @@ class BuildRequest:
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
     progress: Callable[[str, float], None]
     """Called with a label and the share done while something takes its time."""
+
+    @property
+    def whole_bundle(self) -> BundleLayout:
+        """A neuron with its scales in it, wherever they lie."""
+        return self.bundle if self.scales is None else self.bundle.inline
 
 
 class Executor(Protocol):
@@ -146,21 +154,30 @@ class Executor(Protocol):
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the first limit of the layer or of their expert."""
 
-    def find_open(self, layer: int, arena: U8, slots: I32) -> Bits:
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
         open (T = 1): no other has an effect.  Nothing but gates is read.  For neurons without
-        biases that have gates, of an activation that is not smooth."""
+        biases that have gates, of an activation that is not smooth.  ``indices`` [n], their stored
+        indices, are needed where scales are resident."""
 
-    def add_neurons(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> None:
+    def add_neurons(
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
+        known: bool = False,
+    ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
 
-        ``indices`` [n], their stored indices, are given where the last ``predict_gate`` was of
-        this layer and input and has found all of them open: their gates are known then, and
-        neurons below the layer's second limit are left out.
+        ``indices`` [n], their stored indices, are needed where scales are resident or gates are
+        ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
+        open.  Neurons below the layer's second limit are left out then.
         """
 
-    def add_dense(self, layer: int, bundles: U8) -> None:
-        """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens."""
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
+        """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
+        the stored index of the first."""
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""

@@ -22,6 +22,7 @@ from pi2.engine.loading import (
     group_by_expert,
     load_dense,
     load_neurons,
+    load_scales,
     open_embedding,
     open_reader,
     read_tokenizer,
@@ -147,6 +148,7 @@ def build(
             look_ahead=resolved.plan.decode.look_ahead,
             token_neurons=resolved.model.token_neurons,
             balance=balance,
+            separate_scales=request.scales is not None,
         )
         unbound = list_allowed_cores() if request.cores else []
         if request.cores:
@@ -232,13 +234,22 @@ def check_batch(resolved: ResolvedPlan) -> None:
 
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
-    stride = store.manifest.bundle.stride
-    if stride != resolved.bundle.stride:
+    stored, planned = store.manifest.bundle, resolved.bundle
+    found, keys, options = [], [], []
+    if stored.stride != planned.stride:
+        found.append(f"the store's bundles are {stored.stride} bytes apart, not {planned.stride}")
+        keys.append(f'bundle.stride = "{stored.stride} B"')
+        options.append(f"--stride '{planned.stride} B'")
+    if stored.scales != planned.scales:
+        found.append(f"its scales are {stored.scales}, not {planned.scales}")
+        keys.append(f'bundle.scales = "{stored.scales}"')
+        options.append(f"--scales {planned.scales}")
+    if found:
         raise UserError.of(
             "P520",
-            f"the store's bundles are {stride} bytes apart, the plan says {resolved.bundle.stride}",
-            help=f'set bundle.stride = "{stride} B", or write the store anew: `pi2 store repack '
-            f"{resolved.store_path} --stride '{resolved.bundle.stride} B'`",
+            f"the store {resolved.store_path} is not as the plan says: {', and '.join(found)}",
+            help=f"set {' and '.join(keys)}, or write the store anew: `pi2 store repack "
+            f"{resolved.store_path} {' '.join(options)}`",
             file=str(resolved.path),
         )
 
@@ -281,6 +292,7 @@ def describe_build(
         chunk_type=resolved.plan.prefill.activations,
         phases=resolved.plan.decode.phases,
         gate_rows=gate_rows,
+        scales=None if store is None else load_scales(store, budget, progress),
         gate_biases=gate_biases,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
         expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,

@@ -92,6 +92,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="start of the random numbers (0)")
     parser.add_argument("--stride", help='bytes from neuron to neuron, such as "8 KiB"')
     parser.add_argument(
+        "--scales",
+        choices=("inline", "resident"),
+        default="inline",
+        help="where scales lie: in the bundles, or in files of their own",
+    )
+    parser.add_argument(
         "--order",
         choices=("hotness", "expert"),
         default="hotness",
@@ -124,11 +130,13 @@ def synthesize(arguments: argparse.Namespace) -> None:
     with ProgressBar() as progress:
         start = time.perf_counter()
         blueprint = tune_blueprint(model, recipe)
-        if arguments.replace or not is_finished(output, blueprint, arguments.order):
+        finished = is_finished(output, blueprint, arguments.order, arguments.scales)
+        if arguments.replace or not finished:
             write_synthetic_store(
                 output,
                 blueprint,
                 stride=None if arguments.stride is None else parse_bytes(arguments.stride),
+                scales=arguments.scales,
                 order=arguments.order,
                 replace=arguments.replace,
                 progress=progress,
@@ -212,13 +220,15 @@ def make_wish(arguments: argparse.Namespace) -> PlanWish:
     )
 
 
-def is_finished(output: Path, blueprint: Blueprint, order: str) -> bool:
+def is_finished(output: Path, blueprint: Blueprint, order: str, scales: str) -> bool:
     """Whether the store that would be made is there already."""
     if not (output / "manifest.json").is_file():
         return False
     manifest = read_manifest(output)
     entry = manifest.find_file(RECIPE_FILE)
-    if not manifest.synthetic or entry is None or manifest.order != order:
+    if not manifest.synthetic or entry is None:
+        return False
+    if (manifest.order, manifest.bundle.scales) != (order, scales):
         return False
     made = json.loads((output / RECIPE_FILE).read_text("utf-8"))
     return bool(made == blueprint.recipe.describe(blueprint.model))

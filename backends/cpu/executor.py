@@ -192,19 +192,30 @@ class CpuExecutor:
         assert self._prediction.has_gates, "gate rows were not given to build"
         return self._prediction.find_open(layer, self.list_experts())
 
-    def find_open(self, layer: int, arena: _U8, slots: _I32) -> npt.NDArray[np.bool_]:
+    def find_open(
+        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Return whether the gates of gathered neurons are open."""
-        return self._neurons.find_open(arena, slots)
+        return self._neurons.find_open(layer, arena, slots, indices)
 
-    def add_neurons(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None) -> None:
+    def add_neurons(
+        self,
+        layer: int,
+        arena: _U8,
+        slots: _I32,
+        indices: _I32 | None = None,
+        known: bool = False,
+    ) -> None:
         """Add gathered neurons for one token."""
-        self._neurons.add_gathered(layer, arena, slots, indices)
+        self._neurons.add_gathered(layer, arena, slots, indices, known)
 
-    def add_dense(self, layer: int, bundles: _U8) -> None:
+    def add_dense(self, layer: int, bundles: _U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""
         now = self._now
         routes = None if self._moe is None else now.routes[: now.tokens]
-        self._neurons.add_neighbours(bundles, now.tokens, now.gather, now.dense, routes)
+        self._neurons.add_neighbours(
+            layer, bundles, first, now.tokens, now.gather, now.dense, routes
+        )
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""

@@ -23,6 +23,7 @@ _MOST_ARENAS = 256
 _U8 = npt.NDArray[np.uint8]
 _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]
+_NONE: _I32 = np.zeros(0, np.int32)
 
 
 class Neurons:
@@ -50,9 +51,14 @@ class Neurons:
         every = space.make("int32", neurons)
         every[:] = np.arange(neurons)
         self._gates = space.make("float32", neurons)
+        self._scales = [(space.wrap(item),) for item in request.scales or ()]
+        """Of each layer, where they are resident."""
+        self._rows = space.make("int32", neurons) if self._scales else None
+        rows: Arguments = () if self._rows is None else (space.wrap(self._rows),)
+        kinds = ("float32", "int32", *("int32" for _ in rows))
         lists = [
             space.wrap(self._gates),
-            *(space.wrap(space.make(dtype, neurons)) for dtype in ("float32", "int32")),
+            *(space.wrap(space.make(dtype, neurons)) for dtype in kinds),
         ]
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
         gathers = {True: "add_plain_neurons", False: "add_neurons"}
@@ -61,8 +67,8 @@ class Neurons:
         self._gather_open = None
         if prediction.has_gates and not spec.has_plain_ffn:
             self._gather_open = library.find("add_open_neurons")
-        self._gather_slots = space.wrap(self._slots)
-        self._gather_every = space.wrap(every)
+        self._gather_slots = (space.wrap(self._slots), *rows)
+        self._gather_every = (space.wrap(every), *rows)
         scratch = (*hidden, *lists, partial) if spec.has_gathered_ffn else (*hidden, partial)
         self._find_gates = library.find("find_gates") if spec.closes_gates else None
         self._find_gates_rest = (*hidden, lists[0])
@@ -85,70 +91,103 @@ class Neurons:
         self._dense_tokens = space.wrap(self._tokens)
         self._arenas: dict[int, tuple[_U8, Any]] = {}
 
-    def add_gathered(self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None) -> None:
-        """Add the neurons in ``slots`` for one token; gates of ``indices`` are known."""
+    def add_gathered(
+        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None, known: bool
+    ) -> None:
+        """Add the neurons in ``slots`` for one token; gates of ``indices`` may be ``known``."""
         count = len(slots)
         self._slots[:count] = slots
-        view = self._wrap_arena(arena)
-        if indices is None or self._gather_open is None:
-            self._gather(count, view, self._gather_slots, *self._gather_rest)
+        bundles = self._take_bundles(layer, arena, indices)
+        if not known or self._gather_open is None:
+            self._gather(count, *bundles, *self._gather_slots, *self._gather_rest)
             return
+        assert indices is not None
         self._prediction.wanted[:count] = indices
         self._gather_open(
             count,
             *self._prediction.get_second_limit(layer),
-            view,
-            self._gather_slots,
+            *bundles,
+            *self._gather_slots,
             *self._gather_rest,
             *self._prediction.known_gates,
         )
 
-    def find_open(self, arena: _U8, slots: _I32) -> npt.NDArray[np.bool_]:
+    def _take_bundles(self, layer: int, arena: _U8, rows: _I32 | None) -> Arguments:
+        """Return the kernels' views of bundles and, where they are resident, of the layer's scales;
+        note the ``rows`` that gathered neurons have there."""
+        view = self._wrap_arena(arena)
+        if self._rows is None:
+            return (view,)
+        assert rows is not None, "scales are resident: stored indices say which belong to a neuron"
+        self._rows[: len(rows)] = rows
+        return (view, *self._scales[layer])
+
+    def find_open(
+        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None
+    ) -> npt.NDArray[np.bool_]:
         """Return whether the gates of the neurons in ``slots`` are open."""
         assert self._find_gates is not None, "every neuron counts whatever its gate is"
         count = len(slots)
         self._slots[:count] = slots
-        view = self._wrap_arena(arena)
-        self._find_gates(count, view, self._gather_slots, *self._find_gates_rest)
+        bundles = self._take_bundles(layer, arena, indices)
+        self._find_gates(count, *bundles, *self._gather_slots, *self._find_gates_rest)
         opened: npt.NDArray[np.bool_] = self._gates[:count] > self._least_gate
         return opened
 
     def add_neighbours(
         self,
+        layer: int,
         bundles: _U8,
+        first: int,
         tokens: int,
         one: Arguments,
         several: Arguments,
         routes: _F32 | None = None,
     ) -> None:
-        """Add contiguous neurons for all tokens; in a mixture, where ``routes`` [tokens, experts]
-        are the weights of the experts, each to those tokens that its expert computes."""
-        view = self._wrap_arena(bundles)
+        """Add contiguous neurons, of which the first has the stored index ``first``, for all
+        tokens; in a mixture, where ``routes`` [tokens, experts] are the weights of the experts,
+        each to those tokens that its expert computes."""
         if routes is not None:
-            self._add_experts(bundles, view, routes, one, several)
+            self._add_experts(layer, bundles, first, routes, one, several)
             return
+        count = len(bundles)
+        rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
+        views = self._take_bundles(layer, bundles, rows)
         if tokens == 1:
-            self._gather_dense(len(bundles), view, self._gather_every, *one)
+            self._gather_dense(count, *views, *self._gather_every, *one)
         else:
-            self._dense(len(bundles), tokens, view, *several)
+            self._dense(count, tokens, *self._name_row(first), *views, *several)
+
+    def _name_row(self, first: int) -> tuple[int, ...]:
+        """Return the number that says which scales the first of some neighbours has."""
+        return () if self._rows is None else (first,)
 
     def _add_experts(
-        self, bundles: _U8, view: Any, routes: _F32, one: Arguments, several: Arguments
+        self,
+        layer: int,
+        bundles: _U8,
+        first: int,
+        routes: _F32,
+        one: Arguments,
+        several: Arguments,
     ) -> None:
         experts = slice_experts(bundles, self._layout)
         if len(routes) == 1:
-            places = np.flatnonzero(routes[0].take(experts))
+            places = np.flatnonzero(routes[0].take(experts)).astype(np.int32)
             self._slots[: len(places)] = places
+            views = self._take_bundles(layer, bundles, places + np.int32(first))
             if len(places):
-                self._gather_dense(len(places), view, self._gather_slots, *one)
+                self._gather_dense(len(places), *views, *self._gather_slots, *one)
             return
+        views = self._take_bundles(layer, bundles, _NONE)
         for neurons, tokens in list_groups(experts, routes):
             if self._in_pairs:
                 tokens = complete_pairs(tokens, len(routes))
             self._slots[: len(neurons)] = neurons
             self._tokens[: len(tokens)] = tokens
-            chosen = (self._gather_slots, self._dense_tokens)
-            self._dense(len(neurons), len(tokens), view, *chosen, *several)
+            chosen = (self._gather_slots[0], self._dense_tokens)
+            row = self._name_row(first)
+            self._dense(len(neurons), len(tokens), *row, *views, *chosen, *several)
 
     def count_active(self) -> int:
         """Return the non-zero activations of gathered neurons since the last call."""

@@ -70,6 +70,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         logit_factor=model.multipliers.logits,
         logit_cap=model.logit_softcap,
         head_bias=model.head_bias,
+        scales=request.bundle.scales,
     )
 
 

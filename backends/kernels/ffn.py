@@ -10,18 +10,19 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import ROW_TILE, emit_split
-from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.units import emit_unit, list_places, list_units, load_unit_scale
-from pi2.backends.kernels.values import emit_activations
+from pi2.backends.kernels.values import emit_activations, find_neighbour
 
 
 def emit_dense(
     isa: Isa,
     spec: KernelSpec,
     activations: Activations,
-    bundles: v.Buffer,
+    bundles: Bundles,
+    first: v.Expr | None,
     count: v.Expr,
     tokens: v.Expr,
     values: v.Buffer,
@@ -33,7 +34,8 @@ def emit_dense(
 ) -> None:
     """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
 
-    ``bundles`` uint8 [count, stride]; ``values`` float32 [tokens, PANEL] activations of a panel;
+    ``bundles`` are in stored order, and ``first`` is the first one's row of resident scales;
+    ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
     [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
     experts.  Per panel of neurons: first the activations, threads sharing the neurons; then y,
@@ -54,9 +56,9 @@ def emit_dense(
                 stop = v.let(T.min(start + ROW_TILE, end))
                 emit_activations(
                     isa,
-                    spec,
                     activations,
                     bundles,
+                    first,
                     origin,
                     start,
                     stop,
@@ -81,6 +83,7 @@ def emit_dense(
                             isa,
                             spec,
                             bundles,
+                            first,
                             origin,
                             size,
                             tokens,
@@ -100,7 +103,8 @@ def emit_dense(
 def _emit_unit_sum(
     isa: Isa,
     spec: KernelSpec,
-    bundles: v.Buffer,
+    bundles: Bundles,
+    first_row: v.Expr | None,
     origin: v.Expr,
     size: v.Expr,
     tokens: v.Expr,
@@ -132,8 +136,7 @@ def _emit_unit_sum(
             number = v.let(T.min(size - begin, UNPACKED))
             with T.serial(number) as index:
                 place = chosen.find_neuron(origin + begin + index)
-                base = v.let(v.wide(place) * spec.stride)
-                vector = take_part(spec, bundles, base, "down")
+                vector = bundles.take_part(find_neighbour(bundles, place, first_row), "down")
                 scale = v.let(load_unit_scale(vector, lanes, first))
                 rows = emit_unit(isa, vector, lanes, first, chunk)
                 for row, (_, weights) in enumerate(rows):

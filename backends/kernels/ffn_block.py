@@ -9,7 +9,7 @@ from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Scratch, emit_gathered
-from pi2.backends.kernels.neurons import emit_leave_lane_order
+from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
@@ -38,11 +38,26 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
     """Compute the gates of gathered neurons."""
     count = take.take_number("count")
-    arena = take.take_array("arena", "uint8")
-    slots = take.take_array("slots", "int32")
+    bundles = _take_bundles(schedule, take, "arena")
+    slots, rows = _take_slots(schedule, take)
     hidden = schedule.take_hidden(take, count)
     gates = take.take_array("gates", "float32")
-    emit_gathered_gates(schedule.isa, schedule.spec, hidden, arena, slots, count, gates)
+    emit_gathered_gates(schedule.isa, schedule.spec, hidden, bundles, slots, rows, count, gates)
+
+
+def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
+    """Declare an array of bundles, and their scales where these are resident."""
+    spec = schedule.spec
+    arena = take.take_array(name, "uint8")
+    scales = take.take_array("scales", "uint8") if spec.scales == "resident" else None
+    return Bundles(spec=spec, arena=arena, scales=scales)
+
+
+def _take_slots(schedule: Schedule, take: Parameters) -> tuple[v.Buffer, v.Buffer | None]:
+    """Declare slots of neurons, and the rows of their scales where these are resident."""
+    slots = take.take_array("slots", "int32")
+    resident = schedule.spec.scales == "resident"
+    return slots, take.take_array("rows", "int32") if resident else None
 
 
 def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:
@@ -58,13 +73,14 @@ def emit_add_open_neurons(schedule: Schedule, take: Parameters) -> None:
 def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None:
     count = take.take_number("count")
     limit = take.take_number("limit", "float32") if known and schedule.spec.is_smooth else None
-    arena = take.take_array("arena", "uint8")
-    slots = take.take_array("slots", "int32")
+    bundles = _take_bundles(schedule, take, "arena")
+    slots, rows = _take_slots(schedule, take)
     hidden = schedule.take_hidden(take, count)
     scratch = Scratch(
         gates=take.take_array("gates", "float32"),
         values=take.take_array("values", "float32"),
         firing=take.take_array("firing", "int32"),
+        firing_rows=None if rows is None else take.take_array("firing_rows", "int32"),
         partial=take.take_array("partial", "float32"),
         counts=take.take_array("counts", "int32"),
     )
@@ -77,8 +93,9 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
         schedule.isa,
         schedule.spec,
         hidden,
-        arena,
+        bundles,
         slots,
+        rows,
         count,
         scratch,
         total,
@@ -91,14 +108,15 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
 def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
     """Add gathered neurons that have biases or no gate to y of one token."""
     count = take.take_number("count")
-    arena = take.take_array("arena", "uint8")
-    slots = take.take_array("slots", "int32")
+    bundles = _take_bundles(schedule, take, "arena")
+    slots, rows = _take_slots(schedule, take)
     emit_plain_gathered(
         schedule.isa,
         schedule.spec,
         schedule.take_hidden(take, count),
-        arena,
+        bundles,
         slots,
+        rows,
         count,
         partial=take.take_array("partial", "float32"),
         counts=take.take_array("counts", "int32"),
@@ -111,8 +129,9 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     """Add contiguous neurons to y of all tokens; in a mixture, those of an expert to its tokens."""
     count = take.take_number("count")
     tokens = take.take_number("tokens")
-    bundles = take.take_array("bundles", "uint8")
     spec = schedule.spec
+    first = take.take_number("first") if spec.scales == "resident" else None
+    bundles = _take_bundles(schedule, take, "bundles")
     chosen = EVERYTHING
     if spec.experts:
         places = take.take_array("neurons", "int32")
@@ -125,6 +144,7 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
         schedule.spec,
         hidden,
         bundles,
+        first,
         values=take.take_array("values", "float32"),
         masks=take.take_array("masks", "int32"),
         unpacked=take.take_array("unpacked", "float32"),

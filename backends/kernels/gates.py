@@ -6,11 +6,11 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import emit_dots
-from pi2.backends.kernels.gathered import TOGETHER
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
-from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.places import TOGETHER
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.layout import vector_bytes
 
@@ -19,13 +19,14 @@ def emit_gathered_gates(
     isa: Isa,
     spec: KernelSpec,
     activations: Activations,
-    arena: v.Buffer,
+    bundles: Bundles,
     slots: v.Buffer,
+    rows: v.Buffer | None,
     count: v.Expr,
     gates: v.Buffer,
 ) -> None:
     """Set ``gates`` float32 [count] to the gates of the neurons ``slots`` int32 [count] of
-    ``arena`` uint8 [., stride], the same bits as `gathered` computes."""
+    ``bundles``, the same bits as `gathered` computes; ``rows`` int32 [count] of resident scales."""
 
     def emit(thread: v.Expr) -> None:
         begin, end = emit_split(thread, spec.threads, count)
@@ -33,9 +34,12 @@ def emit_gathered_gates(
             top = v.let(begin + turn * TOGETHER)
             # A repeated neuron writes the same value again.
             places = [v.let(T.min(top + index, end - 1)) for index in range(TOGETHER)]
-            bases = [v.let(v.wide(slots[place]) * spec.stride) for place in places]
-            rows = [take_part(spec, arena, base, "gate") for base in bases]
-            found = emit_dots(isa, rows, activations, [T.int32(0)])
+            neurons = [
+                bundles.find(slots[place], None if rows is None else rows[place])
+                for place in places
+            ]
+            parts = [bundles.take_part(neuron, "gate") for neuron in neurons]
+            found = emit_dots(isa, parts, activations, [T.int32(0)])
             for place, gate in zip(places, found, strict=True):
                 v.store(gates, place, gate[0], 1)
 

@@ -1,6 +1,6 @@
 """The FFN of one token over gathered neurons: slot indices into an arena of bundles.
 
-``arena`` uint8 [slots, stride], bundles of `pi2.plan.layout`.  Every thread takes every n-th
+Bundles of `pi2.plan.layout`, one in a slot of an arena.  Every thread takes every n-th
 neuron of the list, so that all get hot and cold ones alike, and goes through its own in one of two
 ways (`KernelSpec.phases`), with the same bits as result:
 
@@ -28,23 +28,20 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared
-from pi2.backends.kernels.neurons import activate, is_firing, take_part
+from pi2.backends.kernels.neurons import Bundles, Neuron, activate, is_firing
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
+from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
-from pi2.plan.layout import GROUP, PartName, vector_bytes
-
-TOGETHER = 4
-"""Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread
-over memory, got 15 GB/s with one row at a time, 19 with four and 20 with eight, of 22 in long runs
-(Skylake, two threads).  Down vectors share the loads and stores of the sum."""
+from pi2.plan.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
     """Room of the gathered FFN, shared by its calls.
 
-    ``gates`` float32 [neurons], ``values`` float32 [neurons], ``firing`` int32 [neurons];
+    ``gates`` float32 [neurons], ``values`` float32 [neurons], ``firing`` int32 [neurons], and
+    ``firing_rows`` likewise where scales are resident, else None;
     ``partial`` float32 [threads, hidden]: a sum per thread, added up in the order of threads;
     ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever.
     """
@@ -52,6 +49,7 @@ class Scratch:
     gates: v.Buffer
     values: v.Buffer
     firing: v.Buffer
+    firing_rows: v.Buffer | None
     partial: v.Buffer
     counts: v.Buffer
 
@@ -63,46 +61,48 @@ class _Run:
     isa: Isa
     spec: KernelSpec
     activations: Activations
-    arena: v.Buffer
+    bundles: Bundles
     scratch: Scratch
     routes: v.Buffer | None
 
-    def weigh(self, slot: v.Expr, value: v.Expr) -> v.Expr:
+    def weigh(self, place: Place, value: v.Expr) -> v.Expr:
         """Return an activation times the weight of the neuron's expert, where it has one."""
         if self.routes is None:
             return value
-        assert self.spec.bundle.expert_offset is not None
-        place = self.find_base(slot) + self.spec.bundle.expert_offset
-        return value * self.routes[v.load_as(self.arena, place, "int32", 1)]
+        return value * self.routes[self.bundles.load_expert(self.find(place))]
 
-    def find_base(self, slot: v.Expr) -> v.Expr:
-        return v.let(v.wide(slot) * self.spec.stride)
+    def find(self, place: Place) -> Neuron:
+        return self.bundles.find(place.slot, place.row)
 
-    def ask_for(self, slots: Sequence[v.Expr], name: PartName) -> Prefetch:
-        """Return what to call while parts are read, to ask for ``name`` of neurons ``slots``."""
-        parts = self.take_parts(slots, name)
+    def ask_for(self, places: Sequence[Place], name: PartName) -> Prefetch:
+        """Return what to call while parts are read, to ask for ``name`` of neurons ``places``."""
+        parts, scales = self.take_parts(places, name), self.bundles.scales
+        per_scale = weight_bytes(GROUP, self.spec.ffn) // max(1, scale_bytes(GROUP, self.spec.ffn))
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
             # Scales follow the weights: the processor has begun to read ahead by then.
             for line in range(0, size, LINE):
-                v.prefetch(self.arena, parts[index].weights_base + byte + line)
+                v.prefetch(self.bundles.arena, parts[index].weights_base + byte + line)
+            if scales is not None:
+                # Elsewhere it has not.
+                v.prefetch(scales, parts[index].scales_base + T.floordiv(byte, per_scale))
 
         return ask
 
-    def take_parts(self, slots: Sequence[v.Expr], name: PartName) -> list[Vector]:
-        """Return a part of each of the neurons in ``slots``."""
-        return [take_part(self.spec, self.arena, self.find_base(s), name) for s in slots]
+    def take_parts(self, places: Sequence[Place], name: PartName) -> list[Vector]:
+        """Return a part of each of the neurons at ``places``."""
+        return [self.bundles.take_part(self.find(place), name) for place in places]
 
     def dot(
         self,
-        slots: Sequence[v.Expr],
+        places: Sequence[Place],
         name: PartName,
-        following: Sequence[v.Expr],
+        following: Sequence[Place],
         next_name: PartName,
     ) -> list[v.Expr]:
         """Return part ``name`` of each neuron times the activations; meanwhile ask for part
         ``next_name`` of neurons ``following``."""
-        parts, ask = self.take_parts(slots, name), self.ask_for(following, next_name)
+        parts, ask = self.take_parts(places, name), self.ask_for(following, next_name)
         dots = emit_dots(self.isa, parts, self.activations, [T.int32(0)], ask)
         return [row[0] for row in dots]
 
@@ -111,39 +111,13 @@ ReadGate = Callable[[v.Expr], v.Expr]
 """Gives the known gate of the neuron at a place of a thread's list."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _List:
-    """Slots of a thread's neurons, `TOGETHER` at a time."""
-
-    count: v.Expr
-    read: Callable[[v.Expr], v.Expr]
-    """The slot at a place of the list."""
-
-    def count_turns(self) -> v.Expr:
-        """Return how often `TOGETHER` neurons are to be taken."""
-        return T.floordiv(self.count + (TOGETHER - 1), TOGETHER)
-
-    def list_places(self, first: v.Expr) -> list[v.Expr]:
-        """Return the places from ``first`` on; the last one stands for those beyond it."""
-        return [T.min(first + index, self.count - 1) for index in range(TOGETHER)]
-
-    def take(self, first: v.Expr) -> list[v.Expr]:
-        """Return the slots from place ``first`` on, likewise."""
-        return [v.let(self.read(place)) for place in self.list_places(first)]
-
-    def visit(self, emit: Callable[[v.Expr, list[v.Expr], list[v.Expr]], None]) -> None:
-        """Call ``emit(first place, slots, slots of the next turn)`` for all turns."""
-        with T.serial(self.count_turns()) as turn:
-            first = v.let(turn * TOGETHER)
-            emit(first, self.take(first), self.take(first + TOGETHER))
-
-
 def emit_gathered(
     isa: Isa,
     spec: KernelSpec,
     activations: Activations,
-    arena: v.Buffer,
+    bundles: Bundles,
     slots: v.Buffer,
+    rows: v.Buffer | None,
     count: v.Expr,
     scratch: Scratch,
     total: v.Buffer,
@@ -151,16 +125,16 @@ def emit_gathered(
     limit: v.Expr | None = None,
     routes: v.Buffer | None = None,
 ) -> None:
-    """Add neurons ``slots`` int32 [count] of ``arena`` to ``total`` float32 [hidden], lane order.
+    """Add neurons ``slots`` int32 [count] of ``bundles`` to ``total`` float32 [hidden], lane order.
 
-    ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``;
-    of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
-    activation, up included, is smaller than that are left out.  ``routes`` float32 [experts]:
-    weights of a mixture's experts.
+    ``rows`` int32 [count] of resident scales.  ``known`` (scores float32 [neurons], indices int32
+    [count]): gate i is ``scores[indices[i]]``; of smooth activations it is the activation itself.
+    These have a ``limit``: neurons whose activation, up included, is smaller than that are left
+    out.  ``routes`` float32 [experts]: weights of a mixture's experts.
     """
     threads, hidden = spec.threads, spec.hidden
     run = _Run(
-        isa=isa, spec=spec, activations=activations, arena=arena, scratch=scratch, routes=routes
+        isa=isa, spec=spec, activations=activations, bundles=bundles, scratch=scratch, routes=routes
     )
 
     def emit(thread: v.Expr) -> None:
@@ -172,7 +146,9 @@ def emit_gathered(
         rest = T.floormod(count, threads)
         own = v.let(T.floordiv(count, threads) + T.Select(thread < rest, T.int32(1), T.int32(0)))
         first = v.let(thread * T.floordiv(count, threads) + T.min(thread, rest))
-        given = _List(count=own, read=lambda place: slots[thread + place * threads])
+        given = PlaceList(
+            count=own, slots=slots, rows=rows, locate=lambda place: thread + place * threads
+        )
 
         def read_gate(place: v.Expr) -> v.Expr:
             assert known is not None
@@ -197,7 +173,7 @@ def emit_gathered(
 
 def _emit_at_once(
     run: _Run,
-    given: _List,
+    given: PlaceList,
     gates: ReadGate | None,
     first: v.Expr,
     target: v.Expr,
@@ -214,21 +190,21 @@ def _emit_at_once(
     with T.serial(turns + 1) as turn:
         with T.If(turn < turns), T.Then():
             start = v.let(turn * TOGETHER)
-            slots, following = given.take(start), given.take(start + TOGETHER)
+            places, following = given.take(start), given.take(start + TOGETHER)
             if gates is None:
                 # A row is read from its beginning to its end.
-                found = run.dot(slots, "gate", slots, "up")
-                ups = run.dot(slots, "up", following, "gate")
+                found = run.dot(places, "gate", places, "up")
+                ups = run.dot(places, "up", following, "gate")
             else:
                 found = [v.let(gates(place)) for place in given.list_places(start)]
-                ups = run.dot(slots, "up", following, "up")
-            for index, (slot, gate, up) in enumerate(zip(slots, found, ups, strict=True)):
+                ups = run.dot(places, "up", following, "up")
+            for index, (place, gate, up) in enumerate(zip(places, found, ups, strict=True)):
                 there = start + index < given.count
-                _keep_active(run, kept, first, there, slot, gate, up, limit)
+                _keep_active(run, kept, first, there, place, gate, up, limit)
         waiting = kept.get() - added.get()
         some = T.floordiv(waiting, 2 * TOGETHER)
         all_of_them = T.floordiv(waiting + (TOGETHER - 1), TOGETHER)
-        fired = _List(count=kept.get(), read=lambda place: scratch.firing[first + place])
+        fired = _list_firing(scratch, first, kept.get())
         with T.serial(v.let(T.Select(turn < turns, some, all_of_them))):
             _emit_down_turn(run, fired, first, v.let(added.get()), target)
             added.set(added.get() + TOGETHER)
@@ -237,7 +213,7 @@ def _emit_at_once(
 
 def _emit_in_turn(
     run: _Run,
-    given: _List,
+    given: PlaceList,
     gates: ReadGate | None,
     first: v.Expr,
     target: v.Expr,
@@ -246,8 +222,8 @@ def _emit_in_turn(
     """Compute all gates, then ups, then downs; return the number of neurons that fire."""
     scratch = run.scratch
 
-    def list_firing(number: v.Expr) -> _List:
-        return _List(count=number, read=lambda place: scratch.firing[first + place])
+    def list_firing(number: v.Expr) -> PlaceList:
+        return _list_firing(scratch, first, number)
 
     if gates is None:
         opened = _emit_gates(run, given, first)
@@ -255,44 +231,61 @@ def _emit_in_turn(
         opened = given.count
         with T.serial(opened) as step:
             v.store(scratch.gates, first + step, gates(step), 1)
-            v.store(scratch.firing, first + step, given.read(step), 1)
+            _note(scratch, first + step, given.read(step))
     fired = _emit_ups(run, list_firing(opened), first, limit)
 
-    def emit(start: v.Expr, _slots: list[v.Expr], _following: list[v.Expr]) -> None:
+    def emit(start: v.Expr, _places: list[Place], _following: list[Place]) -> None:
         _emit_down_turn(run, list_firing(fired), first, start, target)
 
     list_firing(fired).visit(emit)
     return fired
 
 
-def _emit_gates(run: _Run, given: _List, first: v.Expr) -> v.Expr:
+def _list_firing(scratch: Scratch, first: v.Expr, count: v.Expr) -> PlaceList:
+    """Return the neurons of a thread's list that begins with place ``first``."""
+    return PlaceList(
+        count=count,
+        slots=scratch.firing,
+        rows=scratch.firing_rows,
+        locate=lambda place: first + place,
+    )
+
+
+def _note(scratch: Scratch, index: v.Expr, place: Place) -> None:
+    """Write a neuron to the list."""
+    v.store(scratch.firing, index, place.slot, 1)
+    if scratch.firing_rows is not None:
+        v.store(scratch.firing_rows, index, place.row, 1)
+
+
+def _emit_gates(run: _Run, given: PlaceList, first: v.Expr) -> v.Expr:
     """Compute gates; list the open ones from place ``first`` on; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
 
-    def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
-        gates = run.dot(slots, "gate", following, "gate")
-        for index, (slot, gate) in enumerate(zip(slots, gates, strict=True)):
+    def emit(start: v.Expr, places: list[Place], following: list[Place]) -> None:
+        gates = run.dot(places, "gate", following, "gate")
+        for index, (place, gate) in enumerate(zip(places, gates, strict=True)):
             opens = None if run.spec.is_smooth else is_firing(run.spec, gate)
             there = start + index < given.count
-            _keep(scratch, kept, first, there, slot, scratch.gates, gate, opens)
+            _keep(scratch, kept, first, there, place, scratch.gates, gate, opens)
 
     given.visit(emit)
     return v.let(kept.get())
 
 
-def _emit_ups(run: _Run, opened: _List, first: v.Expr, limit: v.Expr | None) -> v.Expr:
+def _emit_ups(run: _Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) -> v.Expr:
     """Compute activations of listed neurons; keep those that fire; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
 
-    def emit(start: v.Expr, slots: list[v.Expr], following: list[v.Expr]) -> None:
+    def emit(start: v.Expr, places: list[Place], following: list[Place]) -> None:
         # Read before anything is written: the list of those that are kept overtakes nothing.
         gates = [v.let(scratch.gates[first + start + index]) for index in range(TOGETHER)]
-        ups = run.dot(slots, "up", following, "up")
-        for index, (slot, gate, up) in enumerate(zip(slots, gates, ups, strict=True)):
+        ups = run.dot(places, "up", following, "up")
+        for index, (place, gate, up) in enumerate(zip(places, gates, ups, strict=True)):
             there = start + index < opened.count
-            _keep_active(run, kept, first, there, slot, gate, up, limit)
+            _keep_active(run, kept, first, there, place, gate, up, limit)
 
     opened.visit(emit)
     return v.let(kept.get())
@@ -303,16 +296,16 @@ def _keep_active(
     kept: v.Cell,
     first: v.Expr,
     there: v.Expr,
-    slot: v.Expr,
+    place: Place,
     gate: v.Expr,
     up: v.Expr,
     limit: v.Expr | None,
 ) -> None:
     """Compute an activation and keep its neuron if it is not zero, or if it reaches ``limit``."""
     value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
-    weighed = v.let(run.weigh(slot, value))
+    weighed = v.let(run.weigh(place, value))
     fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
-    _keep(run.scratch, kept, first, there, slot, run.scratch.values, weighed, fires)
+    _keep(run.scratch, kept, first, there, place, run.scratch.values, weighed, fires)
 
 
 def _keep(
@@ -320,7 +313,7 @@ def _keep(
     kept: v.Cell,
     first: v.Expr,
     there: v.Expr,
-    slot: v.Expr,
+    place: Place,
     values: v.Buffer,
     value: v.Expr,
     stays: v.Expr | None,
@@ -331,33 +324,35 @@ def _keep(
     stayed, the next place is another thread's.
     """
     with T.If(there), T.Then():
-        place = v.let(first + kept.get())
-        v.store(values, place, value, 1)
-        v.store(scratch.firing, place, slot, 1)
+        index = v.let(first + kept.get())
+        v.store(values, index, value, 1)
+        _note(scratch, index, place)
         one = T.int32(1)
         kept.set(kept.get() + (one if stays is None else T.Select(stays, one, T.int32(0))))
 
 
-def _emit_down_turn(run: _Run, fired: _List, first: v.Expr, start: v.Expr, target: v.Expr) -> None:
+def _emit_down_turn(
+    run: _Run, fired: PlaceList, first: v.Expr, start: v.Expr, target: v.Expr
+) -> None:
     """Add the down vectors of a few neurons of the list ``fired``, times their activations."""
-    slots, following = fired.take(start), fired.take(start + TOGETHER)
+    places, following = fired.take(start), fired.take(start + TOGETHER)
     zero = v.constant(0.0, "float32")
     values = [
         v.let(T.Select(place < fired.count, run.scratch.values[first + place], zero))
         for place in (start + index for index in range(TOGETHER))
     ]
-    _emit_down(run, slots, following, values, target)
+    _emit_down(run, places, following, values, target)
 
 
 def _emit_down(
     run: _Run,
-    slots: Sequence[v.Expr],
-    following: Sequence[v.Expr],
+    places: Sequence[Place],
+    following: Sequence[Place],
     values: Sequence[v.Expr],
     base: v.Expr,
 ) -> None:
-    """Add the down vector of each slot times its value to ``partial[base:]`` (lane order)."""
-    vectors, ask = run.take_parts(slots, "down"), run.ask_for(following, "down")
+    """Add the down vector of each neuron times its value to ``partial[base:]`` (lane order)."""
+    vectors, ask = run.take_parts(places, "down"), run.ask_for(following, "down")
     isa, spec, target = run.isa, run.spec, run.scratch.partial
     per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
     size = {"int4": GROUP // 2, "int8": GROUP, "fp16": 2 * GROUP}[spec.ffn]

@@ -7,6 +7,7 @@ L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natur
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -16,16 +17,49 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.layout import GROUP, PartName, Precision
 
 
-def take_part(spec: KernelSpec, arena: v.Buffer, base: v.Expr, name: PartName) -> Vector:
-    """Return a part of the bundle that begins at byte ``base`` of ``arena``."""
-    part = next(part for part in spec.bundle.parts if part.name == name)
-    return Vector(
-        weights=arena,
-        weights_base=v.let(base + part.weights_offset),
-        scales=arena,
-        scales_base=v.let(base + part.scales_offset),
-        precision=spec.ffn,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neuron:
+    """Where a neuron begins, in bytes."""
+
+    base: v.Expr
+    """Its bundle, in an array of bundles."""
+    scales_base: v.Expr
+    """What the offsets of its scales count from: the same, or its row of resident scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundles:
+    """Neurons in memory: ``arena`` uint8 [slots, stride], and ``scales`` uint8 [neurons, scales
+    stride] where they are resident, else None."""
+
+    spec: KernelSpec
+    arena: v.Buffer
+    scales: v.Buffer | None = None
+
+    def find(self, slot: v.Expr, row: v.Expr | None = None) -> Neuron:
+        """Return the neuron in ``slot``; resident scales have it in ``row``."""
+        base = v.let(v.wide(slot) * self.spec.stride)
+        if self.scales is None:
+            return Neuron(base=base, scales_base=base)
+        assert row is not None
+        stride = self.spec.bundle.scales_stride
+        return Neuron(base=base, scales_base=v.let(v.wide(row) * stride))
+
+    def take_part(self, neuron: Neuron, name: PartName) -> Vector:
+        """Return a part of a neuron."""
+        part = next(part for part in self.spec.bundle.parts if part.name == name)
+        return Vector(
+            weights=self.arena,
+            weights_base=v.let(neuron.base + part.weights_offset),
+            scales=self.arena if self.scales is None else self.scales,
+            scales_base=v.let(neuron.scales_base + part.scales_offset),
+            precision=self.spec.ffn,
+        )
+
+    def load_expert(self, neuron: Neuron) -> v.Expr:
+        """Return the number of a neuron's expert."""
+        assert self.spec.bundle.expert_offset is not None
+        return v.load_as(self.arena, neuron.base + self.spec.bundle.expert_offset, "int32", 1)
 
 
 def is_firing(spec: KernelSpec, gate: v.Expr) -> v.Expr:

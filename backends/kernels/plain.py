@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
-from pi2.backends.kernels.neurons import take_part
+from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations, Vector
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
@@ -22,20 +22,22 @@ def emit_plain_gathered(
     isa: Isa,
     spec: KernelSpec,
     activations: Activations,
-    arena: v.Buffer,
+    bundles: Bundles,
     slots: v.Buffer,
+    rows: v.Buffer | None,
     count: v.Expr,
     partial: v.Buffer,
     counts: v.Buffer,
     total: v.Buffer,
     routes: v.Buffer | None,
 ) -> None:
-    """Add ``count`` neurons of ``arena`` uint8 [., stride] to ``total`` (y of one token).
+    """Add ``count`` neurons of ``bundles`` to ``total`` (y of one token).
 
-    ``slots`` int32 [count]; ``partial`` float32 [threads, hidden] one sum per thread, added up in
-    the order of threads; ``counts`` int32 [threads + 1]: the last one counts non-zero activations,
-    ever; ``routes`` float32 [experts]: weights of a mixture's experts, None without.  Which thread
-    computes a neuron depends on its place in ``slots`` alone: equal input gives equal bits.
+    ``slots`` int32 [count], ``rows`` int32 [count] of resident scales; ``partial`` float32
+    [threads, hidden] one sum per thread, added up in the order of threads; ``counts`` int32
+    [threads + 1]: the last one counts non-zero activations, ever; ``routes`` float32 [experts]:
+    weights of a mixture's experts, None without.  Which thread computes a neuron depends on its
+    place in ``slots`` alone: equal input gives equal bits.
     """
     threads, hidden, zero = spec.threads, spec.hidden, T.int32(0)
 
@@ -46,26 +48,27 @@ def emit_plain_gathered(
         begin, end = emit_split(thread, threads, count)
         fired = v.Cell(zero)
         with T.serial(end - begin) as step:
-            base = v.let(v.wide(slots[begin + step]) * spec.stride)
+            place = begin + step
+            neuron = bundles.find(slots[place], None if rows is None else rows[place])
 
-            def emit_neuron(base: v.Expr = base) -> None:
-                found = emit_values(isa, spec, activations, arena, [base], [zero], routes)
+            def emit_neuron(neuron: Neuron = neuron) -> None:
+                found = emit_values(isa, activations, bundles, [neuron], [zero], routes)
                 value = v.let(found[0][0])
                 with T.If(value != v.constant(0.0, "float32")), T.Then():
                     fired.set(fired.get() + 1)
-                    vector = take_part(spec, arena, base, "down")
+                    vector = bundles.take_part(neuron, "down")
                     _emit_down(isa, spec, vector, value, partial, origin, activations.once)
 
             if routes is None:
                 emit_neuron()
             else:
                 # Of experts that rest nothing but the number is read.
-                weight = load_route(spec, arena, base, routes, zero)
+                weight = load_route(bundles, neuron, routes, zero)
                 with T.If(weight != v.constant(0.0, "float32")), T.Then():
                     emit_neuron()
         v.store(counts, thread, fired.get(), 1)
 
-    emit_shared(threads, v.wide(count) * spec.bundle.used_bytes, emit_thread)
+    emit_shared(threads, v.wide(count) * spec.bundle.neuron_bytes, emit_thread)
     with T.serial(hidden // 16) as step:
         place = step * 16
         value = v.load(total, place, 16)

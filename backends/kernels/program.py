@@ -29,6 +29,9 @@ function                parameters: numbers, then arrays
 ``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,
                         results int64
 ======================  ==========================================================================
+
+Where scales are resident, an array of them follows every array of bundles, and one of the neurons'
+rows in it every array of slots; ``add_dense`` has the first neuron's row after its numbers.
 """
 
 from __future__ import annotations

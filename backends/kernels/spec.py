@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.plan.layout import GROUP, BundleLayout, Precision, fill_groups, lay_out_bundle
+from pi2.plan.layout import (
+    GROUP,
+    BundleLayout,
+    Precision,
+    ScalesPlace,
+    fill_groups,
+    lay_out_bundle,
+)
 from pi2.plan.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.plan import KvType
 
@@ -106,6 +113,8 @@ class KernelSpec:
     logit_factor: float = 1.0
     logit_cap: float | None = None
     head_bias: bool = False
+    scales: ScalesPlace = "inline"
+    """Where the scales of neurons lie."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.norm_width <= self.hidden, self
@@ -138,6 +147,7 @@ class KernelSpec:
             gated=self.gated,
             bias=self.ffn_bias,
             mixed=self.experts > 0,
+            scales=self.scales,
         )
 
     @property

@@ -13,16 +13,16 @@ from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_token_tiles
-from pi2.backends.kernels.neurons import activate, take_part
+from pi2.backends.kernels.neurons import Bundles, Neuron, activate
 from pi2.backends.kernels.operands import Activations, Vector
-from pi2.backends.kernels.spec import PANEL, KernelSpec
+from pi2.backends.kernels.spec import PANEL
 
 
 def emit_activations(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
-    bundles: v.Buffer,
+    bundles: Bundles,
+    first: v.Expr | None,
     origin: v.Expr,
     start: v.Expr,
     stop: v.Expr,
@@ -33,22 +33,24 @@ def emit_activations(
     chosen: Chosen,
 ) -> None:
     """Set ``values`` float32 [tokens, PANEL] of neurons ``start`` to ``stop`` of the panel that
-    begins with neuron ``origin``, of those that are ``chosen``."""
+    begins with neuron ``origin``, of those that are ``chosen``.  ``first``: row of resident scales
+    that the first of ``bundles`` has."""
+    spec = bundles.spec
 
-    def find_base(neuron: v.Expr) -> v.Expr:
-        return v.let(v.wide(chosen.find_neuron(origin + neuron)) * spec.stride)
+    def find(neuron: v.Expr) -> Neuron:
+        return find_neighbour(bundles, chosen.find_neuron(origin + neuron), first)
 
     if takes_pairs(isa, spec.ffn):
         parts = len(spec.bundle.parts) - 1
 
         def take_vectors(neuron: v.Expr) -> list[Vector]:
-            return _take_vectors(spec, bundles, find_base(neuron))
+            return _take_vectors(bundles, find(neuron))
 
         def keep(token: v.Expr, neuron: v.Expr, dots: list[v.Expr]) -> None:
-            base = find_base(neuron)
-            biases = _load_biases(spec, bundles, base)
+            found = find(neuron)
+            biases = _load_biases(bundles, found)
             place = chosen.find_token(token)
-            value = _find_value(spec, bundles, base, biases, place, dots, routes)
+            value = _find_value(bundles, found, biases, place, dots, routes)
             v.store(values, token * PANEL + neuron, value, 1)
 
         emit_items(activations, tokens, thread, start, stop, parts, take_vectors, keep, chosen)
@@ -61,8 +63,8 @@ def emit_activations(
             top = v.let(start + step * together)
             # A repeated token or neuron writes the same value again.
             neurons = [v.let(T.min(top + index, stop - 1)) for index in range(together)]
-            bases = [find_base(neuron) for neuron in neurons]
-            found = emit_values(isa, spec, activations, bundles, bases, places, routes)
+            wanted = [find(neuron) for neuron in neurons]
+            found = emit_values(isa, activations, bundles, wanted, places, routes)
             for neuron, row in zip(neurons, found, strict=True):
                 for token, value in zip(named, row, strict=True):
                     v.store(values, token * PANEL + neuron, value, 1)
@@ -70,40 +72,44 @@ def emit_activations(
     emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
+def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:
+    """Return a neuron of ``bundles`` that lie in stored order; the first has row ``first`` of
+    resident scales."""
+    return bundles.find(place, None if first is None else first + place)
+
+
 def emit_values(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
-    arena: v.Buffer,
-    bases: list[v.Expr],
+    bundles: Bundles,
+    neurons: list[Neuron],
     tokens: list[v.Expr],
     routes: v.Buffer | None,
 ) -> list[list[v.Expr]]:
-    """Values of the neurons at ``bases`` for ``tokens``, times the weights of their experts."""
-    parts = len(spec.bundle.parts) - 1
-    vectors = [vector for base in bases for vector in _take_vectors(spec, arena, base)]
+    """Values of ``neurons`` for ``tokens``, times the weights of their experts."""
+    parts = len(bundles.spec.bundle.parts) - 1
+    vectors = [vector for neuron in neurons for vector in _take_vectors(bundles, neuron)]
     dots = emit_dots(isa, vectors, activations, tokens)
     found = []
-    for index, base in enumerate(bases):
+    for index, neuron in enumerate(neurons):
         rows = dots[index * parts : (index + 1) * parts]
-        biases = _load_biases(spec, arena, base)
+        biases = _load_biases(bundles, neuron)
         row = []
         for turn, token in enumerate(tokens):
             terms = [v.let(part[turn]) for part in rows]
-            row.append(_find_value(spec, arena, base, biases, token, terms, routes))
+            row.append(_find_value(bundles, neuron, biases, token, terms, routes))
         found.append(row)
     return found
 
 
-def _take_vectors(spec: KernelSpec, arena: v.Buffer, base: v.Expr) -> list[Vector]:
+def _take_vectors(bundles: Bundles, neuron: Neuron) -> list[Vector]:
     """Return all vectors of a neuron but the last."""
-    return [take_part(spec, arena, base, part.name) for part in spec.bundle.parts[:-1]]
+    return [bundles.take_part(neuron, part.name) for part in bundles.spec.bundle.parts[:-1]]
 
 
 def _find_value(
-    spec: KernelSpec,
-    arena: v.Buffer,
-    base: v.Expr,
+    bundles: Bundles,
+    neuron: Neuron,
     biases: list[v.Expr],
     token: v.Expr,
     terms: list[v.Expr],
@@ -112,22 +118,20 @@ def _find_value(
     """Return a neuron's value for a token, of its dot products."""
     if biases:
         terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
-    value = activate(spec, terms[0], terms[1] if spec.gated else None)
+    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None)
     if routes is not None:
-        value = value * load_route(spec, arena, base, routes, token)
+        value = value * load_route(bundles, neuron, routes, token)
     return value
 
 
-def load_route(
-    spec: KernelSpec, arena: v.Buffer, base: v.Expr, routes: v.Buffer, token: v.Expr
-) -> v.Expr:
-    """Weight of the expert of the neuron at ``base`` for a token."""
-    assert spec.bundle.expert_offset is not None
-    expert = v.load_as(arena, base + spec.bundle.expert_offset, "int32", 1)
-    return v.let(routes[token * spec.experts + expert])
+def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr) -> v.Expr:
+    """Weight of the expert of a neuron for a token."""
+    expert = bundles.load_expert(neuron)
+    return v.let(routes[token * bundles.spec.experts + expert])
 
 
-def _load_biases(spec: KernelSpec, arena: v.Buffer, base: v.Expr) -> list[v.Expr]:
+def _load_biases(bundles: Bundles, neuron: Neuron) -> list[v.Expr]:
     return [
-        v.let(v.load_as(arena, base + bias.offset, "float32", 1)) for bias in spec.bundle.biases
+        v.let(v.load_as(bundles.arena, neuron.base + bias.offset, "float32", 1))
+        for bias in bundles.spec.bundle.biases
     ]

@@ -14,7 +14,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import activate, cap, normalize, rotate
 from pi2.backends.rope import RopeTables
-from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
+from pi2.plan.packing import dequantize, join_scales, slice_bias, slice_experts, unpack_part
 from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import (
     EMBEDDING,
@@ -33,6 +33,7 @@ class ReferenceExecutor:
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
+        self._layout = request.whole_bundle
         self._model = request.model
         shape = self._model.shape
         self._kv = KvCache(request)
@@ -218,8 +219,8 @@ class ReferenceExecutor:
         return np.repeat(limits, self._model.shape.ffn)
 
     def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
-        """Activations [T, n] of the neurons of ``bundles`` [n, stride]."""
-        layout = self._request.bundle
+        """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales."""
+        layout = self._layout
         values = []
         for index in range(2 if layout.is_gated else 1):
             value = self._u @ unpack_part(bundles, layout, index).T
@@ -229,10 +230,27 @@ class ReferenceExecutor:
             return active
         return active * self._routes[:, slice_experts(bundles, layout)]
 
+    def _join(
+        self,
+        layer: int,
+        bundles: npt.NDArray[np.uint8],
+        indices: npt.NDArray[np.int32] | slice | None,
+    ) -> npt.NDArray[np.uint8]:
+        """Bundles [n, .] with their scales in them, of the neurons ``indices``."""
+        if self._request.scales is None:
+            return bundles
+        assert indices is not None, "scales are resident: indices say which belong to a neuron"
+        return join_scales(bundles, self._request.scales[layer][indices], self._request.bundle)
+
     def find_open(
-        self, layer: int, arena: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32]
+        self,
+        layer: int,
+        arena: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
-        gates = self._u[0] @ unpack_part(arena[slots], self._request.bundle, 0).T
+        bundles = self._join(layer, arena[slots], indices)
+        gates = self._u[0] @ unpack_part(bundles, self._layout, 0).T
         return self._is_open(gates)
 
     def _is_open(self, gates: _F32) -> npt.NDArray[np.bool_]:
@@ -246,18 +264,21 @@ class ReferenceExecutor:
         arena: npt.NDArray[np.uint8],
         slots: npt.NDArray[np.int32],
         indices: npt.NDArray[np.int32] | None = None,
+        known: bool = False,
     ) -> None:
-        active = self._activate(arena[slots])
-        if indices is not None and self._model.is_smooth:
+        bundles = self._join(layer, arena[slots], indices)
+        active = self._activate(bundles)
+        if known and self._model.is_smooth:
             active = np.where(np.abs(active) >= self._find_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
-        self._add(active, arena[slots])
+        self._add(active, bundles)
 
-    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8]) -> None:
-        self._add(self._activate(bundles), bundles)
+    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8], first: int = 0) -> None:
+        joined = self._join(layer, bundles, slice(first, first + len(bundles)))
+        self._add(self._activate(joined), joined)
 
     def _add(self, active: _F32, bundles: npt.NDArray[np.uint8]) -> None:
-        layout = self._request.bundle
+        layout = self._layout
         self._y = self._y + active @ unpack_part(bundles, layout, len(layout.parts) - 1)
 
     def end_ffn(self, layer: int) -> None:

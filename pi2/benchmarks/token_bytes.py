@@ -41,7 +41,7 @@ def count_token_bytes(
     part = vector_bytes(bundle.hidden, bundle.precision)
     match plan.decode.predictor:
         case "none":
-            predictor, computed = 0.0, float(neurons * bundle.used_bytes)
+            predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
         case "gate":
             assert active is not None
             predictor, computed = float(neurons * part), neurons * active * 2 * part
@@ -50,7 +50,7 @@ def count_token_bytes(
             predictor, computed = (
                 # Those of experts that rest are not asked.
                 sum(predictors.values()) * model.token_neurons / model.layer_neurons,
-                (neurons * active * bundle.used_bytes),
+                (neurons * active * bundle.neuron_bytes),
             )
     return TokenBytes(
         attention=sum(sizes.values()) + row,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
+    from pi2.plan.layout import ScalesPlace
     from pi2.plan.model import Model
 
 MIB = 1024 * 1024
@@ -63,6 +64,13 @@ PLAN = "default.plan.toml"
     show_default=True,
     help="How int4 is rounded: search and compensated are slower and err less.",
 )
+@click.option(
+    "--scales",
+    type=click.Choice(["inline", "resident"]),
+    default="inline",
+    show_default=True,
+    help="Where the scales of neurons lie: in the bundles, or in files that are loaded at start.",
+)
 @add_path_option(
     "--statistics",
     metavar="STATS",
@@ -89,6 +97,7 @@ def command(
     predictors: Path | None,
     activations: Path | None,
     quantizer: Method,
+    scales: ScalesPlace,
     statistics: Path | None,
     errors: Path | None,
     texts: tuple[Path, ...],
@@ -121,7 +130,7 @@ def command(
     if quantization is not None:
         document = choose_precision(document, quantization)
     notes = {f"{document.id}.model.toml": write_model(document, origin).encode()}
-    plan, refusal = draft_default_plan(document)
+    plan, refusal = draft_default_plan(document, scales)
     if plan is not None:
         notes[PLAN] = plan.encode()
     passages = read_passages(texts)
@@ -135,6 +144,7 @@ def command(
             predictors=predictors,
             activations=activations,
             notes=notes,
+            scales=scales,
             quantizer=rounding,
             replace=replace,
             progress=progress,
@@ -217,7 +227,7 @@ def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -
     return model.model_copy(update={"quantization": chosen})
 
 
-def draft_default_plan(model: Model) -> tuple[str | None, str]:
+def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[str | None, str]:
     """A plan for this machine, or None and why there is none."""
     from pi2.importing.first_plan import draft_first_plan
     from pi2.machine import detect_machine
@@ -228,7 +238,8 @@ def draft_default_plan(model: Model) -> tuple[str | None, str]:
     device = check_file(find_document("host", "device", Path.cwd())).document
     assert isinstance(device, Device)
     try:
-        return draft_first_plan(model, device, detect_machine().memory.available_bytes, "."), ""
+        available_bytes = detect_machine().memory.available_bytes
+        return draft_first_plan(model, device, available_bytes, ".", scales), ""
     except UserError as error:
         return None, error.diagnostics[0].message
 

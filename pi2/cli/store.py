@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -128,7 +128,12 @@ def reorder(
 
 @command.command("repack")
 @click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
-@click.option("--stride", required=True, help="From one neuron to the next, such as '8 KiB'.")
+@click.option("--stride", help="From one neuron to the next, such as '8 KiB'.")
+@click.option(
+    "--scales",
+    type=click.Choice(["inline", "resident"]),
+    help="Where scales lie: in the bundles, or in files of their own that are loaded at start.",
+)
 @click.option(
     "-o",
     "--output",
@@ -137,20 +142,36 @@ def reorder(
     help="Folder of the new store.  [default: in place of the old one]",
 )
 @click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
-def repack(path: Path, stride: str, output: Path | None, replace: bool) -> None:
-    """Write STORE with its neurons another distance apart.
+def repack(
+    path: Path,
+    stride: str | None,
+    scales: Literal["inline", "resident"] | None,
+    output: Path | None,
+    replace: bool,
+) -> None:
+    """Write STORE with its neurons another distance apart, or with their scales elsewhere.
 
-    A plan's bundle.stride has to be that of its store; `pi2 plan` says which one suits a device.
+    A plan's bundle.stride and bundle.scales have to be those of its store; `pi2 plan` says which
+    stride suits a device.  Where scales move and no stride is given, it is the least that holds a
+    neuron.
     The model computes the same.  It needs room for a second store while it runs; the old one is
     there until the new one is complete.  After Ctrl-C the same command goes on where it was.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.store.reordering import repack_store
 
-    size = _parse_stride(stride)
+    if stride is None and scales is None:
+        raise click.UsageError("Say what shall change: --stride, --scales, or both.")
+    size = None if stride is None else _parse_stride(stride)
     with ProgressBar() as progress:
-        repack_store(path, size, output=output, replace=replace, progress=progress)
-    click.echo(f"{output or path}: neurons lie {size} bytes apart", err=True)
+        manifest = repack_store(
+            path, size, scales, output=output, replace=replace, progress=progress
+        )
+    bundle = manifest.bundle
+    click.echo(
+        f"{output or path}: neurons lie {bundle.stride} bytes apart, scales {bundle.scales}",
+        err=True,
+    )
 
 
 def _parse_stride(text: str) -> int:
@@ -202,6 +223,7 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "precision", ", ".join(f"{name} {precisions[name]}" for name in precisions)
     parts = ", ".join(f"{part.name} at {part.weights_offset}" for part in bundle.parts)
     yield "bundle", f"{bundle.stride} bytes apart, {bundle.used_bytes} used: {parts}"
+    yield "scales", "in the bundles" if bundle.scales == "inline" else "in files of their own"
     order = {
         "hotness": "most active first",
         "coactivation": "most active first, in bands; what fires together lies together",
@@ -224,12 +246,15 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
 def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
     """Files as path, bytes and contents; layer files of one size are taken together."""
     layers = [entry for entry in manifest.files if entry.bundles_offset is not None]
+    scales = [entry for entry in manifest.files if entry.scales_offset is not None]
     for entry in manifest.files:
-        if entry.bundles_offset is not None:
-            if entry is layers[0]:
-                size_bytes = sum(layer.bytes for layer in layers)
-                name = entry.path if len(layers) == 1 else f"{entry.path} to {layers[-1].path}"
-                yield name, size_bytes, f"{entry.rows} neurons each"
+        alike = next((group for group in (layers, scales) if entry in group), None)
+        if alike is not None:
+            if entry is alike[0]:
+                size_bytes = sum(other.bytes for other in alike)
+                name = entry.path if len(alike) == 1 else f"{entry.path} to {alike[-1].path}"
+                content = "neurons each" if alike is layers else "neurons' scales each"
+                yield name, size_bytes, f"{entry.rows} {content}"
         elif entry.rows is not None:
             yield entry.path, entry.bytes, f"{entry.rows} dense tensors"
         else:

@@ -58,9 +58,9 @@ class _Wave:
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
     experts: I32 | None = None
     """Experts that they belong to, where these were guessed ahead."""
-    opened: list[tuple[I32, PendingRead | None]] = field(default_factory=list)
-    """In two phases, of each cluster: slots of those whose gates are open, and what is still read
-    of them."""
+    opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
+    """In two phases, of each cluster: slots and stored indices of those whose gates are open, and
+    what is still read of them."""
     closed: list[I32] = field(default_factory=list)
     """Stored indices of those of which only the gate was read."""
 
@@ -92,6 +92,7 @@ class FeedForward:
         look_ahead: LookAhead,
         token_neurons: int | None = None,
         balance: HotBalance | None = None,
+        separate_scales: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -101,6 +102,7 @@ class FeedForward:
         mixture, the router is run there too; experts that it did not name are predicted when the
         layer's own routing is known.  ``token_neurons``: those of a layer that may compute a token,
         if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
+        ``separate_scales``: scales lie beside bundles, by stored index.
         """
         self._executor = executor
         self._cache = cache
@@ -114,6 +116,7 @@ class FeedForward:
         self._look_ahead = look_ahead
         self._token_neurons = cache.neurons if token_neurons is None else token_neurons
         self._balance = balance
+        self._separate_scales = separate_scales
         self._wave: _Wave | None = None
         self.counters = NeuronCounters()
 
@@ -129,10 +132,10 @@ class FeedForward:
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.begin_ffn(layer)
-        for bundles in self._stream.give(layer):
+        for stretch in self._stream.give(layer):
             for chunk in range(chunks):
                 executor.select_chunk(chunk)
-                executor.add_dense(layer, bundles)
+                executor.add_dense(layer, stretch.bundles, stretch.first)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.end_ffn(layer)
@@ -268,9 +271,9 @@ class FeedForward:
                 self._open_gates(wave)
             if pending is not None:
                 for number in range(len(pending.clusters)):
-                    slots = self._take_cluster(wave, pending, number)
+                    slots, indices = self._take_cluster(wave, pending, number)
                     if len(slots):
-                        self._add_neurons(wave.layer, slots)
+                        self._add_neurons(wave.layer, slots, indices)
         except BaseException:
             self._abandon_wave(wave)
             raise
@@ -289,34 +292,39 @@ class FeedForward:
         assert pending is not None and pending.gates is not None
         for number, cluster in enumerate(pending.clusters):
             slots = reader.finish(pending, number)
-            opened = self._executor.find_open(wave.layer, self._cache.arena, slots)
+            indices = pending.indices[cluster]
+            opened = self._executor.find_open(wave.layer, self._cache.arena, slots, indices)
             rest = reader.start_rest(pending, number, opened)
-            wave.opened.append((slots.compress(opened), rest))
+            wave.opened.append((slots.compress(opened), indices.compress(opened), rest))
             closed = pending.gates[cluster] & ~opened
-            wave.closed.append(pending.indices[cluster].compress(closed))
+            wave.closed.append(indices.compress(closed))
 
-    def _take_cluster(self, wave: _Wave, pending: PendingRead, number: int) -> I32:
-        """Wait for a cluster; return the slots of those of its neurons that may fire."""
+    def _take_cluster(self, wave: _Wave, pending: PendingRead, number: int) -> tuple[I32, I32]:
+        """Wait for a cluster; return the slots and stored indices of those of its neurons that may
+        fire."""
         if pending.gates is None:
-            return self._reader.finish(pending, number)
-        slots, rest = wave.opened[number]
+            return self._reader.finish(pending, number), pending.indices[pending.clusters[number]]
+        slots, indices, rest = wave.opened[number]
         if rest is not None:
             self._reader.finish(rest, 0)
-        return slots
+        return slots, indices
 
-    def _add_neurons(self, layer: int, slots: I32) -> None:
-        """Compute the neurons in ``slots``, with the gates that have found them, if they have."""
+    def _add_neurons(self, layer: int, slots: I32, indices: I32 | None = None) -> None:
+        """Compute the neurons in ``slots``, with the gates that have found them, if they have;
+        ``indices``: their stored indices, where they are at hand."""
         cache = self._cache
         self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
-        indices = cache.find_indices(layer, slots) if self._predictor == "gate" else None
-        self._executor.add_neurons(layer, cache.arena, slots, indices)
+        known = self._predictor == "gate"
+        if indices is None and (known or self._separate_scales):
+            indices = cache.find_indices(layer, slots)
+        self._executor.add_neurons(layer, cache.arena, slots, indices, known)
 
     def _abandon_wave(self, wave: _Wave) -> None:
         if wave.held:
             self._cache.release(wave.found)
         if wave.pending is not None:
-            for read in (wave.pending, *(rest for _, rest in wave.opened)):
+            for read in (wave.pending, *(rest for *_, rest in wave.opened)):
                 if read is not None:
                     self._reader.abandon(read)
             self._cache.forget(wave.layer, wave.found.missing)

@@ -18,11 +18,11 @@ from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.null_reader import NullReader
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.model import Model
-from pi2.plan.packing import slice_bias, slice_part
+from pi2.plan.packing import join_scales, slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.sizes import count_gate_read_bytes, reads_embedding
 from pi2.plan.tensor_names import EMBEDDING
-from pi2.store.dense_reader import read_tensors
+from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer
 
@@ -79,6 +79,17 @@ def load_dense(
                 lambda share: progress("loading dense tensors", share),
             )
     return loaded
+
+
+def load_scales(store: NeuronStore, budget: Budget, progress: Progress) -> list[U8] | None:
+    """Read the scales of every layer's neurons [neurons, bytes]; None where bundles have them."""
+    if store.bundle.scales == "inline":
+        return None
+    return read_scales(
+        store,
+        partial(budget.allocate, "attention"),
+        lambda share: progress("loading scales", share),
+    )
 
 
 def allocate_gate_rows(
@@ -155,9 +166,13 @@ def load_neurons(
                 piece = staging[0, : min(size, cache.neurons - first)]
                 reader.start_run(layer, first, piece).result()
                 rows = places[first : first + len(piece)]
-                weights[rows], piece_scales = slice_part(piece, request.bundle, 0)
+                if request.scales is not None:
+                    own = request.scales[layer][first : first + len(piece)]
+                    piece = join_scales(piece, own, request.bundle)
+                layout = request.whole_bundle
+                weights[rows], piece_scales = slice_part(piece, layout, 0)
                 if scales is not None:
                     scales[rows] = piece_scales
                 if request.gate_biases is not None:
-                    request.gate_biases[layer][rows] = slice_bias(piece, request.bundle, 0)
+                    request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
         progress("loading neurons", (layer + 1) / layers)

@@ -69,6 +69,16 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neurons of a layer next to each other in the store and in memory."""
+
+    first: int
+    """Stored index of the first."""
+    bundles: U8
+    """[n, stride]."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Filling:
     """A piece on its way into a buffer."""
 
@@ -110,8 +120,8 @@ class NeuronStream:
         if not self._ahead:
             self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
 
-    def give(self, layer: int) -> Iterator[U8]:
-        """Bundles [n, stride] of the layer's neurons; each piece is valid until the next."""
+    def give(self, layer: int) -> Iterator[Stretch]:
+        """The layer's neurons; each stretch is valid until the next."""
         pieces, resident = self._divide(layer)
         parts = [resident, *([] for _ in pieces)]
         if not self._in_order:
@@ -129,27 +139,29 @@ class NeuronStream:
             # The other buffer's content has been used: fill it while this one is computed, with
             # the next layer's first at the end, so that reads go on during attention.
             self._fill_buffers(following, layer + 1, BUFFERS - 1)
-            yield filling.buffer
+            yield Stretch(piece.first, filling.buffer)
             self._fill_buffers(following, layer + 1, BUFFERS)
             yield from parts[number + 1]
         if not pieces:
             self._fill_buffers([], layer + 1, BUFFERS)
 
-    def _divide(self, layer: int) -> tuple[list[Piece], list[U8]]:
+    def _divide(self, layer: int) -> tuple[list[Piece], list[Stretch]]:
         """The layer's pieces that need a buffer, and the stretches of the arena that have the
         rest."""
         pieces: list[Piece] = []
         hot = self._cache.hot_slots[layer]
-        stretches = [slice(hot.start, hot.stop)] if len(hot) else []
+        # Stored index of the first, and slots.
+        stretches = [(0, slice(hot.start, hot.stop))] if len(hot) else []
         for piece in self._cut(layer):
             place = None if self._in_order else piece.place
             if place is None:
                 pieces.append(piece)
-            elif stretches and stretches[-1].stop == place.start:
-                stretches[-1] = slice(stretches[-1].start, place.stop)
+            elif stretches and _are_neighbours(*stretches[-1], piece.first, place):
+                first, slots = stretches[-1]
+                stretches[-1] = (first, slice(slots.start, place.stop))
             else:
-                stretches.append(place)
-        return pieces, [self._cache.arena[stretch] for stretch in stretches]
+                stretches.append((piece.first, place))
+        return pieces, [Stretch(first, self._cache.arena[slots]) for first, slots in stretches]
 
     def _cut(self, layer: int) -> list[Piece]:
         """The layer's cold neurons in pieces of a buffer's size."""
@@ -211,18 +223,25 @@ class NeuronStream:
         wait([read for read in reads if not read.cancel()])
 
 
-def _share_evenly(stretches: list[U8], count: int) -> list[list[U8]]:
-    """Cut ``stretches`` [n, stride] into ``count`` parts with as many rows each, in their order."""
-    total = sum(map(len, stretches))
-    parts: list[list[U8]] = [[] for _ in range(count)]
+def _are_neighbours(first: int, slots: slice, next_first: int, next_slots: slice) -> bool:
+    """Whether neurons follow each other in the arena and in the store."""
+    size = int(slots.stop) - int(slots.start)
+    return bool(slots.stop == next_slots.start) and first + size == next_first
+
+
+def _share_evenly(stretches: list[Stretch], count: int) -> list[list[Stretch]]:
+    """Cut ``stretches`` into ``count`` parts with as many neurons each, in their order."""
+    total = sum(len(stretch.bundles) for stretch in stretches)
+    parts: list[list[Stretch]] = [[] for _ in range(count)]
     bounds = [total * (number + 1) // count for number in range(count)]
     done = number = 0
     for stretch in stretches:
-        first = 0
-        while first < len(stretch):
+        begin = 0
+        while begin < len(stretch.bundles):
             while done >= bounds[number]:
                 number += 1
-            size = min(len(stretch) - first, bounds[number] - done)
-            parts[number].append(stretch[first : first + size])
-            first, done = first + size, done + size
+            size = min(len(stretch.bundles) - begin, bounds[number] - done)
+            bundles = stretch.bundles[begin : begin + size]
+            parts[number].append(Stretch(stretch.first + begin, bundles))
+            begin, done = begin + size, done + size
     return parts

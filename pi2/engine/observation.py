@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import activate
 from pi2.diagnostics import UserError
-from pi2.plan.packing import slice_bias, slice_experts, unpack_part
+from pi2.plan.packing import join_scales, slice_bias, slice_experts, unpack_part
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -100,16 +100,20 @@ class ObservedExecutor:
         self._pieces.pop(self._chunk, None)
         self._owners.pop(self._chunk, None)
 
-    def add_dense(self, layer: int, bundles: U8) -> None:
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Compute neurons, and compute their activations."""
         if self.enabled:
-            values = self._compute(self._request, self._read_input(), bundles)
+            whole, request = bundles, self._request
+            if request.scales is not None:
+                scales = request.scales[layer][first : first + len(bundles)]
+                whole = join_scales(bundles, scales, request.bundle)
+            values = self._compute(request, self._read_input(), whole)
             if self._request.model.moe is not None:
-                owners = slice_experts(bundles, self._request.bundle)
+                owners = slice_experts(whole, request.whole_bundle)
                 values *= self._find_computing()[:, owners]
                 self._owners.setdefault(self._chunk, []).append(owners)
             self._pieces.setdefault(self._chunk, []).append(values)
-        self._inner.add_dense(layer, bundles)
+        self._inner.add_dense(layer, bundles, first)
 
     def end_ffn(self, layer: int) -> None:
         """End a layer; tell the observer of it if all its neurons were computed."""
@@ -131,8 +135,9 @@ class ObservedExecutor:
 
 
 def compute_activations(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
-    """Activations [T, n] of the neurons of ``bundles`` [n, stride] for ``inputs`` [T, hidden]."""
-    layout = request.bundle
+    """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
+    for ``inputs`` [T, hidden]."""
+    layout = request.whole_bundle
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T

@@ -69,9 +69,9 @@ class StoreWeights:
         return dequantize(weights.view(np.uint8), scales, tensor.length, tensor.precision)
 
     def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
-        layout, stored = self._store.bundle, self._store.layers[layer]
+        layout, stored = self._store.bundle.inline, self._store.layers[layer]
         for start in range(0, stored.neurons, PIECE_NEURONS):
-            bundles = stored.bundles[start : start + PIECE_NEURONS]
+            bundles = stored.read_inline(slice(start, start + PIECE_NEURONS))
             inputs = range(len(layout.parts) - 1)
             yield NeuronPiece(
                 rows=tuple(unpack_part(bundles, layout, index) for index in inputs),

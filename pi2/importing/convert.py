@@ -29,7 +29,7 @@ from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.small_files import keep_old_notes, read_extra_files
-from pi2.plan.layout import BundleLayout
+from pi2.plan.layout import BundleLayout, ScalesPlace
 from pi2.plan.model import Model
 from pi2.plan.packing import assemble_bundles, quantize
 from pi2.store.identity import describe_weights
@@ -73,6 +73,7 @@ def convert_checkpoint(
     extras: Mapping[str, Path] | None = None,
     notes: Mapping[str, bytes] | None = None,
     stride: int | None = None,
+    scales: ScalesPlace = "inline",
     quantizer: Quantizer | None = None,
     replace: bool = False,
     progress: Progress = ignore_progress,
@@ -86,7 +87,8 @@ def convert_checkpoint(
     ``activations``: Parquet file of counts; neurons are then stored most active first, and the
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what
-    a replaced store has there is kept with the ending ``.old``.  ``quantizer`` rounds weights; by
+    a replaced store has there is kept with the ending ``.old``.  ``stride`` and ``scales``: how
+    bundles lie (`pi2.plan.layout`).  ``quantizer`` rounds weights; by
     default to nearest.
     ``progress`` is called with a label and the share of bytes read.
 
@@ -101,13 +103,14 @@ def convert_checkpoint(
     own = [] if predictors is None else list_predictor_files(predictors)
     inputs = [*source.files, *own]
     chosen = quantizer or Quantizer()
-    job = _describe_job(model, order, inputs, stride, chosen)
+    job = _describe_job(model, order, inputs, stride, scales, chosen)
     with StoreWriter(
         output,
         model,
         ranks=None if found is None else [predictor.rank for predictor in found],
         order="index" if activations is None else "hotness",
         stride=stride,
+        scales=scales,
         replace=replace,
         job=job,
     ) as writer:
@@ -380,7 +383,12 @@ def _choose_order(model: Model, activations: Path | None) -> I32:
 
 
 def _describe_job(
-    model: Model, order: I32, inputs: list[Path], stride: int | None, quantizer: Quantizer
+    model: Model,
+    order: I32,
+    inputs: list[Path],
+    stride: int | None,
+    scales: ScalesPlace,
+    quantizer: Quantizer,
 ) -> str:
     """A key that is equal where the same call would write the same files."""
     stats = [(file, file.stat()) for file in inputs]
@@ -391,6 +399,7 @@ def _describe_job(
         "inputs": [[str(file.resolve()), at.st_size, at.st_mtime_ns] for file, at in stats],
         "order": hashlib.sha256(order.tobytes()).hexdigest(),
         "stride": stride,
+        "scales": scales,
         "quantizer": quantizer.describe(),
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -6,6 +6,7 @@ import tomllib
 
 from pi2.plan.device import Device
 from pi2.plan.drafting import Wish, draft_plan
+from pi2.plan.layout import ScalesPlace
 from pi2.plan.model import Model
 from pi2.plan.quantities import BYTE_UNITS, parse_quantity
 
@@ -15,11 +16,18 @@ _ROOM = 1 << 50
 """More memory than any model needs."""
 
 
-def draft_first_plan(model: Model, device: Device, available_bytes: int, store: str) -> str:
+def draft_first_plan(
+    model: Model,
+    device: Device,
+    available_bytes: int,
+    store: str,
+    scales: ScalesPlace = "inline",
+) -> str:
     """Text of a plan for ``model``, whose file and ``store`` lie beside it.
 
-    ``available_bytes`` is the memory that is free, 0 if that is not known.  Raises `UserError` P026
-    if not even the smallest plan fits into `MEMORY_SHARE` of it.
+    ``scales``: where the store has them.  ``available_bytes`` is the memory that is free, 0 if that
+    is not known.  Raises `UserError` P026 if not even the smallest plan fits into `MEMORY_SHARE` of
+    it.
     """
 
     def draft(budget_bytes: int) -> str:
@@ -29,6 +37,7 @@ def draft_first_plan(model: Model, device: Device, available_bytes: int, store: 
             store=store,
             budget_bytes=budget_bytes,
             name=(model.name or model.id)[:120],
+            scales=scales,
         )
         return draft_plan(wish, device, model)
 

@@ -16,6 +16,7 @@ _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("decode", "predictor"): ("predictor", "cold"),
     ("prefill", "chunk"): ("workspace",),
     ("bundle", "stride"): ("hot", "cold", "workspace"),
+    ("bundle", "scales"): ("attention", "workspace"),
     ("threads",): ("workspace",),
     ("model", "shape"): ("attention", "kv", "predictor", "hot", "cold", "workspace"),
     ("model", "quantization", "ffn"): ("hot", "cold", "predictor", "workspace"),

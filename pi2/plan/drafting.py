@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
-from pi2.plan.layout import round_up
+from pi2.plan.layout import ScalesPlace, round_up
 from pi2.plan.model import Model
 from pi2.plan.plan import Plan, Segments
 from pi2.plan.quantities import approximate_bytes, format_bytes
@@ -43,6 +43,8 @@ class Wish:
     context: int | None = None
     """Tokens; None takes the model's, at most 4096."""
     name: str = ""
+    scales: ScalesPlace = "inline"
+    """Where the store has them."""
 
 
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
@@ -98,7 +100,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "store": wish.store,
         "backends": {"cpu": "cpu"},
         "memory": {"budget": format_bytes(wish.budget_bytes), "segments": {}},
-        "bundle": {"stride": "1 B"},
+        "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 0.0},
         "prefill": {"chunk": min(128, context)},
         "decode": {"predictor": predictor},
@@ -182,6 +184,8 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
     used = final.bundle.used_bytes
     lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]
     lines[-1] += f"  # {used} bytes are used"
+    if final.bundle.scales != "inline":
+        lines.append(f"scales = {write_value(final.bundle.scales)}  # in files of their own")
     lines += ["", "[layers]"]
     lines += [f"split = {write_value(values['layers']['split'])}"]
     lines += [f"hot = {write_value(values['layers']['hot'])}  # share of neurons that stay"]

@@ -22,6 +22,9 @@ A *bundle* is one FFN neuron: gate row, up row and down column, or up row and do
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
 come next, float32, at a multiple of 4 bytes; in a mixture of experts, the number of the neuron's
 expert comes last, int32, at a multiple of 4 bytes.
+
+With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
+neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ GROUP = 32
 
 PartName = Literal["gate", "up", "down"]
 Precision = Literal["int4", "int8", "fp16"]
+ScalesPlace = Literal["inline", "resident"]
 
 
 def split_lanes(length: int) -> list[int]:
@@ -78,7 +82,8 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One vector of a bundle: where its weights and scales begin, in bytes."""
+    """One vector of a bundle: where its weights and scales begin, in bytes; resident scales, in the
+    neuron's row of scales."""
 
     name: PartName
     weights_offset: int
@@ -95,7 +100,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleLayout:
-    """One neuron in the store: the vectors with their scales, and its biases."""
+    """One neuron in the store: the vectors, with or without their scales, and its biases."""
 
     hidden: int
     precision: Precision
@@ -105,11 +110,41 @@ class BundleLayout:
     biases: tuple[Bias, ...] = ()
     expert_offset: int | None = None
     """Byte of the expert's number; None without experts."""
+    scales: ScalesPlace = "inline"
+    """Where scales lie: in the bundle, or beside it."""
 
     @property
     def is_gated(self) -> bool:
         """Whether neurons have a gate."""
         return self.parts[0].name == "gate"
+
+    @property
+    def first_bytes(self) -> int:
+        """Bytes of the first vector: what has to be read for the gate, where there is one."""
+        return self.parts[1].weights_offset
+
+    @property
+    def scales_stride(self) -> int:
+        """Bytes from one neuron's scales to the next, where they lie beside bundles, else 0."""
+        if self.scales == "inline":
+            return 0
+        return len(self.parts) * scale_bytes(self.hidden, self.precision)
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of a neuron without padding, scales included wherever they lie."""
+        return self.used_bytes + self.scales_stride
+
+    @property
+    def inline(self) -> BundleLayout:
+        """The same neuron with its scales in the bundle, a multiple of 512 bytes apart."""
+        return lay_out_bundle(
+            self.hidden,
+            self.precision,
+            gated=self.is_gated,
+            bias=bool(self.biases),
+            mixed=self.expert_offset is not None,
+        )
 
 
 def lay_out_bundle(
@@ -120,15 +155,18 @@ def lay_out_bundle(
     gated: bool = True,
     bias: bool = False,
     mixed: bool = False,
+    scales: ScalesPlace = "inline",
 ) -> BundleLayout:
     """Lay out a neuron, ``mixed``: of an expert; ``stride`` defaults to the next multiple of 512
     bytes."""
-    offset, parts = 0, []
+    offset, row, parts = 0, 0, []
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
-        scales = offset + weight_bytes(hidden, precision)
-        parts.append(Part(name=name, weights_offset=offset, scales_offset=scales))
-        offset = scales + scale_bytes(hidden, precision)
+        end = offset + weight_bytes(hidden, precision)
+        first = end if scales == "inline" else row
+        parts.append(Part(name=name, weights_offset=offset, scales_offset=first))
+        row += scale_bytes(hidden, precision)
+        offset = end + (scale_bytes(hidden, precision) if scales == "inline" else 0)
     biases: list[Bias] = []
     for name in names[:-1] if bias else ():
         offset = round_up(offset, 4)
@@ -149,4 +187,5 @@ def lay_out_bundle(
         stride=stride,
         biases=tuple(biases),
         expert_offset=expert_offset,
+        scales=scales,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents import Count, Document, Identifier, Origin, Share, Table
-from pi2.plan.layout import BundleLayout, fill_groups, lay_out_bundle
+from pi2.plan.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 from pi2.plan.model_tensors import Tensors
 
 Precision = Literal["int4", "int8", "fp16"]
@@ -316,7 +316,9 @@ class Model(Document):
         """Whether no activation is ever exactly zero."""
         return self.ffn.activation in SMOOTH_ACTIVATIONS
 
-    def lay_out_bundle(self, stride: int | None = None) -> BundleLayout:
+    def lay_out_bundle(
+        self, stride: int | None = None, scales: ScalesPlace = "inline"
+    ) -> BundleLayout:
         """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
         ffn = self.ffn
         return lay_out_bundle(
@@ -326,6 +328,7 @@ class Model(Document):
             gated=ffn.gated,
             bias=ffn.bias,
             mixed=self.moe is not None,
+            scales=scales,
         )
 
     def find_window(self, layer: int) -> int | None:

@@ -15,7 +15,8 @@ A group whose scale is 0 has ``q = 0``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +195,47 @@ def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
     weights, scales = slice_part(bundles, layout, index)
     return dequantize(weights, scales, layout.hidden, layout.precision)
+
+
+def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
+    """Take the scales out of ``bundles`` uint8 [n, .], laid out as ``layout.inline``.
+
+    Returns bundles [n, layout.stride] as ``layout`` says and rows of scales [n,
+    layout.scales_stride].
+    """
+    assert layout.scales == "resident", layout
+    result = np.zeros((len(bundles), layout.stride), np.uint8)
+    scales = np.empty((len(bundles), layout.scales_stride), np.uint8)
+    for (_, from_place), (kind, to_place) in zip(
+        _list_pieces(layout.inline), _list_pieces(layout), strict=True
+    ):
+        (scales if kind == "scales" else result)[:, to_place] = bundles[:, from_place]
+    return result, scales
+
+
+def join_scales(bundles: U8, scales: U8, layout: BundleLayout) -> U8:
+    """Undo `split_scales`: bundles uint8 [n, layout.inline.stride]."""
+    assert layout.scales == "resident", layout
+    inline = layout.inline
+    result = np.zeros((len(bundles), inline.stride), np.uint8)
+    for (kind, from_place), (_, to_place) in zip(
+        _list_pieces(layout), _list_pieces(inline), strict=True
+    ):
+        result[:, to_place] = (scales if kind == "scales" else bundles)[:, from_place]
+    return result
+
+
+def _list_pieces(layout: BundleLayout) -> Iterator[tuple[Literal["bundle", "scales"], slice]]:
+    """What a neuron is made of, in one order for all layouts: in which array, and where."""
+    weights = weight_bytes(layout.hidden, layout.precision)
+    scales = scale_bytes(layout.hidden, layout.precision)
+    for part in layout.parts:
+        yield "bundle", slice(part.weights_offset, part.weights_offset + weights)
+        yield "scales", slice(part.scales_offset, part.scales_offset + scales)
+    for bias in layout.biases:
+        yield "bundle", slice(bias.offset, bias.offset + 4)
+    if layout.expert_offset is not None:
+        yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
 
 
 def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:

@@ -76,6 +76,11 @@ class Bundle(Table):
 
     stride: Bytes
     """Distance of two neurons in a layer's file: a multiple of the device's block."""
+    scales: Literal["inline", "resident"] = "inline"
+    """Where the scales of quantised weights lie: ``inline`` in the bundles, read with the weights;
+    ``resident`` in a file of their own for each layer, loaded at start into the segment
+    ``attention``, so that bundles are smaller and less is read of each missing neuron.  As the
+    store has them: `pi2 store repack` changes it."""
 
 
 class LayerSettings(Table):

@@ -109,8 +109,8 @@ def _path(*parts: str | int) -> KeyPath:
 
 def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     """The plan's bundle; a stride that is too small counts as the smallest that is not."""
-    layout = model.lay_out_bundle()
+    layout = model.lay_out_bundle(scales=plan.bundle.scales)
     stride = max(plan.bundle.stride, round_up(layout.used_bytes, 512))
     if plan.bundle.stride >= layout.used_bytes:
         stride = plan.bundle.stride
-    return model.lay_out_bundle(stride)
+    return model.lay_out_bundle(stride, plan.bundle.scales)

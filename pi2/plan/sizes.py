@@ -18,7 +18,6 @@ from pi2.plan.layout import (
     matrix_bytes,
     round_up,
     scale_bytes,
-    vector_bytes,
     weight_bytes,
 )
 from pi2.plan.quantities import approximate_bytes
@@ -94,7 +93,7 @@ def compute_needs(resolved: Resolved) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
     return Needs(
-        attention=_need_attention(plan, model),
+        attention=_need_attention(resolved),
         kv=_need_kv(plan, model),
         predictor=_need_predictor(plan, model),
         hot=_need_hot(resolved),
@@ -103,16 +102,17 @@ def compute_needs(resolved: Resolved) -> Needs:
     )
 
 
-def _need_attention(plan: Plan, model: Model) -> Need:
-    """Dense weights.
+def _need_attention(resolved: Resolved) -> Need:
+    """Dense weights, and the scales of all neurons where they are resident.
 
     embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d, output d
     x h w, two norms of d floats, and (h + 2k) w floats of bias, two norms of w floats for heads, d
     floats for each other bias and each norm of outputs, routers of e x d and d floats where the
     model has them; final norm d floats; learned positions of 2 d bytes for each token of the
-    model's context; head V x d if untied, and V floats of its bias. Every tensor is rounded up to
-    64 bytes.
+    model's context; head V x d if untied, and V floats of its bias; per layer f rows of resident
+    scales.  Every tensor is rounded up to 64 bytes.
     """
+    plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
     qkv = query + 2 * shape.kv_heads * shape.head_dim
@@ -140,13 +140,16 @@ def _need_attention(plan: Plan, model: Model) -> Need:
     positions = 0
     if model.positions is not None:
         positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
-    total = embedding + positions + shape.layers * layer + norm * norms + head
+    scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
+    total = embedding + positions + shape.layers * layer + norm * norms + head + scales
     parts = [f"embedding {approximate_bytes(embedding)}"]
     parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
     if positions:
         parts.append(f"positions {approximate_bytes(positions)}")
     if head:
         parts.append(f"head {approximate_bytes(head)}")
+    if scales:
+        parts.append(f"scales of neurons {approximate_bytes(scales)}")
     return Need(total, ", ".join(parts))
 
 
@@ -270,9 +273,9 @@ def _need_workspace(resolved: Resolved) -> Need:
     more for parallel residuals and mixtures, and a float per expert and an integer.  V floats of
     logits for up to 16 tokens.  Rotary positions (context w floats, twice where layers differ), 16
     spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in a mixture
-    nine), d floats and 33 KiB per thread.  Two staging buffers of min(f, 512) neurons.  On cores
-    that have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of
-    tokens.
+    nine, with resident scales two more), d floats and 33 KiB per thread.  Two staging buffers of
+    min(f, 512) neurons.  On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and
+    the inputs of an even number of tokens.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, plan.prefill.chunk
@@ -286,7 +289,9 @@ def _need_workspace(resolved: Resolved) -> Need:
     activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     ropes = 1 if model.other_rope is None else 2
-    tables = 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
+    # Rows of scales of gathered neurons.
+    rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
+    tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.stored_hidden
@@ -379,7 +384,7 @@ def count_gate_read_bytes(resolved: Resolved) -> int:
     if not model.ffn.gated or bundle.biases or model.is_smooth:
         return 0
     block = find_block_bytes(resolved.device)
-    size = round_up(vector_bytes(bundle.hidden, bundle.precision), block)
+    size = round_up(bundle.first_bytes, block)
     return size if size < round_up(bundle.used_bytes, block) else 0
 
 

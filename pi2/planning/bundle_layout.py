@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
-from pi2.plan.layout import round_up
+from pi2.plan.layout import ScalesPlace, round_up
 from pi2.plan.model import Model
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
@@ -35,6 +35,7 @@ class StoredLayout:
 
     stride: int
     order: Order
+    scales: ScalesPlace = "inline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,9 @@ def read_stored(store: Path | None) -> StoredLayout | None:
         manifest = read_manifest(store)
     except UserError:
         return None
-    return StoredLayout(stride=manifest.bundle.stride, order=manifest.order)
+    return StoredLayout(
+        stride=manifest.bundle.stride, order=manifest.order, scales=manifest.bundle.scales
+    )
 
 
 def list_strides(device: Device, model: Model, stored: StoredLayout | None) -> list[int]:
@@ -112,7 +115,13 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
         yield f"The best plan with neurons {shown}."
     usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
     has = usual if stored is None else stored.stride
-    if has != chosen:
+    if stored is not None and stored.scales == "resident":
+        size = format_bytes(chosen)
+        yield (
+            "The store has its scales in files of their own; this plan has them in the bundles: "
+            f"`pi2 store repack {decision.store} --scales inline --stride '{size}'`."
+        )
+    elif has != chosen:
         who = "`pi2 convert` puts them" if stored is None else "The store has them"
         yield (
             f"{who} {format_bytes(has)} apart: `pi2 store repack {decision.store} --stride "

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.memory.context import count_lent_bytes
-from pi2.plan.layout import round_up, vector_bytes
+from pi2.plan.layout import round_up
 from pi2.plan.resolved import Resolved, ResolvedPlan
 from pi2.plan.sizes import find_block_bytes, reads_embedding
 from pi2.planning.activity import (
@@ -124,8 +124,8 @@ def cost_resolved(
     ``activity``: what `describe_activity` says of it, where that is known already."""
     plan, model = resolved.plan, resolved.model
     mode = plan.decode.predictor
-    stride = resolved.bundle.stride
-    sizes = measure_sizes(model, mode, plan.kv.type, stride)
+    bundle = resolved.bundle
+    sizes = measure_sizes(model, mode, plan.kv.type, bundle.stride, bundle.scales)
     batch = plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
@@ -211,8 +211,7 @@ def _divide_bundle(resolved: Resolved, rates: Rates) -> Phases | None:
     bundle = resolved.bundle
     if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
         return None
-    gate = vector_bytes(bundle.hidden, bundle.precision)
-    first = round_up(gate, find_block_bytes(resolved.device))
+    first = round_up(bundle.first_bytes, find_block_bytes(resolved.device))
     if first >= bundle.stride:
         return None
     return Phases(gate_bytes=first, open_share=Constants().up_down_share)

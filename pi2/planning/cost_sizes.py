@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.plan.layout import matrix_bytes, weight_bytes
+from pi2.plan.layout import ScalesPlace, matrix_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.sizes import count_kv_token_bytes
@@ -37,7 +37,13 @@ class Sizes:
     is_gated: bool
 
 
-def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) -> Sizes:
+def measure_sizes(
+    model: Model,
+    mode: PredictorMode,
+    kv: KvType,
+    stride: int,
+    scales: ScalesPlace = "inline",
+) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -45,8 +51,8 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, stride: int) ->
     active = model.active_experts
     projections = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
     projections += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
-    bundle = model.lay_out_bundle(stride)
-    neuron = bundle.used_bytes
+    bundle = model.lay_out_bundle(stride, scales)
+    neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
     if mode == "gate":
         predictor = active * matrix_bytes(shape.ffn, shape.stored_hidden, precision.ffn)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pi2.plan.layout import round_up, vector_bytes
+from pi2.plan.layout import round_up
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
@@ -137,8 +137,8 @@ def _has_two_reads(problem: Problem, values: Values) -> bool:
     if all(units[name].kind == "cpu" for split in splits for name in split):
         return False
     bundle = problem.wish.model.lay_out_bundle(problem.stride)
-    gate = vector_bytes(bundle.hidden, bundle.precision)
-    return bundle.is_gated and round_up(gate, find_block_bytes(problem.wish.device)) < bundle.stride
+    block = find_block_bytes(problem.wish.device)
+    return bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
 
 
 def _apply(values: Values, option: _Option) -> Values:

@@ -136,7 +136,7 @@ def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) ->
     own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
     segments = resolved.plan.memory.segments
     absent = max(0.0, 1.0 - (segments.hot + segments.cold) / count_ffn_bytes(resolved))
-    neuron_bytes = resolved.bundle.used_bytes * (1.0 + (FLASH_COST - 1.0) * absent)
+    neuron_bytes = resolved.bundle.neuron_bytes * (1.0 + (FLASH_COST - 1.0) * absent)
     return own + fit.predicted * neurons * neuron_bytes
 
 

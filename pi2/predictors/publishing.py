@@ -83,6 +83,7 @@ def write_predictors(
             order=manifest.order,
             synthetic=manifest.synthetic,
             stride=manifest.bundle.stride,
+            scales=manifest.bundle.scales,
         ) as writer:
             for entry in manifest.files:
                 if entry.path != DENSE_FILE:

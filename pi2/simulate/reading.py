@@ -220,7 +220,7 @@ class _Reader:
             kv_token_bytes=count_kv_token_bytes(model, self._resolved.plan.kv.type),
             predictor_bytes=self._read_predictor(model.active_experts),
             head_bytes=matrix_bytes(shape.vocab, shape.stored_hidden, head),
-            neuron_bytes=self._resolved.bundle.used_bytes,
+            neuron_bytes=self._resolved.bundle.neuron_bytes,
             dense_neuron_bytes=self._size_dense_neuron(),
             attention_weights=qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query,
             active=self._read_active(),
@@ -234,7 +234,7 @@ class _Reader:
         dense = self._device.units.get(self._dense_name or "")
         if dense is not None and dense.kind == "npu":
             return 3 * weight_bytes(bundle.hidden, bundle.precision)
-        return bundle.used_bytes
+        return bundle.neuron_bytes
 
     def _read_predictor(self, active_experts: int) -> float:
         model, shape = self._model, self._model.shape
@@ -363,7 +363,5 @@ def _split_reads(bundle: BundleLayout, phases: int, block: int | None) -> tuple[
     """Bytes of the first and second read of a missing neuron."""
     if phases == 1:
         return bundle.stride, 0
-    gate = weight_bytes(bundle.hidden, bundle.precision)
-    gate += scale_bytes(bundle.hidden, bundle.precision)
-    first = min(bundle.stride, round_up(gate, block or _BLOCK_BYTES))
+    first = min(bundle.stride, round_up(bundle.first_bytes, block or _BLOCK_BYTES))
     return first, bundle.stride - first

@@ -40,9 +40,10 @@ FEWEST_TOKENS = 32
 
 
 def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
-    """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, stride] for ``inputs``
+    """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, .], as
+    ``request.whole_bundle`` says, for ``inputs``
     [T, hidden]; without gates, those of up, twice."""
-    layout = request.bundle
+    layout = request.whole_bundle
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T

@@ -45,6 +45,15 @@ class LayerFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalesFile:
+    """Place in ``layers/scales-*.arrow`` of its one column, in bytes."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+    scales_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
     """A dense tensor as the file sees it."""
 
@@ -86,6 +95,14 @@ def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
         neurons_offset=places[1],
         checks_offset=places[2],
     )
+
+
+def lay_out_scales_file(neurons: int, row_bytes: int) -> ScalesFile:
+    """Lay out the scales of a layer's neurons: scales fixed_size_binary(row_bytes)."""
+    schema = [_describe_field("scales", 15, {0: Scalar("i", row_bytes)})]
+    batch = _Batch(rows=neurons, columns=((neurons * row_bytes,),), alignment=ALIGNMENT)
+    pieces, size, ((offset,),) = _lay_out(schema, [batch])
+    return ScalesFile(pieces=pieces, size=size, scales_offset=offset)
 
 
 def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:

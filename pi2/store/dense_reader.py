@@ -1,4 +1,4 @@
-"""Reads dense tensors of a store into memory of the caller's.
+"""Reads dense tensors and resident scales of a store into memory of the caller's.
 
 Unlike mapped ones they stay there whatever becomes of the file: one that is cut while a run goes on
 does not end the process, and the system cannot take pages away that every token needs.
@@ -57,6 +57,35 @@ def read_tensors(
             progress(done / len(region))
     finally:
         os.close(fd)
+    return result
+
+
+def read_scales(
+    store: NeuronStore,
+    allocate: Callable[[int], U8],
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[U8]:
+    """Read the scales of every layer's neurons, uint8 [neurons, scales stride] each, into regions
+    of ``allocate(size)``; only for stores whose bundles have none.
+
+    Raises as `read_tensors` does.
+    """
+    result = []
+    for layer in store.layers:
+        entry = layer.scales_entry
+        assert entry is not None and entry.scales_offset is not None
+        path = store.path / entry.path
+        region = allocate(layer.neurons * layer.layout.scales_stride)
+        try:
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+        try:
+            read_bytes(fd, path, region, entry.scales_offset)
+        finally:
+            os.close(fd)
+        result.append(region.reshape(layer.neurons, -1))
+        progress(len(result) / len(store.layers))
     return result
 
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents import Count, Identifier, Table
-from pi2.plan.layout import BundleLayout, PartName, Precision, lay_out_bundle
+from pi2.plan.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
 from pi2.plan.model import Model
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
@@ -55,6 +55,11 @@ def name_layer_file(layer: int) -> str:
     return f"layers/ffn-{layer:03d}.arrow"
 
 
+def name_scales_file(layer: int) -> str:
+    """Path of a layer's scales inside a store whose bundles have none."""
+    return f"layers/scales-{layer:03d}.arrow"
+
+
 class StoredModel(Table):
     """The model that the weights belong to."""
 
@@ -74,7 +79,7 @@ class StoredPart(Table):
     weights_offset: Offset
     """Byte of its first weight."""
     scales_offset: Offset
-    """Byte of its first scale."""
+    """Byte of its first scale; resident ones, in the neuron's row of scales."""
 
 
 class StoredBundle(Table):
@@ -94,6 +99,8 @@ class StoredBundle(Table):
     """Bytes of its float32 biases, in the order of the vectors that they belong to."""
     expert_offset: Offset | None = None
     """Byte of its expert's number (int32), in a mixture of experts."""
+    scales: ScalesPlace = "inline"
+    """Where scales lie: in the bundle, or in a file of their own."""
 
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
@@ -106,6 +113,7 @@ class StoredBundle(Table):
             parts=_describe_parts(layout),
             biases=tuple(bias.offset for bias in layout.biases),
             expert_offset=layout.expert_offset,
+            scales=layout.scales,
         )
 
     @model_validator(mode="after")
@@ -130,6 +138,7 @@ class StoredBundle(Table):
             gated=len(self.parts) == 3,
             bias=bool(self.biases),
             mixed=self.expert_offset is not None,
+            scales=self.scales,
         )
 
 
@@ -168,6 +177,8 @@ class StoredFile(Table):
     """Byte at which the original indices begin (int32)."""
     checks_offset: Offset | None = None
     """Byte at which the CRC-32 of every bundle begins (uint32, of all ``stride`` bytes)."""
+    scales_offset: Offset | None = None
+    """Byte at which the scales of neuron 0 begin, in a file of scales."""
 
 
 class StoredTensor(Table):
@@ -269,6 +280,18 @@ class Manifest(Table):
             entry = self.find_file(name_layer_file(layer))
             if entry is not None and entry.rows != model.layer_neurons:
                 raise ValueError(f"{entry.path} has not {model.layer_neurons} neurons")
+
+        if self.bundle.scales == "resident":
+            for layer in range(self.layers):
+                self._check_scales_file(name_scales_file(layer), model.layer_neurons)
+
+    def _check_scales_file(self, path: str, neurons: int) -> None:
+        entry = self.find_file(path)
+        if entry is None or entry.scales_offset is None or entry.rows != neurons:
+            raise ValueError(f"{path} is not listed as the scales of {neurons} neurons")
+        size = neurons * self.bundle.layout.scales_stride
+        if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
+            raise ValueError(f"{path} is too short for its contents, or they are misplaced")
 
     def _check_layer_file(self, path: str) -> None:
         entry = self.find_file(path)

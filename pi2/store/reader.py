@@ -22,6 +22,7 @@ from pi2.backends.protocol import Tensor
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.layout import GROUP, BundleLayout
 from pi2.plan.model import Model, Tokenizer
+from pi2.plan.packing import join_scales
 from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -29,11 +30,13 @@ from pi2.store.manifest import (
     StoredFile,
     StoredTensor,
     name_layer_file,
+    name_scales_file,
     read_manifest,
 )
 
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 Number = TypeVar("Number", np.int32, np.uint32)
 
@@ -41,16 +44,31 @@ Number = TypeVar("Number", np.int32, np.uint32)
 class StoredLayer:
     """The neurons of a layer: its file for direct reads, and mapped arrays."""
 
-    def __init__(self, folder: Path, entry: StoredFile, stride: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        entry: StoredFile,
+        layout: BundleLayout,
+        scales: StoredFile | None = None,
+    ) -> None:
+        """``scales``: the file of the scales, where bundles have none."""
         assert entry.rows is not None and entry.bundles_offset is not None
         self.path: Path = folder / entry.path
         self.bundles_offset: int = entry.bundles_offset
         """Byte of bundle 0 in the file, a multiple of 4096."""
         self.neurons: int = entry.rows
-        self.stride = stride
+        self.layout = layout
+        self.stride = layout.stride
         self.bytes: int = entry.bytes
         """Size of the file."""
         self._entry = entry
+        self._scales = scales
+        self._folder = folder
+
+    @property
+    def scales_entry(self) -> StoredFile | None:
+        """The file of the layer's scales; None where they lie in bundles."""
+        return self._scales
 
     @property
     def bundles(self) -> U8:
@@ -58,6 +76,22 @@ class StoredLayer:
         size = self.neurons * self.stride
         flat = np.frombuffer(self._map, np.uint8, size, self.bundles_offset)
         return flat.reshape(self.neurons, self.stride)
+
+    @property
+    def scales(self) -> U8 | None:
+        """uint8 [neurons, scales stride], mapped; None where scales lie in bundles."""
+        if self._scales is None:
+            return None
+        assert self._scales.scales_offset is not None
+        size = self.neurons * self.layout.scales_stride
+        flat = np.frombuffer(self._scales_map, np.uint8, size, self._scales.scales_offset)
+        return flat.reshape(self.neurons, -1)
+
+    def read_inline(self, rows: slice | I64) -> U8:
+        """Bundles [n, .] of some neurons with their scales in them, as ``layout.inline`` says, or
+        ``layout`` where they are there anyway."""
+        bundles, scales = self.bundles[rows], self.scales
+        return bundles if scales is None else join_scales(bundles, scales[rows], self.layout)
 
     @property
     def original(self) -> I32:
@@ -91,11 +125,17 @@ class StoredLayer:
     def forget(self) -> None:
         """Let go of the mapping; it ends when the last array does."""
         self.__dict__.pop("_map", None)
+        self.__dict__.pop("_scales_map", None)
 
     @cached_property
     def _map(self) -> mmap.mmap:
         # Mapped when first asked for: a run with direct reads never needs it.
         return _map_file(self.path, self._entry)
+
+    @cached_property
+    def _scales_map(self) -> mmap.mmap:
+        assert self._scales is not None
+        return _map_file(self._folder / self._scales.path, self._scales)
 
 
 class NeuronStore:
@@ -109,7 +149,14 @@ class NeuronStore:
         """File of the tokenizer; a synthetic store may have none."""
         self.bundle: BundleLayout = manifest.bundle.layout
         self.layers: tuple[StoredLayer, ...] = tuple(
-            StoredLayer(path, _find(manifest, name_layer_file(layer)), self.bundle.stride)
+            StoredLayer(
+                path,
+                _find(manifest, name_layer_file(layer)),
+                self.bundle,
+                manifest.find_file(name_scales_file(layer))
+                if self.bundle.scales == "resident"
+                else None,
+            )
             for layer in range(manifest.layers)
         )
 

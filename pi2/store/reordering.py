@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
+from pi2.plan.layout import ScalesPlace, round_up
 from pi2.plan.model import Model
-from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order
+from pi2.plan.packing import join_scales
+from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
 from pi2.store.unfinished import recover_replaced
+from pi2.store.verification import check_file
 from pi2.store.writer import StoreWriter, TensorPieces
 
 U8 = npt.NDArray[np.uint8]
@@ -40,18 +43,20 @@ def reorder_store(
     output: Path | None = None,
     replace: bool = False,
     stride: int | None = None,
+    scales: ScalesPlace | None = None,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> Manifest:
     """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
 
     ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.
-    ``stride``: bytes from one neuron to the next, which hold a bundle; None leaves it.  The rows of
-    predictors follow; where they stay as they are, dense weights are shared with the old store by
-    a hard link.  A layer is never held as a whole.  Other files come along: those that the manifest
-    lists as they are (statistics count neurons as the checkpoint does), others, such as plans, as
-    copies.  Raises `UserError` as opening does, P507 if a bundle is damaged, P521-P523 if the store
-    may not or cannot be written; then nothing has changed.  A job that was killed or interrupted
-    goes on where it was when it is called again.
+    ``stride``: bytes from one neuron to the next, which hold a bundle; ``scales``: where scales
+    lie; None leaves either.  The rows of predictors follow; where they stay as they are, dense
+    weights are shared with the old store by a hard link.  A layer is never held as a whole.  Other
+    files come along: those that the manifest lists as they are (statistics count neurons as the
+    checkpoint does), others, such as plans, as copies.  Raises `UserError` as opening does, P507 if
+    a bundle or a file of scales is damaged, P521-P523 if the store may not or cannot be written;
+    then nothing has changed.  A job that was killed or interrupted goes on where it was when it is
+    called again.
     """
     target = path if output is None else output
     if not path.exists():
@@ -71,11 +76,15 @@ def reorder_store(
             order=kind,
             synthetic=manifest.synthetic,
             stride=stride or manifest.bundle.stride,
+            scales=scales or manifest.bundle.scales,
             replace=replace or output is None,
-            job=_describe_job(manifest, orders, kind, stride),
+            job=_describe_job(manifest, orders, kind, stride, scales),
         ) as writer:
             for number, (layer, order) in enumerate(zip(old.layers, orders, strict=True)):
-                writer.write_layer(number, order, _gather(layer, places[number], stride))
+                if layer.scales_entry is not None and not writer.has_file(name_layer_file(number)):
+                    check_file(path, layer.scales_entry)
+                pieces = _gather(layer, places[number], writer.bundle.stride)
+                writer.write_layer(number, order, pieces)
                 progress("rewriting", (number + 1) / len(old.layers))
             if manifest.predictor is None or _keeps_rows(old, places):
                 entry = manifest.find_file(DENSE_FILE)
@@ -100,14 +109,17 @@ def _find_places(original: I32, order: I32) -> I64:
 
 def repack_store(
     path: Path,
-    stride: int,
+    stride: int | None = None,
+    scales: ScalesPlace | None = None,
     *,
     output: Path | None = None,
     replace: bool = False,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> Manifest:
-    """Write the store ``path`` with bundles ``stride`` bytes apart, in the order that they have.
+    """Write the store ``path`` with bundles ``stride`` bytes apart and with their scales where
+    ``scales`` says, in the order that they have.
 
+    None leaves the scales; it leaves the stride too, or, where scales move, takes the least.
     Raises as `reorder_store` does, and `UserError` P105 for a stride that holds no bundle.
     """
     if not path.exists():
@@ -115,9 +127,13 @@ def repack_store(
     with NeuronStore.open(path) as store:
         manifest = store.manifest
         orders = np.stack([layer.original for layer in store.layers])
-    used = manifest.bundle.used_bytes
+    place = scales or manifest.bundle.scales
+    used = manifest.describe_model().lay_out_bundle(scales=place).used_bytes
+    if stride is None:
+        moves = place != manifest.bundle.scales
+        stride = round_up(used, STEP_BYTES) if moves else manifest.bundle.stride
     if stride < used or stride % STEP_BYTES:
-        fitting = -(-used // STEP_BYTES) * STEP_BYTES
+        fitting = round_up(used, STEP_BYTES)
         raise UserError.of(
             "P105",
             f"neurons of {used} bytes cannot lie {stride} bytes apart: it takes a multiple of "
@@ -131,17 +147,20 @@ def repack_store(
         output=output,
         replace=replace,
         stride=stride,
+        scales=place,
         progress=progress,
     )
 
 
-def _gather(layer: StoredLayer, places: I64, stride: int | None) -> Iterator[U8]:
-    """Bundles in their new order; UserError P507 if one is not as it was written."""
-    checks = layer.copy_checks()
+def _gather(layer: StoredLayer, places: I64, stride: int) -> Iterator[U8]:
+    """Bundles with their scales in them, ``stride`` bytes apart, in their new order; UserError P507
+    if one is not as it was written."""
+    checks, layout = layer.copy_checks(), layer.layout
     step = max(1, _PIECE_BYTES // layer.stride)
     for start in range(0, len(places), step):
         wanted = places[start : start + step]
         piece = layer.bundles[wanted]
+        scales = None if layer.scales is None else layer.scales[wanted]
         # What stays mapped counts as memory.
         layer.forget()
         for place, bundle in zip(wanted.tolist(), piece, strict=True):
@@ -151,7 +170,9 @@ def _gather(layer: StoredLayer, places: I64, stride: int | None) -> Iterator[U8]
                     f"neuron {place} in {layer.path} is damaged: its checksum differs",
                     help="make the store again, or copy it again as a whole",
                 )
-        if stride is not None and stride != piece.shape[1]:
+        if scales is not None:
+            piece = join_scales(piece, scales, layout)
+        if stride != piece.shape[1]:
             # What a bundle does not use is zero.
             spread = np.zeros((len(piece), stride), np.uint8)
             common = min(stride, piece.shape[1])
@@ -204,12 +225,15 @@ def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:
     }
 
 
-def _describe_job(manifest: Manifest, orders: I32, kind: Order, stride: int | None) -> str:
+def _describe_job(
+    manifest: Manifest, orders: I32, kind: Order, stride: int | None, scales: ScalesPlace | None
+) -> str:
     fields = {
         "version": version("pi2"),
         "files": [[entry.path, entry.sha256] for entry in manifest.files],
         "order": hashlib.sha256(orders.astype("<i4").tobytes()).hexdigest(),
         "kind": kind,
         "stride": stride,
+        "scales": scales,
     }
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()

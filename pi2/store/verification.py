@@ -37,6 +37,13 @@ def verify_store(path: Path, progress: Progress = lambda label, share: None) -> 
     ]
 
 
+def check_file(path: Path, entry: StoredFile) -> None:
+    """Hash one file; `UserError` P506, P507 or P508."""
+    findings = list(_compare_hash(path / entry.path, entry, lambda count: None))
+    if findings:
+        raise UserError(tuple(findings), exit_code=2)
+
+
 def check_small_files(path: Path, manifest: Manifest, progress: Progress) -> None:
     """Hash the files that are read as a whole: all but those of layers, whose neurons have checks.
 
@@ -68,6 +75,8 @@ def _check_file(
         problem = _compare_dense(file, manifest)
     elif entry.bundles_offset is not None:
         problem = _compare_layer(file, entry, manifest.bundle.stride)
+    elif entry.scales_offset is not None:
+        problem = _compare_scales(file, entry, manifest.bundle.layout.scales_stride)
     if problem is not None:
         yield _report("P510", file, problem)
 
@@ -110,6 +119,26 @@ def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
     original = np.sort(columns["neuron"].to_numpy())
     if not np.array_equal(original, np.arange(len(original))):
         return "its original indices do not name every neuron once"
+    return None
+
+
+def _compare_scales(file: Path, entry: StoredFile, row_bytes: int) -> str | None:
+    """Compare the column that Arrow finds with the manifest's offset."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            start = source.read_buffer(1).address
+            source.seek(0)
+            batch = pa.ipc.open_file(source).get_batch(0)
+            column = batch.column("scales")
+    except (pa.ArrowException, KeyError, OSError) as error:
+        return f"Arrow cannot read it: {error}"
+    if column.type != pa.binary(row_bytes) or batch.num_rows != entry.rows:
+        return f"it is not {entry.rows} rows of scales of {row_bytes} bytes"
+    offset = column.buffers()[1].address - start
+    if offset != entry.scales_offset:
+        return f"its scales begin at {offset}, the manifest says otherwise"
     return None
 
 

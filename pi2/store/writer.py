@@ -15,14 +15,17 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.layout import BundleLayout
+from pi2.diagnostics import UserError
+from pi2.plan.layout import BundleLayout, ScalesPlace
 from pi2.plan.model import Model
+from pi2.plan.packing import split_scales
 from pi2.store.arrow_file import (
     DenseFile,
     Piece,
     TensorSize,
     lay_out_dense_file,
     lay_out_layer_file,
+    lay_out_scales_file,
 )
 from pi2.store.files import HashedFile
 from pi2.store.identity import compute_digest, describe_weights
@@ -39,6 +42,7 @@ from pi2.store.manifest import (
     StoredPredictor,
     StoredTensor,
     name_layer_file,
+    name_scales_file,
 )
 from pi2.store.tensors import DenseTensor, list_tensors
 from pi2.store.unfinished import UnfinishedStore, explain_os_error
@@ -69,16 +73,30 @@ class StoreWriter:
         order: Order,
         synthetic: bool = False,
         stride: int | None = None,
+        scales: ScalesPlace = "inline",
         replace: bool = False,
         job: str = "",
     ) -> None:
         """``ranks``: rank of the predictor of every layer, None without predictors;
-        ``stride``: bytes between neurons, by default the next multiple of 512.
+        ``stride``: bytes between neurons, by default the next multiple of 512; ``scales``: where
+        scales lie, in bundles or in files of their own.
 
-        Raises `UserError` P521-P523 if the store may not or cannot be written.
+        Raises `UserError` P105 for scales of weights that have none, P521-P523 if the store may not
+        or cannot be written.
         """
+        if scales == "resident" and model.quantization.ffn == "fp16":
+            raise UserError.of(
+                "P105",
+                f"the neurons of {model.id!r} are fp16: they have no scales that could be resident",
+                help="leave scales inline, or quantise the neurons",
+            )
         self.model = model
-        self.bundle: BundleLayout = model.lay_out_bundle(stride)
+        self._stored: BundleLayout = model.lay_out_bundle(stride, scales)
+        self.bundle: BundleLayout = self._stored
+        """How the bundles that are written are laid out: their scales are taken out of them here,
+        where these have files of their own."""
+        if scales == "resident":
+            self.bundle = self._stored.inline
         self.tensors: list[DenseTensor] = list_tensors(model, ranks)
         self._ranks = None if ranks is None else tuple(ranks)
         self._order = order
@@ -95,21 +113,26 @@ class StoreWriter:
         """Write the neurons of ``layer``.
 
         ``original`` int32 [ffn] is the neuron of the checkpoint at every stored place;
-        ``bundles`` gives uint8 [n, stride] pieces in stored order.
+        ``bundles`` gives uint8 [n, stride] pieces in stored order, laid out as ``bundle`` says.
         """
-        neurons, stride = self.model.layer_neurons, self.bundle.stride
+        neurons, stride = self.model.layer_neurons, self._stored.stride
         assert original.shape == (neurons,) and original.dtype == np.int32
         path = name_layer_file(layer)
         if self.has_file(path):
             return
         plan = lay_out_layer_file(neurons, stride)
         checks = np.empty(neurons, "<u4")
+        scales: list[U8] = []
         with self._create(path) as file:
             known = _PieceFeed(file, plan.pieces)
             known.write_before(plan.bundles_offset)
             done = 0
-            for piece in bundles:
-                assert piece.dtype == np.uint8 and piece.shape[1] == stride, piece.shape
+            for whole in bundles:
+                assert whole.dtype == np.uint8 and whole.shape[1] == self.bundle.stride, whole.shape
+                piece = whole
+                if self._stored.scales == "resident":
+                    piece, some = split_scales(whole, self._stored)
+                    scales.append(some)
                 checks[done : done + len(piece)] = [zlib.crc32(bundle) for bundle in piece]
                 file.write(piece)
                 done += len(piece)
@@ -119,6 +142,9 @@ class StoreWriter:
             known.write_before(plan.checks_offset)
             file.write(checks)
             known.write_rest(plan.size)
+            if scales:
+                # Complete before the layer is: a job that goes on looks for the layer's file.
+                self._write_scales(layer, scales)
             self._record(
                 path,
                 file,
@@ -127,6 +153,20 @@ class StoreWriter:
                 neurons_offset=plan.neurons_offset,
                 checks_offset=plan.checks_offset,
             )
+
+    def _write_scales(self, layer: int, scales: Sequence[U8]) -> None:
+        """Write rows of scales, uint8 [n, scales stride] each, in stored order."""
+        path, neurons = name_scales_file(layer), self.model.layer_neurons
+        if self.has_file(path):
+            return
+        plan = lay_out_scales_file(neurons, self._stored.scales_stride)
+        with self._create(path) as file:
+            known = _PieceFeed(file, plan.pieces)
+            known.write_before(plan.scales_offset)
+            for piece in scales:
+                file.write(piece)
+            known.write_rest(plan.size)
+            self._record(path, file, rows=neurons, scales_offset=plan.scales_offset)
 
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
         """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order."""
@@ -220,6 +260,7 @@ class StoreWriter:
         bundles_offset: int | None = None,
         neurons_offset: int | None = None,
         checks_offset: int | None = None,
+        scales_offset: int | None = None,
     ) -> None:
         entry = StoredFile(
             path=path,
@@ -229,6 +270,7 @@ class StoreWriter:
             bundles_offset=bundles_offset,
             neurons_offset=neurons_offset,
             checks_offset=checks_offset,
+            scales_offset=scales_offset,
         )
         self._store.record(entry)
 
@@ -246,7 +288,7 @@ class StoreWriter:
             model=StoredModel(id=self.model.id, digest=compute_digest(parts), parts=parts),
             synthetic=self._synthetic,
             order=self._order,
-            bundle=StoredBundle.describe(self.bundle),
+            bundle=StoredBundle.describe(self._stored),
             predictor=None if self._ranks is None else StoredPredictor(rank=self._ranks),
             files=tuple(files[path] for path in sorted(files)),
             tensors=tuple(

@@ -14,7 +14,8 @@ import pytest
 
 from pi2.backends import cpu, reference
 from pi2.backends.protocol import Executor
-from tests.helpers.kernels import RandomModel, allocate, measure_error
+from pi2.plan.packing import split_scales
+from tests.helpers.kernels import RandomModel, align, allocate, measure_error
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,12 +40,12 @@ def feed(
         if mode == "none" or len(ids) > 1:
             third = len(bundles) // 3
             executor.add_dense(layer, bundles[:third])
-            executor.add_dense(layer, bundles[third:])
+            executor.add_dense(layer, bundles[third:], third)
         else:
             found = executor.predict_gate(layer).copy()
             # Slots are stored indices here; the second half is told that its gates are known.
-            executor.add_neurons(layer, bundles, found[::2].copy())
-            executor.add_neurons(layer, bundles, found[1::2].copy(), found[1::2].copy())
+            executor.add_neurons(layer, bundles, found[::2].copy(), found[::2].copy())
+            executor.add_neurons(layer, bundles, found[1::2].copy(), found[1::2].copy(), True)
         executor.end_ffn(layer)
     return executor.logits(0).copy()
 
@@ -235,7 +236,7 @@ def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
         order = np.random.default_rng(1).permutation(found)
         arena = np.roll(model.bundles[0], 3, axis=0)
         slots = ((order + 3) % len(arena)).astype(np.int32)
-        executor.add_neurons(0, arena, slots, order if known else None)
+        executor.add_neurons(0, arena, slots, order if known else None, known)
         executor.end_ffn(0)
         runs.append((executor.logits(0).copy(), executor.count_active()))
     assert np.array_equal(runs[0][0], runs[1][0])
@@ -337,3 +338,35 @@ def test_gates_that_are_read_first_tell_which_neurons_count() -> None:
             outputs.append(executor.logits(0).copy())
         assert np.array_equal(outputs[0], outputs[1]), "to the bit"
         executor.close()
+
+
+def test_resident_scales_change_no_bit() -> None:
+    model = RandomModel(**MODELS["demo-like"])
+    apart, layout = RandomModel(**MODELS["demo-like"]), model.model.lay_out_bundle(None, "resident")
+    pairs = [split_scales(bundles, layout) for bundles in model.bundles]
+    apart.bundles = [align(bundles) for bundles, _ in pairs]
+    scales = [align(rows) for _, rows in pairs]
+    apart.request = dataclasses.replace(apart.request, bundle=layout, scales=scales)
+    one, two = cpu.build(model.request), cpu.build(apart.request)
+    position = 0
+    for count, mode in ((9, "none"), (1, "none"), (1, "gate")):
+        ids = list(range(position, position + count))
+        expected = feed(one, model, ids, position, mode)
+        assert np.array_equal(feed(two, apart, ids, position, mode), expected)
+        position += count
+    # A neuron's slot is one thing, its place in the store another.
+    size = len(apart.bundles[0])
+    slots, indices = np.arange(0, size, 3, dtype=np.int32), np.empty(0, np.int32)
+    outputs = []
+    for executor, bundles in ((one, model.bundles[0]), (two, apart.bundles[0])):
+        indices = (slots - 5) % size
+        executor.embed(np.array([7], np.int32))
+        executor.begin_ffn(0)
+        arena = np.roll(bundles, 5, axis=0)
+        opened = executor.find_open(0, arena, slots, indices)
+        executor.add_neurons(0, arena, slots, indices)
+        executor.end_ffn(0)
+        outputs.append((opened, executor.logits(0).copy()))
+        executor.close()
+    assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert 0 < np.count_nonzero(outputs[0][0]) < len(slots)

@@ -21,6 +21,7 @@ from pi2.engine.observation import ObservedExecutor
 from pi2.plan.resolve import load_plan
 from pi2.plan.thresholds import LayerThresholds, Thresholds
 from pi2.statistics.prediction import RecallCounter
+from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan
 
@@ -235,3 +236,19 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
     assert measure_error(logits[0], logits[1]) < 3e-4
     assert named[0] == pytest.approx(named[1], rel=0.01)
     assert 0 < named[0] < 4 * 2 * 2 * 200
+
+
+def test_resident_scales_change_no_bit(tmp_path: Path, drelu: Path) -> None:
+    store = tmp_path / "apart"
+    stride = repack_store(drelu.parent / "store", scales="resident", output=store).bundle.stride
+    apart = {"store": str(store), "bundle.scales": "resident", "bundle.stride": f"{stride} B"}
+    room = {"memory.segments.attention": "8 MiB", "memory.segments.workspace": "32 MiB"}
+    values = {**FLASH, "prefill.chunk": 7}
+    logits = []
+    for settings in (values, {**values, **apart, **room}):
+        with pi2.load(drelu, set=settings) as model:
+            forward = model._parts.forward
+            logits.append(forward.prefill(np.array(LONG, np.int32), all_logits=True))
+            logits += [forward.decode(token).copy()[None] for token in (3, 299, 55)]
+            logits.append(forward.prefill(np.array(LONG[:1], np.int32)))
+    assert np.array_equal(np.concatenate(logits[:5]), np.concatenate(logits[5:]))

@@ -18,6 +18,7 @@ from pi2.importing.synthesis.dense import make_tensor
 from pi2.importing.synthesis.neurons import count_chunks, make_bundles
 from pi2.importing.synthesis.randomness import I32, U8
 from pi2.importing.synthesis.tokenizer import make_tokenizer
+from pi2.plan.layout import ScalesPlace
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
@@ -33,6 +34,7 @@ def write_synthetic_store(
     blueprint: Blueprint,
     *,
     stride: int | None = None,
+    scales: ScalesPlace = "inline",
     order: Literal["hotness", "expert"] = "hotness",
     replace: bool = False,
     progress: Progress = lambda label, share: None,
@@ -53,8 +55,9 @@ def write_synthetic_store(
         order=order,
         synthetic=True,
         stride=stride,
+        scales=scales,
         replace=replace,
-        job=f"{recipe.describe_job(model, stride or 0)} {order}",
+        job=f"{recipe.describe_job(model, stride or 0)} {order} {scales}",
     ) as writer:
         steps = layers + len(writer.tensors) // 4
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:

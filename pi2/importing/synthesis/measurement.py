@@ -19,7 +19,7 @@ from pi2.importing.synthesis.statistics import (
 )
 from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
-from pi2.plan.packing import slice_experts, unpack_part
+from pi2.plan.packing import join_scales, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore, StoredLayer
 
 F32 = npt.NDArray[np.float32]
@@ -153,7 +153,8 @@ def _run_neurons(
     active = np.empty((len(inputs), layer.neurons), bool)
     gates = np.empty_like(active)
     threshold = model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0
-    for first, bundles in _read_bundles(layer, layout):
+    stored, layout = layout, layout.inline
+    for first, bundles in _read_bundles(layer, stored):
         *inner, down = (unpack_part(bundles, layout, i) for i in range(len(layout.parts)))
         gate_values = inputs @ inner[0].T
         values = activate(model, gate_values, inputs @ inner[1].T if layout.is_gated else None)
@@ -173,14 +174,18 @@ def _run_neurons(
 def _read_bundles(
     layer: StoredLayer, layout: BundleLayout
 ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """First neuron and bundles of every piece, read into memory that is given back."""
+    """First neuron and bundles of every piece, with their scales in them, read into memory that is
+    given back."""
     size = max(1, _CHUNK_WEIGHTS // layout.hidden)
     with layer.path.open("rb") as file:
         file.seek(layer.bundles_offset)
         for first in range(0, layer.neurons, size):
             count = min(size, layer.neurons - first)
             piece = np.frombuffer(file.read(count * layout.stride), np.uint8)
-            yield first, piece.reshape(count, layout.stride)
+            piece, scales = piece.reshape(count, layout.stride), layer.scales
+            if scales is not None:
+                piece = join_scales(piece, scales[first : first + count], layout)
+            yield first, piece
 
 
 def _summarise(
@@ -218,7 +223,7 @@ def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildReq
     return BuildRequest(
         model=model,
         tensors=store.tensors,
-        bundle=store.bundle,
+        bundle=store.bundle.inline,
         neurons=model.layer_neurons,
         chunk=tokens,
         context=tokens,

@@ -101,7 +101,8 @@ def _draft(
         "store": _relate(store, folder),
         "backends": {"cpu": wish.backend},
         "memory": {"budget": "1 B", "segments": dict.fromkeys(names, "1 B")},
-        "bundle": {"stride": f"{bundle.stride} B"},
+        "bundle": {"stride": f"{bundle.stride} B"}
+        | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),
         "layers": {"split": {"cpu": 1.0}, "hot": 1.0},
         "decode": {"predictor": wish.predictor or default},
         "kv": {"context": wish.context or min(2048, model.shape.context)},

@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if not has_packable_shape(model):
         return
-    used = model.lay_out_bundle().used_bytes
+    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
     if stride < used or stride % block == 0:  # P220 speaks of a stride that is too small
         return
     origins: tuple[Origin, ...] = ()

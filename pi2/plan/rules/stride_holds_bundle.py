@@ -33,7 +33,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if not has_packable_shape(model):
         return
-    used = model.lay_out_bundle().used_bytes
+    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
     block = find_block_bytes(facts.device)
     stride = facts.plan.bundle.stride
     fitting = round_up(used, block)
