@@ -44,8 +44,21 @@ MISCOUNT = 1.1
 """Misses of ``lfu`` over those of a cache that knows how often every neuron is used: counts of the
 last tokens take some neurons for others.  Counted in the same way; a cache that begins with the
 store's counts does not have to find out."""
+ABSENT = 0.8
+"""Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
+`NeuronCache` ask for 0.55 to 0.95."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedReads:
+    """What neighbours in the store make of a missing neuron's read."""
+
+    requests: float = 1.0
+    """Requests for each missing neuron."""
+    unwanted: float = 0.0
+    """Neurons between them that are read and thrown away, for each missing one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +110,27 @@ class LayerActivity:
         if missing < _CROWDED * cold * self.neurons:
             return missing
         return min(missing, self._count_by_recency(hot, cold))
+
+    def merge_reads(self, hot: float, cold: float, gap: int) -> MergedReads:
+        """What becomes one read where an expert's neurons lie together, by hotness, and up to
+        ``gap`` others between two missing ones are read with them.
+
+        A missing neuron begins a read if none of the ``gap`` + 1 before it is missing, too, which
+        are of its own class.
+        """
+        weights = self._chances * (1.0 - weigh_hot(min(hot + cold, 1.0)))
+        if not weights.any():
+            return MergedReads()
+        chances = ABSENT * self._chances
+        rests = 1.0 - chances
+        begins = rests ** (gap + 1)
+        between = sum(
+            (count * chances * rests**count for count in range(1, gap + 1)), np.zeros(CLASSES)
+        )
+        return MergedReads(
+            requests=float(np.average(begins, weights=weights)),
+            unwanted=float(np.average(between, weights=weights)),
+        )
 
     def _count_by_recency(self, hot: float, cold: float) -> float:
         hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)

@@ -57,6 +57,8 @@ class LayoutDecision:
     others: tuple[LayoutOption, ...]
     stored: StoredLayout | None
     store: str
+    reads_experts: bool = False
+    """Whether neurons of a mixture are read one by one."""
 
 
 def read_stored(store: Path | None) -> StoredLayout | None:
@@ -131,4 +133,10 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
         yield (
             "The store's neurons lie as in the checkpoint, hot or not: `pi2 store reorder "
             f"{decision.store} --by hotness --statistics STATS` puts the most active ones first."
+        )
+    if stored is not None and stored.order == "hotness" and decision.reads_experts:
+        yield (
+            "In the store the experts lie mixed: `pi2 store reorder "
+            f"{decision.store} --by expert` puts each expert's neurons together, so that what a "
+            "token misses takes fewer reads."
         )

@@ -15,7 +15,7 @@ from pi2.planning.cost_sizes import Sizes
 from pi2.planning.cost_stream import Stream
 from pi2.planning.kernel_times import Linear
 from pi2.planning.rates import Rates
-from pi2.planning.storage_choice import Reads
+from pi2.planning.storage_choice import ALONE, Reads
 from pi2.simulate.constants import Constants
 
 LookAhead = Literal["none", "attention", "layer"]
@@ -141,7 +141,10 @@ def cost_layer(
         before = attention_s + norm_s + rates.python_s + resident * per_neuron
         wait = stream.time_wait(absent, before, streamed)
     elif reads is not None and missing > 0:
-        read = chance * reads.time(missing / chance)
+        merged = ALONE
+        if reads.merge_gap is not None:
+            merged = activity.merge_reads(hot, cold, reads.merge_gap)
+        read = chance * reads.time(missing / chance, merged)
         hidden = _find_hidden(settings, attention_s, busy, missing * per_neuron / parts)
         wait = read - reads.overlap * min(read, max(hidden, 0.0))
     return LayerCost(

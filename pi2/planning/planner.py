@@ -106,6 +106,9 @@ def _choose_layout(
         ),
         stored=stored,
         store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
+        reads_experts=wish.model.moe is not None
+        and chosen.cost.predictor != "none"
+        and chosen.cost.hit_rate < 1.0,
     )
     return replace(chosen, layout=decision)
 

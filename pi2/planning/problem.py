@@ -22,6 +22,7 @@ from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
+from pi2.planning.bundle_layout import read_stored
 from pi2.planning.cost import Activity
 from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
 from pi2.planning.cost_memory import POSITION, count_runtime
@@ -137,6 +138,8 @@ class Problem:
     head_s: float
     activities: Mapping[PredictorMode, Activity]
     """By the way to find active neurons."""
+    by_expert: bool = False
+    """Whether the store's order puts an expert's neurons together."""
 
     @property
     def runtime_bytes(self) -> int:
@@ -197,7 +200,13 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
         embeddings=_list_embeddings(wish, rates, modes[0], stride),
         head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads) + rates.token_s,
         activities=activities,
+        by_expert=_lies_by_expert(wish),
     )
+
+
+def _lies_by_expert(wish: Wish) -> bool:
+    stored = read_stored(wish.store)
+    return stored is not None and stored.order == "expert"
 
 
 def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:

@@ -20,6 +20,8 @@ from pi2.planning.resolving import resolve_values
 
 CLUSTERS = (64, 32, 128, 16, 256)
 """Fewest neurons that are read and computed together; of equal ones the first is taken."""
+MERGE_GAPS = (0, 1, 2, 3)
+"""Most unwanted neurons between two that are read with them."""
 _ROUNDS = 2
 _LEAST_GAIN = 1e-4
 
@@ -122,6 +124,11 @@ def _list_dimensions(
             for io in ios
         ],
     )
+    if cost.predictor == "low-rank" and problem.by_expert:
+        yield (
+            "io.merge_gap",
+            [_Option(label=str(gap), changes={"io": {"merge_gap": gap}}) for gap in MERGE_GAPS],
+        )
     yield (
         "pipeline.cluster",
         [_Option(label=str(size), changes={"pipeline": {"cluster": size}}) for size in CLUSTERS],

@@ -13,13 +13,13 @@ import numpy as np
 
 from pi2.plan.resolved import ResolvedPlan
 from pi2.plan.sizes import STAGED_NEURONS
-from pi2.planning.activity import CHURN, describe_activity, read_statistics
+from pi2.planning.activity import CHURN, MergedReads, describe_activity, read_statistics
 from pi2.planning.cost import read_settings
 from pi2.planning.cost_layer import Settings, find_chance, time_norm
 from pi2.planning.cost_sizes import measure_sizes
 from pi2.planning.counted import CountedHotness
 from pi2.planning.rates import Rates, find_stream_overlap, find_stream_rate, read_rates
-from pi2.planning.storage_choice import Reads
+from pi2.planning.storage_choice import ALONE, Reads
 from pi2.simulate import read_inputs as read_plain_inputs
 from pi2.simulate.activations import Hotness, find_spread, weigh_hot
 from pi2.simulate.flash import Flash, FlashPoint
@@ -41,7 +41,7 @@ def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> Simulatio
     if cpu is None or not cpu.kernels:
         return _keep_most_used(inputs) if resolved.plan.cache.policy == "lfu" else inputs
     rates = rates or read_rates(resolved.device, resolved.model.shape.stored_hidden)
-    settings = read_settings(resolved, rates)
+    settings = read_settings(resolved, rates, store=resolved.store_path)
     workload = _measure_workload(resolved, inputs, rates)
     cold = _lose_churn(inputs, workload)
     hot = sum(item.hot * item.count for item in inputs.choices.layers)
@@ -68,10 +68,13 @@ def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> Simulatio
         Figure(name=f"kernels ({item.kernel})", status=item.status, source=item.source)
         for item in cpu.kernels
     ]
+    merged = ALONE
+    if settings.reads is not None and settings.reads.merge_gap is not None:
+        merged = _merge_reads(resolved, kept, settings.reads.merge_gap)
     return replace(
         inputs,
         machine=_measure_machine(
-            inputs.machine, rates, settings.reads, resolved.bundle.stride, missing
+            inputs.machine, rates, settings.reads, resolved.bundle.stride, missing, merged
         ),
         workload=workload,
         choices=choices,
@@ -176,8 +179,25 @@ def _average_hotness(resolved: ResolvedPlan) -> Hotness | None:
     return CountedHotness(active=float(chances.mean()), spread=0.0, chances=tuple(chances.tolist()))
 
 
+def _merge_reads(resolved: ResolvedPlan, kept: float, gap: int) -> MergedReads:
+    """What neighbours make of reads, in the mean of all layers."""
+    layers, _ = describe_activity(
+        resolved.model, resolved.plan.decode.predictor, resolved.store_path
+    )
+    found = [layer.merge_reads(kept, 0.0, gap) for layer in layers]
+    return MergedReads(
+        requests=sum(item.requests for item in found) / len(found),
+        unwanted=sum(item.unwanted for item in found) / len(found),
+    )
+
+
 def _measure_machine(
-    machine: Machine, rates: Rates, reads: Reads | None, stride: int, missing: float
+    machine: Machine,
+    rates: Rates,
+    reads: Reads | None,
+    stride: int,
+    missing: float,
+    merged: MergedReads,
 ) -> Machine:
     """The plan's way to read, as the only rate of random reads."""
     stream_overlap = find_stream_overlap(rates)
@@ -195,7 +215,7 @@ def _measure_machine(
         return replace(
             machine, flash=flash, read_overlap=stream_overlap, stream_overlap=stream_overlap
         )
-    neuron_s = reads.find_neuron_s(missing)
+    neuron_s = reads.find_merged_s(missing, merged)
     points = (
         FlashPoint(pattern="random", block_bytes=stride, rate_bytes_s=stride / neuron_s),
         sequential,

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
+from pi2.planning.activity import MergedReads
 from pi2.planning.bundle_layout import find_touched_bytes
 from pi2.simulate.flash import Flash, FlashPoint
 
 Engine = Literal["pread", "io_uring"]
+ALONE = MergedReads()
+"""Every missing neuron has a read of its own."""
 _MANY = 128
 """Reads at a time where `pi2 probe` measures rates."""
 
@@ -47,6 +50,11 @@ class Reads:
     neuron_s: tuple[tuple[int, float], ...]
     """Time of one of many reads by the number of threads that are at work, ascending."""
     overlap: float
+    request_share: float = 0.0
+    """Part of a neuron's time that a longer read takes once, for all of its neurons."""
+    merge_gap: int | None = None
+    """Most unwanted neurons between two that are read with them; None where the store's order puts
+    no neighbours together."""
 
     def count_parts(self, missing: float) -> float:
         """Parts that a layer's missing neurons are read and computed in."""
@@ -65,11 +73,17 @@ class Reads:
             return float(self.threads)
         return min(self.count_parts(missing), float(self.threads))
 
-    def time(self, missing: float) -> float:
+    def find_merged_s(self, missing: float, merged: MergedReads) -> float:
+        """Time of one of ``missing`` neurons, of which neighbours share a read."""
+        once = self.request_share
+        share = merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once)
+        return self.find_neuron_s(missing) * share
+
+    def time(self, missing: float, merged: MergedReads = ALONE) -> float:
         """Seconds until ``missing`` neurons are there, nothing else going on."""
         if missing <= 0:
             return 0.0
-        return self.find_call_s(missing) + missing * self.find_neuron_s(missing)
+        return self.find_call_s(missing) + missing * self.find_merged_s(missing, merged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +126,12 @@ def find_reads(
     cluster: int,
     overlap: float,
     phases: Phases | None = None,
+    merge_gap: int | None = None,
 ) -> Reads:
     """A plan's reads: those of the nearest settings that were measured.
 
-    ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two.
+    ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two;
+    ``merge_gap``: where neighbours share a read.
     """
     choices = list_io_choices(flash, stride, range_bytes)
     if phases is not None:
@@ -136,7 +152,18 @@ def find_reads(
         call_s=tuple((item.threads, item.call_s) for item in alike),
         neuron_s=tuple((item.threads, item.neuron_s) for item in alike),
         overlap=overlap if chosen.overlap is None else chosen.overlap,
+        request_share=_find_request_share(flash, stride, range_bytes),
+        merge_gap=merge_gap,
     )
+
+
+def _find_request_share(flash: Flash, stride: int, range_bytes: int) -> float:
+    """Part of the time of a neuron's read that does not grow with its bytes."""
+    one_s, four_s = (
+        count * stride / _find_rate(flash, flash.points, count * stride, range_bytes)
+        for count in (1, 4)
+    )
+    return max(0.0, (4.0 * one_s - four_s) / (3.0 * one_s))
 
 
 def _divide_reads(

@@ -11,12 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pi2.importing.activations import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.frequency import expect_uses
+from pi2.memory.requests import Merging, make_batch
 from pi2.plan.check import check_file
 from pi2.plan.model import Model
 from pi2.planning.activity import (
     LayerActivity,
+    MergedReads,
     Policy,
     average_chances,
     describe_activity,
@@ -75,10 +78,57 @@ def test_expected_misses_are_those_that_the_cache_counts(
     assert expected == pytest.approx(count_misses(activity, hot, cold, policy), rel=0.15)
 
 
+def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -> tuple[int, ...]:
+    """Missing neurons, requests and neurons read by a real cache over a store by expert, of which
+    a token chooses two of eight."""
+    random, experts, warm = np.random.default_rng(0), 8, 150
+    ffn = NEURONS // experts
+    by_hotness = np.arange(NEURONS) % experts * ffn + np.arange(NEURONS) // experts
+    order = group_experts(by_hotness.astype(np.int32), ffn)
+    resident = round(hot * NEURONS) + round(cold * NEURONS)
+    cache = NeuronCache(
+        np.zeros((resident, 1), np.uint8),
+        [round(hot * NEURONS)],
+        NEURONS,
+        policy="lfu",
+        expected=expect_uses(1, NEURONS),
+    )
+    for _ in cache.fill():
+        pass
+    missing = requests = read = 0
+    chances = np.repeat(average_chances(activity.named), NEURONS // CLASSES)[order % ffn * experts]
+    for token in range(400):
+        chosen = np.isin(order // ffn, random.permutation(experts)[:2])
+        wanted = np.flatnonzero(chosen & (random.random(NEURONS) < chances)).astype(np.int32)
+        found = cache.look_up(0, wanted)
+        if token >= warm and len(found.missing):
+            addresses = np.zeros(len(found.missing), np.int64)
+            merging = Merging(gap=gap)
+            batch = make_batch(0, found.missing, addresses, base=0, stride=1, merging=merging)
+            missing += len(found.missing)
+            requests += len(batch.firsts)
+            read += int(batch.sizes.sum())
+    return missing, requests, read
+
+
+@pytest.mark.parametrize(("hot", "cold"), [(0.05, 0.06), (0.12, 0.12)])
+@pytest.mark.parametrize("gap", [0, 2])
+def test_expected_requests_of_a_store_by_expert_are_those_that_are_made(
+    hot: float, cold: float, gap: int
+) -> None:
+    named = make_hotness(0.2, 0.3)
+    activity = LayerActivity(named=named, chosen=0.25, neurons=NEURONS, seeded=True)
+    merged = activity.merge_reads(hot, cold, gap)
+    missing, requests, read = count_requests(activity, hot, cold, gap)
+    assert merged.requests == pytest.approx(requests / missing, rel=0.15)
+    assert 1.0 + merged.unwanted == pytest.approx(read / missing, rel=0.15)
+
+
 def test_nothing_is_missing_where_everything_stays() -> None:
     activity = LayerActivity(named=make_hotness(0.1, 0.3), chosen=1.0, neurons=NEURONS)
     assert activity.count_missing(1.0, 0.0, "lfu") == 0.0
     assert activity.count_missing(0.6, 0.4, "lru") == 0.0
+    assert activity.merge_reads(0.6, 0.4, 1) == MergedReads()
     assert activity.count_within(1.0) == pytest.approx(activity.used)
 
 

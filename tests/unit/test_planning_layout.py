@@ -130,6 +130,30 @@ def test_a_stored_layout_is_preferred(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "as in the store" in text and "repack" not in text
 
 
+def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = StoredLayout(stride=7168, order="expert")
+    for module in ("planner", "problem", "cost"):
+        monkeypatch.setattr(f"pi2.planning.{module}.read_stored", lambda store: stored)
+    # 14 us for a read and 0.7 us for a KiB.
+    device = make_device({"7 KiB": "379 MB/s", "28 KiB": "853 MB/s"})
+    model = read("model", "turbosparse-mixtral-47b")
+    wish = make_wish(device, model=model, memory_bytes=8 * GIB, store=tmp_path)
+    chosen = plan(wish)
+    assert chosen.resolved.plan.io.merge_gap == 2
+    by_gap = next(item for item in chosen.decisions if item.key == "io.merge_gap")
+    assert by_gap.tokens_s[0][0] == "2"
+    # By hotness the experts lie mixed: there is nothing to merge, and the plan is slower.
+    stored = StoredLayout(stride=7168, order="hotness")
+    mixed = plan(wish)
+    assert mixed.resolved.plan.io.merge_gap == 0
+    assert mixed.cost.tokens_s < 0.95 * chosen.cost.tokens_s
+    advice = "--by expert` puts each expert's neurons together"
+    assert advice in "\n".join(describe_choices(mixed))
+    assert advice not in "\n".join(describe_choices(chosen))
+
+
 def test_the_layout_of_a_store_is_read(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     found = read_stored(tiny.store)

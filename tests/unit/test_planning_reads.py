@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pi2.planning.activity import MergedReads
 from pi2.planning.storage_choice import Reads, find_reads, list_io_choices
 from pi2.simulate.flash import Flash, FlashPoint
 
@@ -61,6 +63,28 @@ def test_a_batch_takes_its_fixed_part_and_its_reads() -> None:
     found = make_reads("io_uring")
     assert found.time(300) == pytest.approx(CALL_S + 300 * READ_S, rel=0.01)
     assert found.time(0) == 0.0
+
+
+def test_neighbours_share_what_a_read_takes_once() -> None:
+    reads = replace(make_reads("io_uring"), request_share=0.75)
+    # A request for two neurons that are wanted, and one between them.
+    merged = MergedReads(requests=0.5, unwanted=0.5)
+    expected = CALL_S + 300 * READ_S * (0.5 * 0.75 + 1.5 * 0.25)
+    assert reads.time(300, merged) == pytest.approx(expected, rel=0.01)
+
+
+def test_longer_reads_tell_what_each_takes_once() -> None:
+    def point(block: int, read_s: float) -> FlashPoint:
+        rate_bytes_s = block * KIB / read_s
+        return FlashPoint(pattern="random", block_bytes=block * KIB, rate_bytes_s=rate_bytes_s)
+
+    # 12 us for a read and 1 us for a KiB.
+    points = (point(8, 20e-6), point(32, 44e-6))
+    flash = replace(make_flash(), points=points, bursts=())
+    found = find_reads(
+        flash, 8 * KIB, 1 << 27, engine="io_uring", threads=1, depth=128, cluster=64, overlap=0.0
+    )
+    assert found.request_share == pytest.approx(12 / 20, rel=0.01)
 
 
 def test_threads_rest_where_there_are_fewer_parts_than_threads() -> None:
