@@ -236,7 +236,7 @@ class Backend(Protocol):
     NAME: str
     """Its name in plans."""
 
-    def find_obstacles(self, request_features: frozenset[str], architecture: str) -> list[str]:
+    def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""
 
     def build(self, request: BuildRequest) -> Executor:

@@ -56,7 +56,14 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     show_default=True,
     help="Tokens that are in the context beforehand.",
 )
-@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Times that every test counts, after one to warm up.",
+)
 @click.option(
     "-o",
     "--output",

@@ -67,6 +67,19 @@ class LazyGroup(click.Group):
             raise PipeClosed from error
 
 
+class Subcommands(click.Group):
+    """A group that says of its commands what they do without cutting sentences."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            assert command is not None
+            rows.append((name, command.get_short_help_str(limit=1000).rstrip(".")))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 def describe_unknown(name: str) -> str:
     """What to say of a command that does not exist."""
     import difflib

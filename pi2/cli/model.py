@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from pi2.cli.commands import Subcommands
 from pi2.diagnostics import UserError
 
 SUFFIX = ".model.toml"
 
 
-@click.group("model")
+@click.group("model", cls=Subcommands)
 def command() -> None:
     """Work with model documents."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.commands import Subcommands
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _SHAPE = {
 }
 
 
-@click.group("new")
+@click.group("new", cls=Subcommands)
 def command() -> None:
     """Write a new device, model or plan to begin with.
 

@@ -11,7 +11,11 @@ import click
 Command = TypeVar("Command", bound=Callable[..., object])
 
 add_set_option = click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a value."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Replace a value of the plan; may be given again.",
 )
 """``--set`` (argument ``settings``)."""
 

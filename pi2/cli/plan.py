@@ -41,7 +41,11 @@ MOST_SEQUENCES = 64
     metavar="N|N-M",
     help="Sequences that generate at the same time; for a range, a plan for each number.",
 )
-@click.option("--context", type=click.IntRange(1, 2**31 - 1), help="Tokens of prompt and answer.")
+@click.option(
+    "--context",
+    type=click.IntRange(1, 2**31 - 1),
+    help="Tokens of prompt and answer.  [default: the model's, 4096 at most]",
+)
 @click.option("--exact", is_flag=True, help="Only choices that do not change the result.")
 @click.option(
     "--store",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.commands import Subcommands
 from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.plan.overrides import parse_assignments
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from pi2.predictors.training import Training
 
 
-@click.group("predictor")
+@click.group("predictor", cls=Subcommands)
 def command() -> None:
     """Train the activation predictors of a model."""
 

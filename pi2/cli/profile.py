@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pi2.cli.commands import Subcommands
+
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
     from pi2.sharing.project import Outcome, Project
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@click.group("profile")
+@click.group("profile", cls=Subcommands)
 def command() -> None:
     """Share devices: fetch, lock, verify and publish their descriptions.
 

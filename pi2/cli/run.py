@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 )
 @click.option("--chat", metavar="TEXT", help="Question to answer, by the model's chat template.")
 @click.option("--system", metavar="TEXT", help="What the model is told before the question.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Most tokens to generate.",
+)
 @click.option("--temperature", type=float, help="0 is greedy; default: the plan's.")
 @click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
 @click.option("--top-p", type=float, help="Keep the smallest set that reaches this probability.")

@@ -20,7 +20,13 @@ TRACED_TOKENS = 2
 
 @click.command("simulate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Tokens to generate.",
+)
 @click.option(
     "--prompt",
     type=click.IntRange(min=1),
@@ -28,7 +34,13 @@ TRACED_TOKENS = 2
     show_default=True,
     help="Tokens of the prompt.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start of the random numbers.",
+)
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.commands import Subcommands
 from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pi2.sparsity.goals import Goal
 
 
-@click.group("sparsity")
+@click.group("sparsity", cls=Subcommands)
 def command() -> None:
     """Calibrate which neurons of a SiLU or GELU model may be left out."""
 

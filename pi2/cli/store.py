@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.cli.commands import Subcommands
 from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 
-@click.group("store")
+@click.group("store", cls=Subcommands)
 def command() -> None:
     """Look into a neuron store, check its files, or write it in another order or distance."""
 

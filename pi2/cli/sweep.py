@@ -27,7 +27,13 @@ MOST_CELLS = 100_000
 )
 @click.option("--models", multiple=True, required=True, help="The same for models.")
 @click.option("--memory", required=True, help="FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")
-@click.option("--context", type=click.IntRange(1, 2**31 - 1), default=2048, show_default=True)
+@click.option(
+    "--context",
+    type=click.IntRange(1, 2**31 - 1),
+    default=2048,
+    show_default=True,
+    help="Tokens of prompt and answer.",
+)
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),

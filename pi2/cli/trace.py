@@ -22,7 +22,14 @@ from pi2.plan.overrides import parse_assignments
     help="File of the trace.",
 )
 @click.option("-p", "--prompt", default="The", show_default=True, help="Text to begin with.")
-@click.option("-n", "--tokens", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "-n",
+    "--tokens",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Tokens to generate while everything is recorded.",
+)
 @click.option(
     "--warm-up",
     type=click.IntRange(min=0),

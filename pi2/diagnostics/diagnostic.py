@@ -56,9 +56,15 @@ class Diagnostic:
     span: Span | None = None
     """Where to change something."""
     notes: tuple[str, ...] = ()
-    """Origins: other places that matter, each ``file:line:column: text``."""
+    """Origins (places that matter, too, each ``file:line:column: text``) and what else is known."""
     path: str | None = None
     """Key path in the document, such as ``layers.overrides.0.select``."""
+
+
+def label_note(note: str) -> str:
+    """The note with a word before it: an origin names a place in a document, others do not."""
+    place = note.split(": ", 1)[0].split(":")[0]
+    return f"{'origin' if place.endswith('.toml') or place == '--set' else 'note'}: {note}"
 
 
 def sort_diagnostics(diagnostics: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:

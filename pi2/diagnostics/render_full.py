@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pi2.diagnostics.diagnostic import Diagnostic, Span
+from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
 from pi2.diagnostics.text import escape_controls, paint, show_line
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _render_one(item: Diagnostic, texts: _Texts, colour: bool) -> str:
         lines += _render_place(item, item.span, texts, margin, colour)
     mark = paint("=", "frame", colour)
     for note in item.notes:
-        lines.append(f"{margin} {mark} origin: {escape_controls(note)}")
+        lines.append(f"{margin} {mark} {escape_controls(label_note(note))}")
     if item.help is not None:
         word = paint("help", "help", colour)
         lines.append(f"{margin} {mark} {word}: {escape_controls(item.help)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pi2.diagnostics.diagnostic import Diagnostic
+from pi2.diagnostics.diagnostic import Diagnostic, label_note
 from pi2.diagnostics.text import escape_controls
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def render(
 def _render_one(item: Diagnostic) -> str:
     properties = {"title": f"pi2 ({item.code})", **_list_place(item)}
     written = ",".join(f"{key}={_escape(text, _PROPERTY)}" for key, text in properties.items())
-    lines = [item.message, *(f"origin: {note}" for note in item.notes)]
+    lines = [item.message, *(label_note(note) for note in item.notes)]
     if item.help is not None:
         lines.append(f"help: {item.help}")
     return f"::{_COMMANDS[item.severity]} {written}::{_escape(chr(10).join(lines), _DATA)}\n"

@@ -10,6 +10,7 @@ from pygls import uris
 from pygls.lsp.server import LanguageServer
 
 from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics.diagnostic import label_note
 from pi2.lsp.checked import Checked
 from pi2.lsp.completion import SUGGESTED, complete
 from pi2.lsp.definition import find_definition
@@ -81,7 +82,7 @@ class PlanServer(LanguageServer):
     ) -> types.Diagnostic:
         """One finding, with the place in another file if it has one."""
         message = item.message if item.help is None else f"{item.message}\nhelp: {item.help}"
-        notes = "".join(f"\norigin: {note}" for note in item.notes)
+        notes = "".join(f"\n{label_note(note)}" for note in item.notes)
         related = []
         if item.span is not None and item.span.file != str(checked.path):
             message = f"{Path(item.span.file).name}: {message}"

@@ -92,11 +92,6 @@ class Composition:
         return not self.diagnostics
 
 
-def is_composed(values: Mapping[str, Any]) -> bool:
-    """Whether a document has a key of composition."""
-    return any(key in values for key in COMPOSITION)
-
-
 def compose(
     source: SourceFile, kind: Kind, *, resolver: Resolver | None = None, origin: str | None = None
 ) -> Composition:

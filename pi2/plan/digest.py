@@ -8,8 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pi2.plan.device import Device
-from pi2.plan.model import Model
 from pi2.plan.resolved import Resolved
 
 _COSMETIC = frozenset({"name", "description"})
@@ -63,8 +61,3 @@ def compute_digest(resolved: Resolved) -> str:
             "model": dump_plain(resolved.model),
         }
     )
-
-
-def compute_document_digest(document: Device | Model) -> str:
-    """Digest of one device or model."""
-    return hash_json(dump_plain(document))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Progress = Callable[[str, float], None]
 Key = tuple[str, ...]
 """What was measured: a kind, then its settings as text."""
-Rounds = Mapping[Key, Sequence[float]]
-"""Measurements by what was measured, one per round."""
 
 DIGITS = 4
 """Of a figure: more would be noise."""

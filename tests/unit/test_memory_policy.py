@@ -15,7 +15,6 @@ from pi2.memory.policy import ABSENT, Policy, PolicyName, make_policy
 from pi2.memory.recency import LeastRecentlyUsed
 
 CAPACITY, KEYS = 16, 40
-NOTHING_HELD = np.zeros(CAPACITY, bool)
 
 requests = st.lists(
     st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY - 4), max_size=60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 
 Method = Literal["nearest", "search", "compensated"]
-METHODS: tuple[str, ...] = get_args(Method)
 
 MOMENTS = "moments"
 """Folder in the statistics of `pi2 activations --moments`."""
