@@ -68,8 +68,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-tokens", type=int, help="for llama.cpp to generate (as many)")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave llama.cpp out")
+    parser.add_argument("--only", action="append", metavar="ENGINE", help="leave others out")
     parser.add_argument(
-        "--before", default="", help='command that starts every run, such as "chrt -f 10"'
+        "--before", default="", help='command that starts every run ("nice -n -20")'
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("-o", "--output", type=Path, help="append the table to this file")
@@ -108,6 +109,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
         }
     if not arguments.no_peer:
         jobs["llama.cpp, mapped"] = prepare_peer(resolved, arguments, limit_bytes, tokens)
+    if arguments.only:
+        jobs = {name: job for name, job in jobs.items() if name in arguments.only}
     check_room(limit_bytes)
     disk = measure_disk(resolved, arguments.before.split())
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}

@@ -12,10 +12,12 @@ from limited.rows import Row
 from pi2.plan.quantities import format_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.plan.sizes import TOKENS_TOGETHER
+from pi2.planning.cost_memory import count_runtime
 
 CONTEXT = 1024
 """Tokens that the KV caches of all engines hold."""
-RUNTIME_BYTES = 96 << 20
+PAGE_TABLE_PART = 512
+"""The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -77,12 +79,14 @@ def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
     write_row_plan(row, store, plan, limit)
     # What this program's libraries take was measured; all else of a margin is for neurons.
     written = load_plan(plan).plan.memory.segments
-    saved = max(0, written.runtime - RUNTIME_BYTES)
+    runtime = count_runtime(resolved.model) + limit // PAGE_TABLE_PART
+    runtime = -(-runtime >> 20) << 20
+    saved = max(0, written.runtime - runtime)
     absent = resolved.needs.hot.bytes - written.hot
     cold = min(written.cold + saved, absent)
     text = plan.read_text("utf-8")
     for name, before, after in (
-        ("runtime", written.runtime, RUNTIME_BYTES),
+        ("runtime", written.runtime, runtime),
         ("cold", written.cold, cold),
     ):
         text = text.replace(

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 NO_CACHE = {"layers.hot": 0.0, "memory.segments.hot": "0 B", "cache.fill": False}
 ALONE = {"pipeline.cluster": 1 << 20, "decode.look_ahead": "none"}
-AHEAD = {"decode.look_ahead": "layer"}
+LEND = {"kv.lend": True}
+AHEAD = {**LEND, "decode.look_ahead": "layer"}
 FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
 FEWEST = {**AHEAD, "decode.missing_threshold": 1.0}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
@@ -67,7 +68,7 @@ ROWS: Mapping[str, Row] = {
         steps={
             "mmap": {**NO_CACHE, **ALONE, "io.engine": "mmap", "cache.policy": "lru"},
             "bundles": {**NO_CACHE, **ALONE, "io.engine": "pread", "cache.policy": "lru"},
-            "cache": {**ALONE, "io.engine": "pread"},
+            "cache": {**LEND, **ALONE, "io.engine": "pread"},
             "pipeline": AHEAD,
             "fewer reads": FEWER,
         },
