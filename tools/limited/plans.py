@@ -81,7 +81,7 @@ def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
     written = load_plan(plan).plan.memory.segments
     runtime = count_runtime(resolved.model) + limit // PAGE_TABLE_PART
     runtime = -(-runtime >> 20) << 20
-    saved = max(0, written.runtime - runtime)
+    saved = written.runtime - runtime
     absent = resolved.needs.hot.bytes - written.hot
     cold = min(written.cold + saved, absent)
     text = plan.read_text("utf-8")
