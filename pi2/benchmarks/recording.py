@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pi2.benchmarks.profile import replace_parts
+from pi2.benchmarks.workloads import TokenSource
 from pi2.engine.loaded_model import LoadedModel, Parts
 from pi2.memory.flash import PendingRead
 from pi2.memory.requests import ReadBatch
 from pi2.tracing import Recorder
+
+F32 = npt.NDArray[np.float32]
 
 DRIVER = "driver"
 _KERNELS = frozenset(
@@ -255,38 +262,68 @@ def _name_read(layer: int, number: int, batch: ReadBatch | None) -> str:
     return f"{layer}.{number}" + ("" if whole or batch is None else f" {batch.content}")
 
 
-def record_run(model: LoadedModel, prompt: list[int], tokens: int) -> tuple[Recorder, TraceSummary]:
-    """Process ``prompt`` and generate ``tokens`` greedily; the summary is of these alone."""
-    import numpy as np
+def record_run(
+    model: LoadedModel, prompt: list[int], tokens: int, *, warm_up: int = 0
+) -> tuple[Recorder, TraceSummary]:
+    """Process ``prompt``, generate ``warm_up`` tokens that are not recorded, then ``tokens``
+    greedily; the summary is of these alone.
 
+    With random weights the tokens are those of the vocabulary in order, as `pi2 bench` has them:
+    greedily they would soon repeat, and their neurons be in the cache.
+    """
+    model._check_ids(prompt, answer=tokens)
     parts = model._parts
-    recorder = Recorder()
-    forward = parts.forward
+    forward, context = parts.forward, model.plan.plan.kv.context
+    warm_up = max(0, min(warm_up, context - len(prompt) - tokens))
+    choose = _choose_tokens(model)
     forward.reset()
-    tape = _Tape(recorder, model.compute_threads, time.perf_counter())
+    tape = _Tape(Recorder(), model.compute_threads, time.perf_counter())
+    with _recording(parts, tape):
+        logits = forward.prefill(np.array(prompt, np.int32))[0]
+    paused = time.perf_counter()
+    for _ in range(warm_up):
+        logits = forward.decode(choose(logits))
+    tape.start_s += time.perf_counter() - paused
+    with _recording(parts, tape):
+        before, begun = parts.reader.read_bytes, tape.now()
+        tape.kernels_s = tape.wait_s = 0.0
+        spans = len(tape.read_spans)
+        for _ in range(tokens):
+            logits = forward.decode(choose(logits))
+        total = tape.now() - begun
+        read_bytes = parts.reader.read_bytes - before
+    return tape.recorder, TraceSummary(
+        tokens=tokens,
+        total_s=total,
+        kernels_s=tape.kernels_s,
+        wait_s=tape.wait_s,
+        read_bytes=read_bytes,
+        reading_s=_measure_union(tape.read_spans[spans:]),
+    )
+
+
+def _choose_tokens(model: LoadedModel) -> Callable[[F32], int]:
+    """What names the next token, given logits [vocabulary]."""
+    store = model._parts.store
+    if store is None or not store.manifest.synthetic:
+        return lambda logits: int(np.argmax(logits))
+    document = model.plan.model
+    source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)
+    return lambda logits: int(source.take(1)[0])
+
+
+@contextmanager
+def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
+    """Let everything that happens meanwhile be on the tape."""
     undo: list[Callable[[], None]] = []
     reader = _RecordingReader(parts, tape)
     try:
         replace_parts(parts, _RecordingExecutor(parts.executor, tape), reader, undo)
         undo.append(parts.reader.observe_with(reader.observe))
-        logits = forward.prefill(np.array(prompt, np.int32))[0]
-        before, begun = parts.reader.read_bytes, tape.now()
-        tape.kernels_s = tape.wait_s = 0.0
-        spans = len(tape.read_spans)
-        for _ in range(tokens):
-            logits = forward.decode(int(np.argmax(logits)))
-        total = tape.now() - begun
+        yield
     finally:
         for step in reversed(undo):
             step()
-    return recorder, TraceSummary(
-        tokens=tokens,
-        total_s=total,
-        kernels_s=tape.kernels_s,
-        wait_s=tape.wait_s,
-        read_bytes=parts.reader.read_bytes - before,
-        reading_s=_measure_union(tape.read_spans[spans:]),
-    )
 
 
 def _measure_union(spans: list[tuple[float, float]]) -> float:

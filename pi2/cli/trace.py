@@ -35,7 +35,7 @@ from pi2.plan.overrides import parse_assignments
     type=click.IntRange(min=0),
     default=8,
     show_default=True,
-    help="Tokens that are generated before, so that the cache is as it usually is.",
+    help="Tokens between the prompt and those, so that the cache is as it usually is.",
 )
 @add_set_option
 def command(
@@ -55,9 +55,7 @@ def command(
 
     with ProgressBar() as bar, load(plan, set=parse_assignments(settings), progress=bar) as model:
         ids = model.encode(prompt)
-        if warm_up:
-            _ = model.generate(ids, max_tokens=warm_up, ignore_eos=True).result
-        recorder, summary = record_run(model, ids, tokens)
+        recorder, summary = record_run(model, ids, tokens, warm_up=warm_up)
         notes = {"plan": str(plan), "plan_digest": model.plan.digest, "summary": summary.describe()}
     document = make_chrome_trace(recorder, notes, process="pi2 (measured)", category="measured")
     write_report(output, json.dumps(document))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pi2.benchmarks.recording import _measure_union
+from pi2.benchmarks.recording import _measure_union, record_run
 from pi2.cli.main import run
+from pi2.orchestrator import load
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
@@ -68,6 +69,13 @@ def test_a_trace_shows_threads_queues_arrows_and_counters(
     printed = capsys.readouterr().out
     assert "2 tokens in " in printed and "waiting for reads" in printed
     assert document["otherData"]["plan_digest"]
+
+
+def test_what_is_recorded_follows_the_tokens_that_warm_up(tmp_path: Path) -> None:
+    with load(write_plan(tmp_path, make_tiny(tmp_path)), set={"layers.hot": 0.25}) as model:
+        _, summary = record_run(model, [5, 6, 7], 2, warm_up=4)
+        assert model._parts.forward.position == 3 + 4 + 2
+    assert summary.tokens == 2
 
 
 def test_a_trace_of_what_is_all_in_memory_has_no_reads(tmp_path: Path) -> None:
