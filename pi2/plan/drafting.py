@@ -149,7 +149,7 @@ def _choose_hot(rest: int, cold_bytes: int, resolved: Resolved) -> float:
     return round(steps * SHARE_STEP, 4)
 
 
-_REMARKS = {
+SEGMENT_REMARKS = {
     "runtime": "Python and libraries",
     "attention": "embeddings, attention, norms",
     "kv": "keys and values of the context",
@@ -158,6 +158,7 @@ _REMARKS = {
     "cold": "cache of the others",
     "workspace": "activations and staging",
 }
+"""What a plan's segments hold, for those who read it."""
 
 
 def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: Resolved) -> str:
@@ -179,7 +180,7 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
         "",
         "[memory.segments]",
     ]
-    for name, remark in _REMARKS.items():
+    for name, remark in SEGMENT_REMARKS.items():
         lines.append(f'{name} = "{format_bytes(segments[name])}"  # {remark}')
     used = final.bundle.used_bytes
     lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]

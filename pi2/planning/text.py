@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
+from pi2.plan.drafting import SEGMENT_REMARKS
 from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.quantities import approximate_bytes
 from pi2.plan.sizes import count_ffn_bytes, reads_embedding
@@ -13,16 +14,6 @@ from pi2.plan.toml_text import write_key, write_value
 from pi2.planning.bundle_layout import describe_layout
 from pi2.planning.cost import Cost
 from pi2.planning.planner import PlannedPlan
-
-_SEGMENTS = {
-    "runtime": "Python and libraries",
-    "attention": "embeddings, attention, norms",
-    "kv": "keys and values of the context",
-    "predictor": "what finds the active neurons",
-    "hot": "neurons that stay",
-    "cold": "cache of the others",
-    "workspace": "activations and staging",
-}
 
 
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
@@ -62,7 +53,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
 def _name_segments(planned: PlannedPlan) -> dict[str, str]:
     """What the segments hold in this plan."""
     embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
-    return _SEGMENTS | ({"attention": "attention, norms, head"} if embedded else {})
+    return SEGMENT_REMARKS | ({"attention": "attention, norms, head"} if embedded else {})
 
 
 def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
