@@ -100,7 +100,7 @@ class KernelFigure(Origin):
     size: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[1024])]
     """How much it works on: see the kernel."""
     time: Seconds
-    """One call, from Python and back."""
+    """One call, from Python and back; of ``look-up``, what `size` missing neurons add to none."""
     bytes: Bytes | None = None
     """Weights, keys and values that it reads; absent where they are not what takes the time."""
     giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])

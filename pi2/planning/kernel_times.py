@@ -183,13 +183,16 @@ def _draw_gather(items: list[KernelFigure]) -> Linear:
 
 
 def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
-    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all."""
+    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all.
+
+    The figures of missing neurons are what these add, few of them and many.
+    """
     none, few, most = items[0], items[1], items[-1]
-    neuron_s = float(most.time - none.time) / max(most.size - none.size, 1)
+    neuron_s = float(most.time) / most.size
     if len(items) > 2:
-        neuron_s = min(neuron_s, float(most.time - few.time) / (most.size - few.size))
-    neuron_s = max(neuron_s, 1e-9)
-    return float(none.time), neuron_s, max(float(most.time - none.time) - most.size * neuron_s, 0.0)
+        slope_s = float(most.time - few.time) / (most.size - few.size)
+        neuron_s = min(neuron_s, max(slope_s, 1e-9))
+    return float(none.time), neuron_s, float(most.time) - most.size * neuron_s
 
 
 def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:

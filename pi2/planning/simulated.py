@@ -215,14 +215,14 @@ def _measure_machine(
         return replace(
             machine, flash=flash, read_overlap=stream_overlap, stream_overlap=stream_overlap
         )
-    neuron_s = reads.find_merged_s(missing, merged)
+    call_s, neuron_s = reads.draw_line(missing, merged)
     points = (
         FlashPoint(pattern="random", block_bytes=stride, rate_bytes_s=stride / neuron_s),
         sequential,
     )
     flash = Flash(
         points=points,
-        latency_s=reads.find_call_s(missing),
+        latency_s=call_s,
         reader_penalty=0.0,
         block_bytes=rates.flash.block_bytes,
     )

@@ -1,7 +1,9 @@
 """How neurons may be read, and how long that takes: the choices of ``[io]``.
 
 A batch of reads takes a fixed time, until it has been asked for and its last read is over, and a
-time for every read.  Both follow from rates of few and of many reads at a time.
+time for every read.  The latter is the rate of many reads at a time, the former what a few take
+beyond it.  What one setting takes never depends on what others take, so that a device that is
+better in one figure is never worse in what follows from it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from pi2.simulate.flash import Flash, FlashPoint
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
-_MANY = 128
-"""Reads at a time where `pi2 probe` measures rates."""
+_SMALLER_POWER = 0.7
+"""Rate over block size below the blocks that a setting was measured with: what 4 and 8 KiB have on
+the disk of a virtual machine, where 8 KiB come with 1.62 times the rate of 4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +36,20 @@ class IoChoice:
     """Time of one of many reads of a neuron."""
     call_s: float = 0.0
     """Time of a batch beside that of its reads."""
+    few: int = 1
+    """Reads of a batch from which on that is so."""
+    single_s: float = 0.0
+    """Time of a batch of one."""
     overlap: float | None = None
     """Part of the time that computing hides; None where it was not measured for this engine."""
+
+    def time(self, reads: float) -> float:
+        """Seconds of a batch of ``reads``, at least one."""
+        if reads >= self.few:
+            return self.call_s + reads * self.neuron_s
+        few_s = self.call_s + self.few * self.neuron_s
+        single_s = min(self.single_s, few_s)
+        return single_s + (few_s - single_s) * max(reads - 1.0, 0.0) / (self.few - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +60,8 @@ class Reads:
     threads: int
     cluster: int
     """Fewest neurons of a part."""
-    call_s: tuple[tuple[int, float], ...]
-    """Fixed time of a batch by the number of threads that are at work, ascending."""
-    neuron_s: tuple[tuple[int, float], ...]
-    """Time of one of many reads by the number of threads that are at work, ascending."""
+    choices: tuple[IoChoice, ...]
+    """What was measured with numbers of threads, ascending."""
     overlap: float
     request_share: float = 0.0
     """Part of a neuron's time that a longer read takes once, for all of its neurons."""
@@ -60,30 +73,25 @@ class Reads:
         """Parts that a layer's missing neurons are read and computed in."""
         return max(1.0, min(missing / self.cluster, 2.0 * self.threads))
 
-    def find_neuron_s(self, missing: float) -> float:
-        """Time of one of ``missing`` reads.  A thread reads a part: with few parts, others rest."""
-        return _interpolate(self.neuron_s, self._count_busy(missing))
-
-    def find_call_s(self, missing: float) -> float:
-        """Fixed time of ``missing`` reads: threads have to be woken, each for its part."""
-        return _interpolate(self.call_s, self._count_busy(missing))
-
-    def _count_busy(self, missing: float) -> float:
-        if self.engine != "pread":
-            return float(self.threads)
-        return min(self.count_parts(missing), float(self.threads))
-
-    def find_merged_s(self, missing: float, merged: MergedReads) -> float:
-        """Time of one of ``missing`` neurons, of which neighbours share a read."""
-        once = self.request_share
-        share = merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once)
-        return self.find_neuron_s(missing) * share
-
     def time(self, missing: float, merged: MergedReads = ALONE) -> float:
-        """Seconds until ``missing`` neurons are there, nothing else going on."""
+        """Seconds until ``missing`` neurons are there, nothing else going on; neighbours share a
+        read.  A thread reads a part: with few parts, others rest."""
         if missing <= 0:
             return 0.0
-        return self.find_call_s(missing) + missing * self.find_merged_s(missing, merged)
+        busy = float(self.threads)
+        if self.engine == "pread":
+            busy = min(self.count_parts(missing), busy)
+        once = self.request_share
+        reads = missing * (merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once))
+        return _interpolate([(item.threads, item.time(reads)) for item in self.choices], busy)
+
+    def draw_line(self, missing: float, merged: MergedReads = ALONE) -> tuple[float, float]:
+        """Fixed time of a batch of about ``missing`` neurons, and time of each."""
+        all_s, fewer = self.time(missing, merged), max(missing / 2, 1.0)
+        if missing <= fewer:
+            return 0.0, all_s / max(missing, 1e-9)
+        each_s = max(all_s - self.time(fewer, merged), 0.0) / (missing - fewer)
+        return max(all_s - missing * each_s, 0.0), each_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +157,7 @@ def find_reads(
         engine=chosen.engine,
         threads=threads,
         cluster=cluster,
-        call_s=tuple((item.threads, item.call_s) for item in alike),
-        neuron_s=tuple((item.threads, item.neuron_s) for item in alike),
+        choices=tuple(alike),
         overlap=overlap if chosen.overlap is None else chosen.overlap,
         request_share=_find_request_share(flash, stride, range_bytes),
         merge_gap=merge_gap,
@@ -187,71 +194,76 @@ def _divide_reads(
             for size in (first, rest)
         )
         seconds = gate_s + phases.open_share * rest_s
-        found.append(replace(item, neuron_s=seconds, call_s=2.0 * item.call_s))
+        found.append(
+            replace(item, neuron_s=seconds, call_s=2.0 * item.call_s, single_s=2.0 * item.single_s)
+        )
     return found
 
 
 def _make_choice(
     flash: Flash, stride: int, range_bytes: int, depth: int | None, threads: int | None
 ) -> IoChoice:
-    """Rates of other blocks are scaled by what this setting reaches at the blocks it has."""
+    """What a setting takes for a neuron."""
     queued = depth is not None or threads is None
-    points = [item for item in flash.points if (item.depth, item.threads) == (depth, threads)]
-    own = [item for item in points if item.pattern == "random"]
+    points = [item for item in flash.points if item.pattern == "random"]
+    own = [item for item in points if (item.depth, item.threads) == (depth, threads)]
     read_bytes = float(stride)
-    if not any(item.block_bytes == stride for item in flash.points):
+    if not any(item.block_bytes == stride for item in points):
         # Rates are of reads that begin with a page; others touch more pages than they fill.
         read_bytes = find_touched_bytes(stride)
-    best = _find_rate(flash, flash.points, round(read_bytes), range_bytes)
-    share = 1.0
-    common = {item.block_bytes for item in own}
-    ratios = [
-        _find_rate(flash, own, block, range_bytes)
-        / _find_rate(flash, flash.points, block, range_bytes)
-        for block in common
-    ]
-    if ratios:
-        share = min(1.0, sum(ratios) / len(ratios))
     penalty = 1.0 - flash.reader_penalty if (threads or 1) > 1 else 1.0
-    many_s = read_bytes / (best * share * penalty)
-    call_s = _find_call_s(flash, own, threads)
+    neuron_s = _time_read(flash, own, read_bytes, range_bytes) / penalty
+    bursts = _list_bursts(flash, stride, queued, threads)
+    few, few_s = max(bursts, default=(1, flash.latency_s + neuron_s))
+    single, single_s = min(bursts, default=(1, 0.0))
+    if single > 1:
+        single_s = max(flash.latency_s, few_s / 2)
     overlaps = [item.overlap for item in own if item.overlap is not None]
     return IoChoice(
         engine="io_uring" if queued else "pread",
         threads=threads or 1,
         depth=depth or 128,
-        neuron_s=many_s if call_s is None else max(many_s - call_s / _MANY, many_s / 2),
-        call_s=flash.latency_s if call_s is None else call_s,
+        neuron_s=neuron_s,
+        call_s=max(few_s - few * neuron_s, 0.0),
+        few=few,
+        single_s=single_s,
         overlap=sum(overlaps) / len(overlaps) if overlaps else None,
     )
 
 
-def _find_call_s(flash: Flash, own: Iterable[FlashPoint], threads: int | None) -> float | None:
-    """Fixed part of a batch, from what few and many reads at a time take; None where nobody
-    measured few.  A short batch does not fill a queue, so that all depths have the same."""
-    queued = any(item.depth is not None for item in own)
-    many = {
-        item.block_bytes: item
-        for item in flash.points
-        if item.pattern == "random"
-        and item.range_bytes is None
-        and item.threads == threads
-        and (item.depth is not None) == queued
-        and (not queued or item.depth == max((x.depth or 0 for x in flash.bursts), default=0))
-    }
-    for few in flash.bursts:
-        same = many.get(few.block_bytes)
-        if same is None or few.threads != threads or (few.depth is not None) != queued:
-            continue
-        assert few.burst is not None
-        many_s = _MANY * same.block_bytes / same.rate_bytes_s
-        few_s = few.burst * few.block_bytes / few.rate_bytes_s
-        read_s = max(many_s - few_s, 0.0) / (_MANY - few.burst)
-        return max(few_s - few.burst * read_s, 0.0)
-    return None
+def _time_read(flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int) -> float:
+    """Seconds of one of many reads, from what a setting reaches with the blocks that it has.
+
+    Beyond the largest of them, what is more comes at the best rate of the storage.
+    """
+    blocks = [item.block_bytes for item in own]
+    within = min(max(size_bytes, min(blocks)), max(blocks))
+    seconds = within / _find_rate(flash, own, round(within), range_bytes)
+    if size_bytes < within:
+        seconds *= (size_bytes / within) ** (1.0 - _SMALLER_POWER)
+    best = max(item.rate_bytes_s for item in flash.points)
+    return seconds + (size_bytes - within) / best if size_bytes > within else seconds
 
 
-def _interpolate(points: tuple[tuple[int, float], ...], at: float) -> float:
+def _list_bursts(
+    flash: Flash, stride: int, queued: bool, threads: int | None
+) -> list[tuple[int, float]]:
+    """Numbers of reads at a time and their seconds, ascending; what is more than the block that
+    was measured comes at the best rate.  A short batch does not fill a queue, so that all depths
+    have the same, and a single read takes one thread, whatever the others do."""
+    best = max(item.rate_bytes_s for item in flash.points)
+    found = []
+    for item in flash.bursts:
+        assert item.burst is not None
+        same = item.threads == threads or item.burst == 1
+        if same and (item.depth is not None) == queued:
+            more_s = max(stride - item.block_bytes, 0) / best
+            seconds = item.burst * (item.block_bytes / item.rate_bytes_s + more_s)
+            found.append((item.burst, seconds))
+    return sorted(found)
+
+
+def _interpolate(points: list[tuple[int, float]], at: float) -> float:
     """On logarithmic scales of both; constant beyond the ends."""
     x0, y0 = points[0]
     if at <= x0:
@@ -259,8 +271,6 @@ def _interpolate(points: tuple[tuple[int, float], ...], at: float) -> float:
     for x1, y1 in points[1:]:
         if at <= x1:
             share = (log(at) - log(x0)) / (log(x1) - log(x0))
-            if y0 <= 0.0 or y1 <= 0.0:
-                return y0 + (y1 - y0) * share
             return float(y0 * (y1 / y0) ** share)
         x0, y0 = x1, y1
     return y0

@@ -72,7 +72,7 @@ LARGE = ProbeShape(
     gathered=(64, 256, 1024, 2048),
     dense_neurons=512,
     named=1500,
-    missing=(0, 32, 128),
+    missing=(0, 1, 512),
 )
 """A Llama-like 7B: more weights and neurons than caches hold."""
 SMALL = ProbeShape(
@@ -89,7 +89,7 @@ SMALL = ProbeShape(
     gathered=(16, 64, 256),
     dense_neurons=512,
     named=160,
-    missing=(0, 8, 32),
+    missing=(0, 1, 128),
 )
 """A model of ten million weights, such as the one that comes with pi2."""
 

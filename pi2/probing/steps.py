@@ -172,7 +172,18 @@ class Steps:
         return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
 
     def _look_up(self, missing: int) -> Step:
-        """Neurons that were predicted, ``missing`` of which are not in memory."""
+        """Neurons that were predicted; what ``missing`` ones that are not in memory add."""
+        return Step(
+            kernel="look-up",
+            size=missing,
+            read_bytes=None,
+            operations=None,
+            run=self._make_look_up(missing),
+            base=self._make_look_up(0) if missing else None,
+            stir=self.stir,
+        )
+
+    def _make_look_up(self, missing: int) -> Callable[[int], None]:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
         cache = NeuronCache(arena, [first], neurons, policy="lfu")
@@ -189,14 +200,7 @@ class Steps:
             cache.hold(found)
             cache.release(found)
 
-        return Step(
-            kernel="look-up",
-            size=missing,
-            read_bytes=None,
-            operations=None,
-            run=run,
-            stir=self.stir,
-        )
+        return run
 
     def _find_slots(self) -> Step:
         """Which neurons have the slots that are computed with: half of them hot ones."""

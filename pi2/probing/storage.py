@@ -43,8 +43,11 @@ _STREAMED_BYTES = 128 << 10
 _BATCH_BYTES = 8 * MIB
 _PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
-_MOST_BATCH = 128
-"""Reads that are issued together: about what a layer misses, and the queue drains after each."""
+_MOST_BATCH = 512
+"""Reads that are issued together, at most: the queue drains after each batch, which counts little
+with so many."""
+_MISSES = 128
+"""Reads that computing is measured beside: about what a layer misses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,11 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
     counts = [1, 4, 16]
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, threads=count) for count in counts]
     specs += [
-        ReadSpec(pattern="random", block_bytes=8 * kib, depth=128, burst=BURST),
+        *(
+            ReadSpec(pattern="random", block_bytes=8 * kib, depth=128, burst=burst)
+            for burst in (1, BURST)
+        ),
+        ReadSpec(pattern="random", block_bytes=8 * kib, burst=1),
         *(
             ReadSpec(pattern="random", block_bytes=8 * kib, threads=count, burst=BURST)
             for count in counts
@@ -220,7 +227,7 @@ class StorageBench:
         return found
 
     def _measure_saving(self, spec: ReadSpec, compute: Callable[[], None]) -> float:
-        reader = self._make_reader(spec, _MOST_BATCH)
+        reader = self._make_reader(spec, _MISSES)
         begin = self._begin_stream if spec.pattern == "sequential" else self._begin_batch
 
         def run(read: bool, calls: int) -> float:
@@ -249,9 +256,9 @@ class StorageBench:
 
     def _begin_batch(self, reader: FlashReader, spec: ReadSpec) -> Callable[[], None]:
         """Ask for a layer's missing neurons; what is returned waits for them."""
-        slots = np.arange(_MOST_BATCH, dtype=np.int32)
+        slots = np.arange(_MISSES, dtype=np.int32)
         count = self._size // spec.block_bytes
-        indices = self._random.choice(count, _MOST_BATCH, replace=False)
+        indices = self._random.choice(count, _MISSES, replace=False)
         pending = reader.start(0, np.sort(indices).astype(np.int32), slots)
 
         def wait() -> None:

@@ -49,7 +49,7 @@ def make_timer(step: Step) -> Callable[[], float]:
 
     def measure() -> float:
         taken = _time_calls(step.run, step.stir)
-        return taken if step.base is None else max(taken - _time_calls(step.base), 1e-9)
+        return taken if step.base is None else max(taken - _time_calls(step.base, step.stir), 1e-9)
 
     return measure
 

@@ -49,8 +49,8 @@ def make_device(*, small: bool = True) -> Device:
             )
         kernel("norm", width, 2 + 8 * scale)
         kernel("look-up", 0, 30)
-        kernel("look-up", 8, 108)
-        kernel("look-up", 32, 120)
+        kernel("look-up", 8, 78)
+        kernel("look-up", 32, 90)
         kernel("engine", 4, 100 * scale)
         for count in (10, 110):
             kernel("engine-cached", count, 40 + 0.1 * count + 100 * scale)

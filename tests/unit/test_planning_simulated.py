@@ -48,7 +48,7 @@ def make_device(overlap: float, read_s: float = 20e-6) -> Device:
             kernel("gather", 2048, 1020, 2048 * 6912),
             kernel("norm", 4096, 12),
             kernel("look-up", 0, 60),
-            kernel("look-up", 128, 200),
+            kernel("look-up", 128, 140),
         ],
     }
     reads = [
