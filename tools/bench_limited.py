@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from limited.engines import run_child
-from limited.plans import ROOT, fit_step, fit_whole, prepare_store, write_limited_plan
+from limited.plans import (
+    ROOT,
+    find_limit,
+    fit_step,
+    fit_whole,
+    prepare_store,
+    write_limited_plan,
+    write_whole_plan,
+)
 from limited.rows import ROWS
 from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
@@ -64,6 +72,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--skew", type=float, default=0.26, help="of a store that is made (0.26)")
     parser.add_argument("--cache", type=Path, default=find_peer_folder().parent / "limited")
     parser.add_argument("--store", type=Path, help="a store that is there already")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="STORE",
+        help="another store of the same model: all steps with it too, within the same limit",
+    )
     parser.add_argument("--tokens", type=int, default=64, help="to generate (64)")
     parser.add_argument("--peer-tokens", type=int, help="for llama.cpp to generate (as many)")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -86,7 +100,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
 
     row, settings = ROWS[arguments.row], parse_assignments(tuple(arguments.set))
     store, whole = prepare_store(row, arguments)
-    limit_bytes, plan = write_limited_plan(row, store, whole)
+    limit_bytes = find_limit(row, store, whole)
+    plan = write_limited_plan(row, store, whole, limit_bytes)
     resolved = load_plan(plan, overrides=settings)
     tokens = {"prefill": row.prefill, "tokens": 0 if row.prefill else arguments.tokens}
     jobs: dict[str, dict[str, Any]] = {
@@ -99,6 +114,17 @@ def measure_row(arguments: argparse.Namespace) -> None:
         }
         for name, step in row.steps.items()
     }
+    if arguments.beside is not None:
+        other: Path = arguments.beside
+        beside = write_whole_plan(row, other, arguments.cache)
+        beside = write_limited_plan(row, other, beside, limit_bytes)
+        for name, step in row.steps.items():
+            fitted = fit_step(load_plan(beside, overrides=settings), step, settings)
+            jobs[f"{name}, {other.name}"] = {
+                **jobs[name],
+                "plan": str(beside),
+                "set": {**fitted, **settings},
+            }
     if load_plan(whole).plan.memory.budget < detect_machine().memory.limit_bytes:
         jobs["pi2, all in memory"] = {
             "kind": "pi2",

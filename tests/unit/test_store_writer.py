@@ -359,7 +359,9 @@ import sys, time
 from pathlib import Path
 from tests.unit.test_store_writer import CHANGES, open_writer, write_layer, zeros
 from tests.helpers.models import make_model
-with open_writer(Path(sys.argv[1]), make_model(CHANGES), job="slow") as writer:
+with open_writer(
+    Path(sys.argv[1]), make_model(CHANGES), job="slow", scales=sys.argv[2]
+) as writer:
     print("ready", flush=True)
     for layer in range(4):
         write_layer(writer, layer)
@@ -370,9 +372,9 @@ print("done", flush=True)
 """
 
 
-def start_writing(path: Path) -> subprocess.Popen[str]:
+def start_writing(path: Path, scales: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITE_SLOWLY, str(path)],
+        [sys.executable, "-c", WRITE_SLOWLY, str(path), scales],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -382,12 +384,14 @@ def start_writing(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("delay_ms", [0, 15, 30, 45])
+@pytest.mark.parametrize(
+    ("delay_ms", "scales"), [(0, "inline"), (15, "resident"), (30, "inline"), (45, "resident")]
+)
 def test_kill_at_any_moment_leaves_no_half_store_and_the_next_run_succeeds(
-    tmp_path: Path, delay_ms: int
+    tmp_path: Path, delay_ms: int, scales: str
 ) -> None:
     store = tmp_path / "store"
-    process = start_writing(store)
+    process = start_writing(store, scales)
     time.sleep(delay_ms / 1000)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -397,7 +401,7 @@ def test_kill_at_any_moment_leaves_no_half_store_and_the_next_run_succeeds(
         return
     with pytest.raises(UserError, match="P501"):
         NeuronStore.open(store)
-    with start_writing(store) as again:
+    with start_writing(store, scales) as again:
         assert again.wait() == 0
     assert verify_store(store) == []
     assert list_names(tmp_path) == ["store"]

@@ -31,9 +31,14 @@ def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
         done = subprocess.run(command, check=False)
         if done.returncode:
             raise SystemExit(done.returncode)
-    plan = arguments.cache / f"{store.name}.plan.toml"
+    return store, write_whole_plan(row, store, arguments.cache)
+
+
+def write_whole_plan(row: Row, store: Path, folder: Path) -> Path:
+    """Write a plan for ``store`` with everything in memory into ``folder``."""
+    plan = folder / f"{store.name}.plan.toml"
     write_row_plan(row, store, plan, None)
-    return store, plan
+    return plan
 
 
 def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
@@ -66,15 +71,20 @@ def count_bytes(store: Path) -> int:
     return sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
 
 
-def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
-    """The limit in bytes, and a plan with that budget."""
+def find_limit(row: Row, store: Path, whole: Path) -> int:
+    """The row's limit in bytes."""
     resolved = load_plan(whole)
     segments = resolved.plan.memory.segments
     if row.limit < 0:
         limit = resolved.plan.memory.budget + int(segments.hot * (-row.limit - 1))
     else:
         limit = int(row.limit * count_bytes(store)) if row.limit < 1 else int(row.limit)
-    limit = limit >> 20 << 20
+    return limit >> 20 << 20
+
+
+def write_limited_plan(row: Row, store: Path, whole: Path, limit: int) -> Path:
+    """Write a plan with a budget of ``limit`` bytes; ``whole``: the one with all in memory."""
+    resolved = load_plan(whole)
     plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
     write_row_plan(row, store, plan, limit)
     # What this program's libraries take was measured; all else of a margin is for neurons.
@@ -93,7 +103,7 @@ def write_limited_plan(row: Row, store: Path, whole: Path) -> tuple[int, Path]:
             f'{name} = "{format_bytes(before)}"', f'{name} = "{format_bytes(after)}"'
         )
     plan.write_text(text, "utf-8")
-    return limit, plan
+    return plan
 
 
 def fit_step(

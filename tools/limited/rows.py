@@ -61,6 +61,12 @@ ROWS: Mapping[str, Row] = {
             "two phases": {**AHEAD, "pipeline.phases": 2},
         },
     ),
+    "scales-7b-50": Row(
+        model="bamboo-7b",
+        limit=-0.5,
+        goal="resident scales read fewer bytes (--beside a store that has them)",
+        steps={"pi2": AHEAD},
+    ),
     "ablation-7b-50": Row(
         model="bamboo-7b",
         limit=-0.5,
