@@ -157,7 +157,7 @@ def command(
     if cost is not None:
         click.echo(describe_cost(cost), err=True)
     if plan is not None:
-        click.echo(f"next: pi2 run {output / PLAN}", err=True)
+        click.echo(f"next: pi2 run {output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
 

@@ -129,7 +129,7 @@ def calibrate(
     click.echo(write_report(calibration))
     click.echo(f"\n{named}: thresholds of {len(thresholds.layers)} layers", err=True)
     if new_plan is not None:
-        click.echo(f"next: pi2 run {new_plan}", err=True)
+        click.echo(f"next: pi2 run {new_plan} --prompt 'Hello'")
     elif calibration.resolved.plan.sparsity is None:
         click.echo(f"\nto use them, write into {plan}:\n\n{write_tables_of(changes)}", err=True)
 
