@@ -30,7 +30,8 @@ class ChunkState:
     """Weights of the experts [chunk, experts]."""
     embed: Arguments
     positions: Arguments
-    attend: list[Arguments]
+    attend: list[list[Arguments]]
+    """Of each sequence, by layer."""
     begin: list[Arguments]
     dense: Arguments
     gather: Arguments
@@ -51,7 +52,7 @@ def name_other_arrays(state: ChunkState, others: Mapping[int, Any], **arrays: An
         **arrays,
         embed=change(state.embed),
         positions=change(state.positions),
-        attend=[change(arguments) for arguments in state.attend],
+        attend=[[change(arguments) for arguments in layers] for layers in state.attend],
         begin=[change(arguments) for arguments in state.begin],
         dense=change(state.dense),
         gather=change(state.gather),

@@ -7,6 +7,8 @@ and a power law over the stored order, weights are never read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,26 +57,45 @@ class NullExecutor:
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
         self._chances = compute_hotness(request.neurons, active, skew)
         self._moe = request.model.moe
-        self._experts = np.empty(0, np.int32)
+        self._experts = [np.empty(0, np.int32)]
+        self._token = 0
         self._random = np.random.default_rng(0)
 
     def select_chunk(self, number: int) -> None:
         self._chunk = number
 
+    def select_sequence(self, number: int) -> None:
+        pass
+
+    def select_token(self, number: int) -> None:
+        self._token = number
+
+    def begin_step(
+        self, tokens: npt.NDArray[np.int32], sequences: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        self.select_chunk(0)
+        self.embed(tokens)
+
+    def attend_step(self, layer: int) -> None:
+        pass
+
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
         self._tokens[self._chunk] = len(tokens)
+        self._token = 0
 
     def attend(self, layer: int, position: int) -> None:
         pass
 
     def begin_ffn(self, layer: int) -> None:
         if self._moe is not None:
-            order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
             shared = np.arange(self._moe.experts, self._request.model.expert_count)
-            self._experts = np.concatenate([order, shared]).astype(np.int32)
+            self._experts = []
+            for _ in range(min(self._tokens[self._chunk], self._request.sequences)):
+                order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
+                self._experts.append(np.concatenate([order, shared]).astype(np.int32))
 
     def list_experts(self) -> npt.NDArray[np.int32]:
-        return np.sort(self._experts)
+        return np.sort(self._experts[self._token])
 
     def predict_low_rank(
         self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
@@ -84,7 +105,7 @@ class NullExecutor:
         if self._moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.
             chosen = np.zeros(self._request.model.expert_count, bool)
-            chosen[self._experts if experts is None else experts] = True
+            chosen[self._experts[self._token] if experts is None else experts] = True
             fires &= chosen[np.arange(neurons) % len(chosen)]
         return np.flatnonzero(fires).astype(np.int32)
 

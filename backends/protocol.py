@@ -2,7 +2,8 @@
 
 A backend serves one kind of compute unit.  ``build`` turns a `BuildRequest` (plain numbers and
 arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`, which holds
-the activations of one sequence and computes a chunk of tokens layer by layer.
+the keys and values of some sequences and computes a chunk of tokens of one of them, or a token each
+of several, layer by layer.
 
 Order of calls for a chunk of T tokens at ``position``::
 
@@ -16,6 +17,12 @@ Order of calls for a chunk of T tokens at ``position``::
         add_neurons / add_dense, any number         y += neurons(u)
         end_ffn(layer)                              x += y
     logits(first, T)                                head(norm(x[first:]))
+
+Of several sequences (``BuildRequest.sequences``), ``select_sequence`` says whose a chunk is.  A
+step that computes a token each of T of them begins with ``begin_step`` instead of ``embed`` and has
+``attend_step`` instead of ``attend``.  What stands for T = 1 above is about one of its tokens then:
+the one that ``select_token`` names, at first token 0.  Every token is computed as it would be
+alone; weights are read once for all where that is quicker.
 """
 
 from __future__ import annotations
@@ -70,8 +77,10 @@ class BuildRequest:
     """Most tokens in a call of ``embed``."""
     chunks: int = 1
     """Chunks of a prompt that go through a layer before the next layer begins."""
+    sequences: int = 1
+    """Sequences whose keys and values are kept, and that a step may be of."""
     context: int
-    """Tokens that the KV cache holds."""
+    """Tokens of a sequence that the KV cache holds."""
     kv_type: KvType = "fp16"
     """What its elements are: ``int8`` has a scale for every head's vector of a token."""
     token_type: ActivationType = "int16"
@@ -119,12 +128,30 @@ class BuildRequest:
 
 
 class Executor(Protocol):
-    """A model built for a unit.  One sequence, one calling thread."""
+    """A model built for a unit.  One calling thread."""
 
     def select_chunk(self, number: int) -> None:
         """Let the calls that follow be about chunk ``number`` of a prompt, of those that
         ``BuildRequest.chunks`` keeps: each has its x, and what its FFN reads and adds up.  Only
         keys and values are common.  Chunk 0 is selected to begin with."""
+
+    def select_sequence(self, number: int) -> None:
+        """Let ``embed`` and ``attend`` be about sequence ``number``, to begin with 0."""
+
+    # For more than one sequence only:
+
+    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
+        """Set x [T, hidden] of chunk 0 to the embeddings of ``tokens`` [T], the next ones of
+        ``sequences``, different ones, where they stand at ``positions``; select token 0."""
+
+    def attend_step(self, layer: int) -> None:
+        """Add the attention block of ``layer`` in a step."""
+
+    def select_token(self, number: int) -> None:
+        """Let calls for one token be about token ``number`` of a step.  Predictions are asked for
+        in order: that of token 0 may be made for all."""
+
+    # For all:
 
     def embed(self, tokens: I32) -> None:
         """Set x [T, hidden] to the embeddings of ``tokens`` [T]."""

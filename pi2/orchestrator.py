@@ -165,6 +165,7 @@ def build(
             chunk=resolved.plan.prefill.chunk,
             chunks=count_chunks(resolved),
             context=resolved.plan.kv.context,
+            sequences=resolved.plan.decode.batch,
             loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
         )
@@ -222,14 +223,21 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
 
 
 def check_batch(resolved: ResolvedPlan) -> None:
-    """UserError P322 for several sequences at a time, which the engine does not run."""
-    if resolved.plan.decode.batch > 1:
-        raise UserError.of(
-            "P322",
-            f"the plan generates {resolved.plan.decode.batch} sequences at a time, the engine one",
-            help="take the plan for one sequence, or simulate this one: `pi2 simulate`",
-            file=str(resolved.path),
-        )
+    """UserError P322 for several sequences at a time whose positions are computed otherwise in long
+    ones than in short ones: they would need tables of their own."""
+    model, plan = resolved.model, resolved.plan
+    for rope in (model.rope, model.other_rope):
+        if plan.decode.batch == 1 or rope is None or rope.kind != "longrope":
+            continue
+        if plan.kv.context > rope.original_context:
+            raise UserError.of(
+                "P322",
+                f"the plan generates {plan.decode.batch} sequences at a time, and the model's "
+                f"positions differ between sequences of up to {rope.original_context} tokens and "
+                "longer ones",
+                help=f"set kv.context to {rope.original_context} at most, or decode.batch to 1",
+                file=str(resolved.path),
+            )
 
 
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
@@ -287,6 +295,7 @@ def describe_build(
         chunk=resolved.plan.prefill.chunk,
         chunks=count_chunks(resolved),
         context=resolved.plan.kv.context,
+        sequences=resolved.plan.decode.batch,
         kv_type=resolved.plan.kv.type,
         token_type=resolved.plan.decode.activations,
         chunk_type=resolved.plan.prefill.activations,

@@ -26,6 +26,8 @@ class Arrays:
     weights: _F32
     """Weights of the experts [chunk, experts]."""
     x: Any
+    x_rows: Arguments
+    """Views of x of each token of a step, where there are several sequences."""
     y: Any
     hidden: Arguments
     """Quantised activations of the model's width."""
@@ -46,9 +48,9 @@ def count_tiles(spec: KernelSpec) -> int:
     return spec.threads if spec.isa.pairs else 0
 
 
-def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
-    """Make the arrays of the first chunk."""
-    x = space.wrap(space.make("float32", chunk, spec.hidden))
+def make_arrays(space: Workspace, spec: KernelSpec, chunk: int, sequences: int) -> Arrays:
+    """Make the arrays of the first chunk, which holds a token of each sequence, too."""
+    residual = space.make("float32", chunk, spec.hidden)
     y = space.wrap(space.make("float32", chunk, spec.hidden))
     normalized = space.make("float32", chunk, spec.hidden)
     hidden = space.make_activations(
@@ -60,7 +62,8 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         normalized=normalized,
         layer_input=layer_input,
         weights=weights,
-        x=x,
+        x=space.wrap(residual),
+        x_rows=tuple(space.wrap(residual[t]) for t in range(sequences)) if sequences > 1 else (),
         y=y,
         hidden=hidden,
         kept=None if layer_input is None else space.wrap(layer_input),

@@ -20,8 +20,9 @@ def bind_attention(
     arrays: Arrays,
     context: int,
     turned: list[RopeTables],
-) -> list[Arguments]:
-    """Return the arrays of ``attend`` for each layer; the cache holds ``context`` tokens."""
+) -> list[list[Arguments]]:
+    """Return the arrays of ``attend`` for each sequence and layer; its cache holds ``context``
+    tokens."""
     mixed = space.make_activations(
         request.chunk, spec.width, spec.most_planes, tiles=count_tiles(spec)
     )
@@ -33,18 +34,18 @@ def bind_attention(
         for size in ((spec.head_dim,), (), ())
     )
     inputs = (arrays.x,) if arrays.kept is None else (arrays.x, arrays.kept)
-    return [
+    before = [
         (
             *inputs,
             *_wrap_weights(space, spec, layer),
             *ropes[model.find_rope(layer) is model.other_rope],
-            *_make_cache(space, spec, context),
-            qkv,
-            *arrays.hidden,
-            *mixed,
-            *spans,
         )
         for layer in range(model.shape.layers)
+    ]
+    behind = (qkv, *arrays.hidden, *mixed, *spans)
+    return [
+        [(*given, *_make_cache(space, spec, context), *behind) for given in before]
+        for _ in range(request.sequences)
     ]
 
 

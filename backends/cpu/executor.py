@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,8 @@ class CpuExecutor:
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
         model, layers = request.model, range(request.model.shape.layers)
+        # A step is a chunk of a token of each sequence.
+        request = replace(request, chunk=max(request.chunk, request.sequences))
         space = Workspace(request, library)
         self._space = space
         self._spec = spec
@@ -47,7 +51,7 @@ class CpuExecutor:
         self._context = round_up(request.context, KV_BLOCK)
         self._ids = space.make("int32", request.chunk)
         self._logits = space.make("float32", min(request.chunk, LOGIT_ROWS), spec.vocab)
-        arrays = make_arrays(space, spec, request.chunk)
+        arrays = make_arrays(space, spec, request.chunk, request.sequences)
         self._prediction = Prediction(request, space, spec, library, arrays.hidden)
         self._neurons = Neurons(request, space, spec, library, arrays, self._prediction)
         self._moe = model.moe
@@ -57,6 +61,11 @@ class CpuExecutor:
             tuple(_read_rows(request, name_layer_tensor(layer, kind)) for kind in kinds)
             for layer in layers
         ]
+        self._sequence = self._token = 0
+        self._step: tuple[Sequence[int], Sequence[int]] | None = None
+        """Sequences and positions of a step; None in a chunk."""
+        self._x_rows = arrays.x_rows
+        self._step_kernels = _find_step_kernels(request, spec, library)
         self._embed = library.find("embed")
         self._positions = library.find("add_positions") if spec.positions else None
         self._attend = [
@@ -65,7 +74,9 @@ class CpuExecutor:
             )
             for layer in layers
         ]
-        self._begin = library.find("begin_ffn")
+        self._begin = self._begin_step = library.find("begin_ffn")
+        if spec.sequences and spec.has_other_chunks:
+            self._begin_step = library.find("begin_step")
         self._end = library.find("end_ffn")
         self._head = library.find("logits")
         self._head_logits = space.wrap(self._logits)
@@ -149,8 +160,43 @@ class CpuExecutor:
         """Let the calls that follow be about another chunk."""
         self._now = self._chunks[number]
 
+    def select_sequence(self, number: int) -> None:
+        """Let chunks be those of another sequence."""
+        self._sequence = number
+
+    def select_token(self, number: int) -> None:
+        """Let calls for one token be about another one of a step."""
+        self._token = number
+        self._prediction.select_token(number)
+        self._neurons.select_token(number)
+
+    def begin_step(self, tokens: _I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
+        """Set x to the embeddings of a token each of several sequences."""
+        self.select_chunk(0)
+        self.embed(tokens)
+        self._step = sequences, positions
+
+    def attend_step(self, layer: int) -> None:
+        """Add the attention block of each sequence."""
+        assert self._step is not None and self._step_kernels, "built for one sequence"
+        sequences, positions = self._step
+        count, context, attend = self._now.tokens, self._context, self._now.attend
+        if layer == 0 and self._positions is not None:
+            table = self._now.positions[:-1]
+            for row, position in zip(self._x_rows, positions, strict=False):
+                self._positions(1, position, *table, row)
+        project, mix, output = self._step_kernels[layer]
+        common = attend[0][layer]
+        project(count, 0, context, *common)
+        for token, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            mix(token, position, context, *attend[sequence][layer])
+        output(count, 0, context, *common)
+
     def embed(self, tokens: _I32) -> None:
         """Set x to the embeddings of ``tokens``."""
+        self._step = None
+        if self._token:
+            self.select_token(0)
         count = len(tokens)
         self._now.tokens = count
         self._ids[:count] = tokens
@@ -160,13 +206,15 @@ class CpuExecutor:
         """Add the attention block."""
         if layer == 0 and self._positions is not None:
             self._positions(self._now.tokens, position, *self._now.positions)
-        arguments = self._now.attend[layer]
+        arguments = self._now.attend[self._sequence][layer]
         self._attend[layer](self._now.tokens, position, self._context, *arguments)
 
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
         now = self._now
-        self._begin(now.tokens, *now.begin[layer])
+        begin = self._begin if self._step is None else self._begin_step
+        begin(now.tokens, *now.begin[layer])
+        self._prediction.begin(now.tokens)
         if self._moe is not None:
             read = now.normalized
             if self._moe.router_input == "layer" and now.layer_input is not None:
@@ -176,7 +224,7 @@ class CpuExecutor:
 
     def list_experts(self) -> _I32:
         """Return the experts that the router chose."""
-        return list_chosen(self._now.routes[0]) if self._moe is not None else _NONE
+        return list_chosen(self._now.routes[self._token]) if self._moe is not None else _NONE
 
     def predict_low_rank(self, layer: int, threshold: float, experts: _I32 | None = None) -> _I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
@@ -213,8 +261,9 @@ class CpuExecutor:
         """Add contiguous neurons for all tokens."""
         now = self._now
         routes = None if self._moe is None else now.routes[: now.tokens]
+        is_step = self._step is not None
         self._neurons.add_neighbours(
-            layer, bundles, first, now.tokens, now.gather, now.dense, routes
+            layer, bundles, first, now.tokens, now.gather, now.dense, routes, is_step=is_step
         )
 
     def end_ffn(self, layer: int) -> None:
@@ -267,6 +316,21 @@ class CpuExecutor:
         for state in self._chunks:
             state.attend.clear()
             state.begin.clear()
+
+
+def _find_step_kernels(
+    request: BuildRequest, spec: KernelSpec, library: Library
+) -> list[tuple[Any, Any, Any]]:
+    """The three parts of the attention block for each layer; empty for a single sequence."""
+    if not spec.sequences:
+        return []
+    everything = [
+        spec.some_full and request.model.find_window(layer) is None
+        for layer in range(request.model.shape.layers)
+    ]
+    project, output = library.find("attend_project"), library.find("attend_output")
+    mixes = {full: library.find("attend_mix_all" if full else "attend_mix") for full in everything}
+    return [(project, mixes[full], output) for full in everything]
 
 
 def _read_rows(request: BuildRequest, name: str) -> _F32:

@@ -62,6 +62,8 @@ class Neurons:
         ]
         partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
         gathers = {True: "add_plain_neurons", False: "add_neurons"}
+        self._token: tuple[int, ...] = (0,) if spec.sequences else ()
+        """The token that gathered neurons are computed for, where kernels ask."""
         self._gather = library.find(gathers[not spec.has_gathered_ffn])
         self._gather_dense = library.find(gathers[spec.has_plain_ffn])
         self._gather_open = None
@@ -79,7 +81,9 @@ class Neurons:
         scratch = (*hidden, partial) if spec.has_plain_ffn else (*hidden, *lists, partial)
         self.dense_one: Arguments = (*scratch, space.wrap(uncounted), y, *routes)
         """Of neurons next to each other, for one token."""
-        self._dense = library.find("add_dense")
+        self._dense = self._dense_step = library.find("add_dense")
+        if spec.sequences and spec.has_other_chunks:
+            self._dense_step = library.find("add_dense_step")
         values = space.wrap(space.make("float32", request.chunk, PANEL))
         unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED + KEPT, 128))
         masks = space.wrap(space.make("int32", request.chunk, PARTS))
@@ -91,6 +95,11 @@ class Neurons:
         self._dense_tokens = space.wrap(self._tokens)
         self._arenas: dict[int, tuple[_U8, Any]] = {}
 
+    def select_token(self, number: int) -> None:
+        """Let gathered neurons be those of another token."""
+        if self._token:
+            self._token = (number,)
+
     def add_gathered(
         self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None, known: bool
     ) -> None:
@@ -99,17 +108,18 @@ class Neurons:
         self._slots[:count] = slots
         bundles = self._take_bundles(layer, arena, indices)
         if not known or self._gather_open is None:
-            self._gather(count, *bundles, *self._gather_slots, *self._gather_rest)
+            self._gather(count, *self._token, *bundles, *self._gather_slots, *self._gather_rest)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
         self._gather_open(
             count,
+            *self._token,
             *self._prediction.get_second_limit(layer),
             *bundles,
             *self._gather_slots,
             *self._gather_rest,
-            *self._prediction.known_gates,
+            *self._prediction.get_known_gates(*self._token),
         )
 
     def _take_bundles(self, layer: int, arena: _U8, rows: _I32 | None) -> Arguments:
@@ -130,7 +140,8 @@ class Neurons:
         count = len(slots)
         self._slots[:count] = slots
         bundles = self._take_bundles(layer, arena, indices)
-        self._find_gates(count, *bundles, *self._gather_slots, *self._find_gates_rest)
+        arguments = (*bundles, *self._gather_slots, *self._find_gates_rest)
+        self._find_gates(count, *self._token, *arguments)
         opened: npt.NDArray[np.bool_] = self._gates[:count] > self._least_gate
         return opened
 
@@ -143,20 +154,23 @@ class Neurons:
         one: Arguments,
         several: Arguments,
         routes: _F32 | None = None,
+        *,
+        is_step: bool = False,
     ) -> None:
         """Add contiguous neurons, of which the first has the stored index ``first``, for all
-        tokens; in a mixture, where ``routes`` [tokens, experts] are the weights of the experts,
+        tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the weights of the experts,
         each to those tokens that its expert computes."""
         if routes is not None:
-            self._add_experts(layer, bundles, first, routes, one, several)
+            self._add_experts(layer, bundles, first, routes, one, several, is_step)
             return
         count = len(bundles)
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
         views = self._take_bundles(layer, bundles, rows)
         if tokens == 1:
-            self._gather_dense(count, *views, *self._gather_every, *one)
+            self._gather_dense(count, *self._token, *views, *self._gather_every, *one)
         else:
-            self._dense(count, tokens, *self._name_row(first), *views, *several)
+            add = self._dense_step if is_step else self._dense
+            add(count, tokens, *self._name_row(first), *views, *several)
 
     def _name_row(self, first: int) -> tuple[int, ...]:
         """Return the number that says which scales the first of some neighbours has."""
@@ -170,6 +184,7 @@ class Neurons:
         routes: _F32,
         one: Arguments,
         several: Arguments,
+        is_step: bool,
     ) -> None:
         experts = slice_experts(bundles, self._layout)
         if len(routes) == 1:
@@ -177,8 +192,10 @@ class Neurons:
             self._slots[: len(places)] = places
             views = self._take_bundles(layer, bundles, places + np.int32(first))
             if len(places):
-                self._gather_dense(len(places), *views, *self._gather_slots, *one)
+                arguments = (*views, *self._gather_slots, *one)
+                self._gather_dense(len(places), *self._token, *arguments)
             return
+        add = self._dense_step if is_step else self._dense
         views = self._take_bundles(layer, bundles, _NONE)
         for neurons, tokens in list_groups(experts, routes):
             if self._in_pairs:
@@ -187,7 +204,7 @@ class Neurons:
             self._tokens[: len(tokens)] = tokens
             chosen = (self._gather_slots[0], self._dense_tokens)
             row = self._name_row(first)
-            self._dense(len(neurons), len(tokens), *row, *views, *chosen, *several)
+            add(len(neurons), len(tokens), *row, *views, *chosen, *several)
 
     def count_active(self) -> int:
         """Return the non-zero activations of gathered neurons since the last call."""

@@ -13,6 +13,7 @@ from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.plan.layout import round_up
 from pi2.plan.tensor_names import name_layer_tensor
 
 _I32 = npt.NDArray[np.int32]
@@ -35,20 +36,24 @@ class Prediction:
         self._is_mixture = request.model.moe is not None
         self.wanted: _I32 = space.make("int32", neurons)
         """Room for the stored indices of neurons."""
-        self._indices = space.make("int32", neurons + 1)
-        self._found = space.make("int32", 1)
-        self._scores = space.make("float32", neurons)
+        rows = request.sequences
+        # Of every token in whole lines.
+        self._indices = space.make("int32", rows, round_up(neurons, 16))
+        self._found = space.make("int32", rows)
+        self._scores = space.make("float32", rows, round_up(neurons, 16))
+        self._is_several = spec.sequences
+        self._tokens = self._token = 0
         self._named_scores = space.make("float32", neurons if spec.experts else 1)
         scores = space.wrap(self._scores)
         found = (scores, space.wrap(self._indices), space.wrap(self._found))
-        self.known_gates: Arguments = ()
-        """Views of the gates that `find_open` computed, and of ``wanted``."""
+        self._known_gates: list[Arguments] = []
         self._limits: list[tuple[float, ...]] = [()] * layers
         self._expert_limits = request.expert_limits
         self._open: Any = None
         if spec.gate_rows is not None:
             self._open = library.find("predict_gate")
-            self.known_gates = (scores, space.wrap(self.wanted))
+            views = [space.wrap(row) for row in self._scores] if spec.sequences else [scores]
+            self._known_gates = [(view, space.wrap(self.wanted)) for view in views]
             if spec.is_smooth:
                 self._limits = list(request.limits or [(0.0, 0.0)] * layers)
             self._gate_arguments = [
@@ -65,6 +70,18 @@ class Prediction:
         """Whether `find_open` may be called."""
         return self._open is not None
 
+    def begin(self, tokens: int) -> None:
+        """Let the next predictions be those of so many tokens."""
+        self._tokens = tokens
+
+    def select_token(self, number: int) -> None:
+        """Let predictions be those of another token."""
+        self._token = number
+
+    def get_known_gates(self, token: int = 0) -> Arguments:
+        """Return views of the gates that `find_open` computed for a token, and of ``wanted``."""
+        return self._known_gates[token]
+
     def get_second_limit(self, layer: int) -> tuple[float, ...]:
         """Return the layer's limit of act(gate) * up, if it has one."""
         return self._limits[layer][1:]
@@ -73,10 +90,12 @@ class Prediction:
         """Return the neurons whose predictor score reaches ``threshold``."""
         kernel, arguments = self._low_rank[layer]
         if not self._is_mixture:
-            kernel(self._neurons, float(threshold), *arguments[0])
-            return self._indices[: self._found[0]]
+            if self._token == 0:
+                kernel(self._neurons, float(threshold), *self._list_all(), *arguments[0])
+            return self._list_found(self._token)
+        one = self._list_one()
         return self._collect(
-            layer, experts, lambda size, n: kernel(size, float(threshold), *arguments[n])
+            layer, experts, lambda size, n: kernel(size, float(threshold), *one, *arguments[n])
         )
 
     def find_open(self, layer: int, experts: _I32) -> _I32:
@@ -84,26 +103,42 @@ class Prediction:
         kernel, arguments = self._open, self._gate_arguments[layer]
         limits = self._limits[layer][:1]
         if not self._is_mixture:
-            kernel(self._neurons, *limits, *arguments[0])
-            return self._indices[: self._found[0]]
+            if self._token == 0:
+                kernel(self._neurons, *limits, *self._list_all(), *arguments[0])
+            return self._list_found(self._token)
+        one = self._list_one()
         every = [limits] * len(arguments)
         if limits and self._expert_limits is not None:
             every = [(limit,) for limit in self._expert_limits[layer]]
-        return self._collect(layer, experts, lambda size, n: kernel(size, *every[n], *arguments[n]))
+        return self._collect(
+            layer, experts, lambda size, n: kernel(size, *every[n], *one, *arguments[n])
+        )
+
+    def _list_all(self) -> tuple[int, ...]:
+        """First token and number of tokens of a prediction for all, where kernels ask."""
+        return (0, self._tokens) if self._is_several else ()
+
+    def _list_one(self) -> tuple[int, ...]:
+        """The same of a prediction for the selected one; its results are those of token 0."""
+        return (self._token, 1) if self._is_several else ()
+
+    def _list_found(self, token: int) -> _I32:
+        return self._indices[token, : self._found[token]]
 
     def read_scores(self) -> _F32:
         """Return the scores of the last prediction."""
-        return self._named_scores if self._is_mixture else self._scores
+        return self._named_scores if self._is_mixture else self._scores[self._token]
 
     def _collect(self, layer: int, experts: _I32, find: Callable[[int, int], object]) -> _I32:
         """Return the neurons, ascending, that ``find(neurons, expert)`` names of each expert."""
         groups, end = self._expert_neurons[layer], 0
         for expert in experts.tolist():
             find(groups.shape[1], expert)
-            count = int(self._found[0])
-            named, rows = self.wanted[end : end + count], self._indices[:count]
+            rows = self._list_found(0)
+            count = len(rows)
+            named = self.wanted[end : end + count]
             groups[expert].take(rows, out=named)
-            self._named_scores[named] = self._scores.take(rows)
+            self._named_scores[named] = self._scores[0].take(rows)
             end += count
         self.wanted[:end].sort()
         return self.wanted[:end]
@@ -142,7 +177,8 @@ def _bind_predictors(
     predictors."""
     if not spec.ranks:
         return []
-    middle = {rank: space.make_activations(1, rank, spec.planes) for rank in spec.ranks}
+    rows = request.sequences
+    middle = {rank: space.make_activations(rows, rank, spec.planes) for rank in spec.ranks}
     bound = []
     for layer in range(request.model.shape.layers):
         parts = request.model.expert_count

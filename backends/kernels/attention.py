@@ -156,8 +156,9 @@ def emit_span_attention(
     position: v.Expr,
     span: v.Expr,
     kv_head: v.Expr,
+    token: v.Expr | int = 0,
 ) -> None:
-    """Attend the heads of ``kv_head`` of one token to the blocks of a span."""
+    """Attend the heads of ``kv_head`` of ``token`` to the blocks of a span."""
     group = spec.heads // spec.kv_heads
     first = _find_first(spec, position)
     skipped = v.let(span * spans.size)
@@ -170,7 +171,7 @@ def emit_span_attention(
             places.append(place)
             queries.append(
                 _Query(
-                    source=v.let(head * spec.head_dim),
+                    source=v.let(token * spec.qkv_rows + head * spec.head_dim),
                     result=v.let(place * spec.head_dim),
                     first=first,
                     last=position,
@@ -185,8 +186,10 @@ def emit_span_attention(
         _emit_queries(spec, qkv, cache, spans.sums, queries, kv_head, begin, count, finish)
 
 
-def emit_merge(spec: KernelSpec, spans: Spans, cache: Cache, output: v.Buffer) -> None:
-    """Set ``output`` float32 [heads * head_dim] to what all spans say of one token."""
+def emit_merge(
+    spec: KernelSpec, spans: Spans, cache: Cache, output: v.Buffer, token: v.Expr | int = 0
+) -> None:
+    """Set ``output`` float32 [tokens, heads * head_dim] of ``token`` to what all spans say."""
     size = spec.head_dim
     lanes = count_lanes(size)
     with T.serial(spec.heads) as head:
@@ -195,7 +198,7 @@ def emit_merge(spec: KernelSpec, spans: Spans, cache: Cache, output: v.Buffer) -
         with T.serial(spans.count - 1) as step:
             top.set(T.max(top.get(), spans.tops[first + step + 1]))
         total = v.Cell(v.constant(0.0, "float32"))
-        result = v.let(head * size)
+        result = v.let(token * spec.width + head * size)
         with T.serial(size // lanes * cache.once) as part:
             v.store(output, result + part * lanes, v.constant(0.0, "float32", lanes), lanes)
         with T.serial(spans.count) as step:

@@ -1,6 +1,13 @@
-"""The function of a layer's attention block, from norm to residual."""
+"""The functions of a layer's attention block, from norm to residual.
+
+Of a chunk of one sequence it is one function.  A step of several sequences takes three, each with
+the same parameters: ``project`` for all tokens, ``mix`` for every token with the keys and values of
+its own sequence, ``output`` for all.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -12,9 +19,15 @@ from pi2.backends.kernels.attention import (
     emit_merge,
     emit_span_attention,
 )
-from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
-from pi2.backends.kernels.matrix import emit_multiply, emit_shared
-from pi2.backends.kernels.norms import emit_add_normalized, emit_head_norms, emit_normalize
+from pi2.backends.kernels.kv import Cache, emit_append, emit_rope, make_cache
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
+from pi2.backends.kernels.norms import (
+    NormWeights,
+    emit_add_normalized,
+    emit_head_norms,
+    emit_normalize,
+)
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
@@ -25,8 +38,148 @@ from pi2.plan.sizes import KV_ELEMENT_BYTES
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:
     """Add the attention block to x; keys and values of the tokens are kept."""
-    spec, isa = schedule.spec, schedule.isa
-    tokens = take.take_number("tokens")
+    block = _take_block(schedule, take, "tokens")
+    tokens = block.tokens
+    block.emit_project()
+    emit_each_token(tokens, lambda token: block.emit_keep(token, token))
+    with T.If(tokens == 1):
+        with T.Then():
+            block.emit_mix(T.int32(0))
+        with T.Else():
+            block.emit_mix_chunk()
+    block.emit_output()
+
+
+def emit_attend_project(schedule: Schedule, take: Parameters) -> None:
+    """Set queries, keys and values of the tokens of several sequences."""
+    _take_block(schedule, take, "tokens").emit_project()
+
+
+def emit_attend_mix(schedule: Schedule, take: Parameters) -> None:
+    """Keep key and value of one of them, and mix the values of its sequence."""
+    block = _take_block(schedule, take, "token")
+    block.emit_keep(block.tokens, T.int32(0))
+    block.emit_mix(block.tokens)
+
+
+def emit_attend_output(schedule: Schedule, take: Parameters) -> None:
+    """Add what was mixed for all of them to x."""
+    _take_block(schedule, take, "tokens").emit_output()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """The parameters of all functions."""
+
+    schedule: Schedule
+    tokens: v.Expr
+    """Their number; in a function for one token, which it is."""
+    position: v.Expr
+    x: v.Buffer
+    before: v.Buffer | None
+    norm: NormWeights
+    project: Matrix
+    bias: v.Buffer | None
+    head_norms: tuple[v.Buffer, v.Buffer] | None
+    output: Matrix
+    output_bias: v.Buffer | None
+    output_norm: v.Buffer | None
+    tables: tuple[v.Buffer, v.Buffer]
+    cache: Cache
+    qkv: v.Buffer
+    hidden: Activations
+    mixed: Activations
+    spans: tuple[v.Buffer, v.Buffer, v.Buffer]
+
+    def emit_project(self) -> None:
+        """Normalise x; queries, keys and values of all tokens."""
+        spec, isa = self.schedule.spec, self.schedule.isa
+        qkv, bias = self.qkv, self.bias
+
+        def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            total = value if bias is None else value + bias[row]
+            v.store(qkv, token * spec.qkv_rows + row, total, 1)
+
+        def prepare(token: v.Expr) -> None:
+            if self.before is not None:
+                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
+            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
+
+        emit_each_token(self.tokens, prepare)
+        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_qkv)
+
+    def emit_keep(self, token: v.Expr, offset: v.Expr) -> None:
+        """Turn queries and keys of ``token``, which stands ``offset`` behind the position; keep key
+        and value."""
+        spec, qkv, cache = self.schedule.spec, self.qkv, self.cache
+        if self.head_norms is not None:
+            emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
+        at = v.let(self.position + offset)
+        emit_rope(spec, qkv, *self.tables, cache.once, token, at)
+        emit_append(spec, qkv, cache, token, at)
+
+    def emit_mix(self, token: v.Expr) -> None:
+        """Attention of ``token`` alone, at the position."""
+        spec, qkv, cache, position = self.schedule.spec, self.qkv, self.cache, self.position
+        spans = divide_blocks(spec, position, *self.spans)
+        span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ELEMENT_BYTES[spec.kv]
+
+        def attend_span(task: v.Expr) -> None:
+            span = v.let(T.floormod(task, spans.count))
+            head = v.let(T.floordiv(task, spans.count))
+            emit_span_attention(spec, qkv, cache, spans, position, span, head, token)
+
+        emit_shared(
+            spec.kv_heads * spans.count,
+            v.wide(spans.blocks) * (span_bytes * spec.kv_heads),
+            attend_span,
+        )
+        emit_merge(spec, spans, cache, self.mixed.values, token)
+
+    def emit_mix_chunk(self) -> None:
+        """Attention of several tokens of a sequence."""
+        spec, tokens = self.schedule.spec, self.tokens
+        values = self.mixed.values
+        together = count_tile_tokens(spec)
+        tiles = v.let(T.floordiv(tokens + together - 1, together))
+        with T.parallel(tiles * spec.kv_heads) as task:
+            # Heads outermost: every thread gets early and late tokens alike.
+            tile = v.let(T.floormod(task, tiles))
+            head = v.let(T.floordiv(task, tiles))
+            emit_chunk_attention(
+                spec, self.qkv, self.cache, values, tokens, self.position, tile, head
+            )
+
+    def emit_output(self) -> None:
+        """Project what was mixed and add it to x."""
+        spec, isa = self.schedule.spec, self.schedule.isa
+        x, hidden, mixed, tokens = self.x, self.hidden, self.mixed, self.tokens
+        bias, norm = self.output_bias, self.output_norm
+
+        def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            place = v.let(token * spec.hidden + row)
+            total = value if bias is None else value + bias[row]
+            if norm is not None:
+                # What attention has read is not needed any more.
+                v.store(hidden.values, place, total, 1)
+                return
+            if spec.residual_factor != 1.0:
+                total = total * v.constant(spec.residual_factor, "float32")
+            v.store(x, place, x[place] + total, 1)
+
+        emit_each_token(tokens, lambda token: emit_quantize(mixed, token))
+        emit_multiply(isa, spec.threads, self.output, mixed, tokens, add_residual)
+        if norm is not None:
+            norms = (norm, hidden.once)
+            emit_each_token(
+                tokens, lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token)
+            )
+
+
+def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
+    """Declare the parameters; ``number`` names the first: how many tokens, or which."""
+    spec = schedule.spec
+    tokens = take.take_number(number)
     position = take.take_number("position")
     context = take.take_number("context")
     x = take.take_array("x", "float32")
@@ -41,8 +194,7 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
     output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
     output_bias = take.take_array("output_bias", "float32") if spec.output_bias else None
     output_norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
-    cosines = take.take_array("cosines", "float32")
-    sines = take.take_array("sines", "float32")
+    tables = (take.take_array("cosines", "float32"), take.take_array("sines", "float32"))
     keys = take.take_array("keys", KV_DTYPES[spec.kv])
     values = take.take_array("values", KV_DTYPES[spec.kv])
     scales = None
@@ -50,70 +202,30 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
         names = ("key_scales", "value_scales")
         scales = (take.take_array(names[0], "float16"), take.take_array(names[1], "float16"))
     qkv = take.take_array("qkv", "float32")
-    hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
-    mixed = schedule.take_chunk(take, "mixed", spec.width, tokens)
+    # Which token it is may be 0, and the context never is.
+    count = tokens if number == "tokens" else context
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
+    mixed = schedule.take_chunk(take, "mixed", spec.width, count)
     sums, tops, totals = (
         take.take_array(f"span_{name}", "float32") for name in ("sums", "tops", "totals")
     )
-    cache = make_cache(spec, keys, values, scales, context, hidden.once)
-
-    def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        total = value if bias is None else value + bias[row]
-        v.store(qkv, token * spec.qkv_rows + row, total, 1)
-
-    def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        place = v.let(token * spec.hidden + row)
-        total = value if output_bias is None else value + output_bias[row]
-        if output_norm is not None:
-            # What attention has read is not needed any more.
-            v.store(hidden.values, place, total, 1)
-            return
-        if spec.residual_factor != 1.0:
-            total = total * v.constant(spec.residual_factor, "float32")
-        v.store(x, place, x[place] + total, 1)
-
-    def prepare(token: v.Expr) -> None:
-        if before is not None:
-            emit_copy(x, before, v.let(token * spec.hidden), spec.hidden)
-        emit_normalize(spec, x, token, norm, hidden, token)
-
-    emit_each_token(tokens, prepare)
-    emit_multiply(isa, spec.threads, project, hidden, tokens, store_qkv)
-
-    def keep(token: v.Expr) -> None:
-        if head_norms is not None:
-            emit_head_norms(spec, qkv, *head_norms, cache.once, token)
-        emit_rope(spec, qkv, cosines, sines, cache.once, token, position)
-        emit_append(spec, qkv, cache, token, position)
-
-    emit_each_token(tokens, keep)
-    output_values = mixed.values
-    with T.If(tokens == 1):
-        with T.Then():
-            spans = divide_blocks(spec, position, sums, tops, totals)
-            span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ELEMENT_BYTES[spec.kv]
-
-            def attend_span(task: v.Expr) -> None:
-                span = v.let(T.floormod(task, spans.count))
-                head = v.let(T.floordiv(task, spans.count))
-                emit_span_attention(spec, qkv, cache, spans, position, span, head)
-
-            emit_shared(
-                spec.kv_heads * spans.count,
-                v.wide(spans.blocks) * (span_bytes * spec.kv_heads),
-                attend_span,
-            )
-            emit_merge(spec, spans, cache, output_values)
-        with T.Else():
-            together = count_tile_tokens(spec)
-            tiles = v.let(T.floordiv(tokens + together - 1, together))
-            with T.parallel(tiles * spec.kv_heads) as task:
-                # Heads outermost: every thread gets early and late tokens alike.
-                tile = v.let(T.floormod(task, tiles))
-                head = v.let(T.floordiv(task, tiles))
-                emit_chunk_attention(spec, qkv, cache, output_values, tokens, position, tile, head)
-    emit_each_token(tokens, lambda t: emit_quantize(mixed, t))
-    emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
-    if output_norm is not None:
-        norms = (output_norm, hidden.once)
-        emit_each_token(tokens, lambda t: emit_add_normalized(spec, hidden.values, x, *norms, t))
+    return _Block(
+        schedule=schedule,
+        tokens=tokens,
+        position=position,
+        x=x,
+        before=before,
+        norm=norm,
+        project=project,
+        bias=bias,
+        head_norms=head_norms,
+        output=output,
+        output_bias=output_bias,
+        output_norm=output_norm,
+        tables=tables,
+        cache=make_cache(spec, keys, values, scales, context, hidden.once),
+        qkv=qkv,
+        hidden=hidden,
+        mixed=mixed,
+        spans=(sums, tops, totals),
+    )

@@ -37,12 +37,14 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
 
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
     """Compute the gates of gathered neurons."""
-    count = take.take_number("count")
+    count, token = take.take_number("count"), schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
     slots, rows = _take_slots(schedule, take)
     hidden = schedule.take_hidden(take, count)
     gates = take.take_array("gates", "float32")
-    emit_gathered_gates(schedule.isa, schedule.spec, hidden, bundles, slots, rows, count, gates)
+    emit_gathered_gates(
+        schedule.isa, schedule.spec, hidden, bundles, slots, rows, count, gates, token
+    )
 
 
 def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
@@ -71,7 +73,7 @@ def emit_add_open_neurons(schedule: Schedule, take: Parameters) -> None:
 
 
 def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None:
-    count = take.take_number("count")
+    count, token = take.take_number("count"), schedule.take_token(take)
     limit = take.take_number("limit", "float32") if known and schedule.spec.is_smooth else None
     bundles = _take_bundles(schedule, take, "arena")
     slots, rows = _take_slots(schedule, take)
@@ -102,12 +104,13 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
         known=gates,
         limit=limit,
         routes=routes,
+        token=token,
     )
 
 
 def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
     """Add gathered neurons that have biases or no gate to y of one token."""
-    count = take.take_number("count")
+    count, token = take.take_number("count"), schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
     slots, rows = _take_slots(schedule, take)
     emit_plain_gathered(
@@ -122,6 +125,7 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
         counts=take.take_array("counts", "int32"),
         total=take.take_array("y", "float32"),
         routes=schedule.take_routes(take),
+        token=token,
     )
 
 
@@ -136,9 +140,7 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     if spec.experts:
         places = take.take_array("neurons", "int32")
         chosen = Chosen(neurons=places, tokens=take.take_array("tokens_of_expert", "int32"))
-    hidden = take.take_activations(
-        "hidden", spec.hidden, spec.chunk_planes, count, pairs=schedule.isa.pairs
-    )
+    hidden = schedule.take_dense(take, count)
     emit_dense(
         schedule.isa,
         schedule.spec,

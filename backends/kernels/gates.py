@@ -24,9 +24,11 @@ def emit_gathered_gates(
     rows: v.Buffer | None,
     count: v.Expr,
     gates: v.Buffer,
+    token: v.Expr,
 ) -> None:
     """Set ``gates`` float32 [count] to the gates of the neurons ``slots`` int32 [count] of
-    ``bundles``, the same bits as `gathered` computes; ``rows`` int32 [count] of resident scales."""
+    ``bundles`` for ``token``, the same bits as `gathered` computes; ``rows`` int32 [count] of
+    resident scales."""
 
     def emit(thread: v.Expr) -> None:
         begin, end = emit_split(thread, spec.threads, count)
@@ -39,7 +41,7 @@ def emit_gathered_gates(
                 for place in places
             ]
             parts = [bundles.take_part(neuron, "gate") for neuron in neurons]
-            found = emit_dots(isa, parts, activations, [T.int32(0)])
+            found = emit_dots(isa, parts, activations, [token])
             for place, gate in zip(places, found, strict=True):
                 v.store(gates, place, gate[0], 1)
 

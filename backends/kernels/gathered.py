@@ -64,12 +64,14 @@ class _Run:
     bundles: Bundles
     scratch: Scratch
     routes: v.Buffer | None
+    token: v.Expr
 
     def weigh(self, place: Place, value: v.Expr) -> v.Expr:
         """Return an activation times the weight of the neuron's expert, where it has one."""
         if self.routes is None:
             return value
-        return value * self.routes[self.bundles.load_expert(self.find(place))]
+        expert = self.bundles.load_expert(self.find(place))
+        return value * self.routes[self.token * self.spec.experts + expert]
 
     def find(self, place: Place) -> Neuron:
         return self.bundles.find(place.slot, place.row)
@@ -103,7 +105,7 @@ class _Run:
         """Return part ``name`` of each neuron times the activations; meanwhile ask for part
         ``next_name`` of neurons ``following``."""
         parts, ask = self.take_parts(places, name), self.ask_for(following, next_name)
-        dots = emit_dots(self.isa, parts, self.activations, [T.int32(0)], ask)
+        dots = emit_dots(self.isa, parts, self.activations, [self.token], ask)
         return [row[0] for row in dots]
 
 
@@ -124,17 +126,26 @@ def emit_gathered(
     known: tuple[v.Buffer, v.Buffer] | None = None,
     limit: v.Expr | None = None,
     routes: v.Buffer | None = None,
+    token: v.Expr | None = None,
 ) -> None:
     """Add neurons ``slots`` int32 [count] of ``bundles`` to ``total`` float32 [hidden], lane order.
 
     ``rows`` int32 [count] of resident scales.  ``known`` (scores float32 [neurons], indices int32
     [count]): gate i is ``scores[indices[i]]``; of smooth activations it is the activation itself.
     These have a ``limit``: neurons whose activation, up included, is smaller than that are left
-    out.  ``routes`` float32 [experts]: weights of a mixture's experts.
+    out.  ``routes`` float32 [experts]: weights of a mixture's experts.  ``token``: whose
+    activations, sum and weights these are.
     """
     threads, hidden = spec.threads, spec.hidden
+    token = T.int32(0) if token is None else token
     run = _Run(
-        isa=isa, spec=spec, activations=activations, bundles=bundles, scratch=scratch, routes=routes
+        isa=isa,
+        spec=spec,
+        activations=activations,
+        bundles=bundles,
+        scratch=scratch,
+        routes=routes,
+        token=token,
     )
 
     def emit(thread: v.Expr) -> None:
@@ -162,10 +173,11 @@ def emit_gathered(
     emit_shared(threads, read_bytes, emit)
     with T.serial(hidden // 16) as step:
         place = step * 16
-        value = v.load(total, place, 16)
+        sum_place = token * hidden + place
+        value = v.load(total, sum_place, 16)
         for thread in range(threads):
             value = value + v.load(scratch.partial, thread * hidden + place, 16)
-        v.store(total, place, value, 16)
+        v.store(total, sum_place, value, 16)
     for thread in range(threads):
         counted = scratch.counts[threads] + scratch.counts[thread]
         v.store(scratch.counts, threads, counted, 1)

@@ -93,16 +93,16 @@ def emit_rope(
     sines: v.Buffer,
     once: v.Expr,
     token: v.Expr,
-    position: v.Expr,
+    at: v.Expr,
 ) -> None:
-    """Rotate queries and keys of ``token`` in place and multiply queries by the score's scale.
+    """Rotate queries and keys of ``token``, which stands ``at``, in place and multiply queries by
+    the score's scale.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
     element d of a head turns with element d + head_dim / 2.
     """
     size, half = spec.head_dim, spec.head_dim // 2
     lanes = count_lanes(half)
-    at = v.let(position + token)
     start = v.let(token * spec.qkv_rows)
     score_scale = spec.score_scale or 1.0 / math.sqrt(size)
     runs = ((0, spec.heads, score_scale), (spec.heads, spec.kv_heads, 1.0))
@@ -118,12 +118,10 @@ def emit_rope(
             v.store(qkv, place + half, (second * cosine + first * sine) * factor, lanes)
 
 
-def emit_append(
-    spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, position: v.Expr
-) -> None:
-    """Append keys and values of ``token``, from ``qkv`` float32 [tokens, qkv_rows]."""
+def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at: v.Expr) -> None:
+    """Append keys and values of ``token``, which stands ``at``, from ``qkv`` float32 [tokens,
+    qkv_rows]."""
     size = spec.head_dim
-    at = v.let(position + token)
     with T.serial(spec.kv_heads) as head:
         context = v.let(v.wide(head) * v.wide(cache.context))
         inside = v.wide(T.floormod(at, KV_BLOCK))

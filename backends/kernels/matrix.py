@@ -97,14 +97,19 @@ def emit_multiply(
     activations: Activations,
     tokens: v.Expr | None,
     finish: Finish,
+    first: v.Expr | None = None,
 ) -> None:
-    """Compute matrix . x of ``tokens`` tokens (None: of one), rows in parallel."""
+    """Compute matrix . x of ``tokens`` tokens (None: of one), rows in parallel.
+
+    ``first``: where theirs begin among the activations; not for tokens in pairs.
+    """
+    origin = T.int32(0) if first is None else first
 
     def emit_single(thread: v.Expr) -> None:
         begin, end = emit_split(thread, threads, matrix.rows)
         with T.serial(end - begin) as step:
             row = v.let(begin + step)
-            emit_row(isa, matrix.take_row(row), activations.for_one(), T.int32(0), row, finish)
+            emit_row(isa, matrix.take_row(row), activations.for_one(), origin, row, finish)
 
     def emit_several(thread: v.Expr) -> None:
         begin, end = emit_split(thread, threads, matrix.rows)
@@ -129,6 +134,7 @@ def emit_multiply(
                 activations.for_chunk(),
                 tokens,
                 finish,
+                first,
             )
 
     # The number of rows may be a parameter: then 64 bits, as it is multiplied.
@@ -146,15 +152,17 @@ def emit_multiply(
 
 
 def emit_row(
-    isa: Isa, vector: Vector, activations: Activations, token: v.Expr, row: v.Expr, finish: Finish
+    isa: Isa, vector: Vector, activations: Activations, origin: v.Expr, row: v.Expr, finish: Finish
 ) -> None:
-    """Compute one row for one token, asking for what lies `PREFETCH_BYTES` ahead."""
+    """Compute one row for token 0, whose activations are those of ``origin``, asking for what lies
+    `PREFETCH_BYTES` ahead."""
 
     def look_ahead(_index: int, byte: v.Expr, size: int) -> None:
         for line in range(0, size, LINE):
             v.prefetch(vector.weights, vector.weights_base + byte + PREFETCH_BYTES + line)
 
-    finish(token, row, emit_dots(isa, [vector], activations, [token], look_ahead)[0][0])
+    dots = emit_dots(isa, [vector], activations, [origin], look_ahead)
+    finish(T.int32(0), row, dots[0][0])
 
 
 def emit_row_tile(
@@ -165,15 +173,18 @@ def emit_row_tile(
     activations: Activations,
     tokens: v.Expr,
     finish: Finish,
+    origin: v.Expr | None = None,
 ) -> None:
-    """Compute rows ``begin`` to ``end`` for all tokens, a tile of both at a time."""
+    """Compute rows ``begin`` to ``end`` for all tokens, a tile of both at a time; theirs begin at
+    ``origin`` among the activations."""
 
     def emit_tile(first: v.Expr, named: list[v.Expr]) -> None:
         with T.serial(T.floordiv(end - begin + isa.tile_rows - 1, isa.tile_rows)) as step:
             top = v.let(begin + step * isa.tile_rows)
             # The last tile repeats the last row, and finishes it once.
             rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
-            dots = emit_dots(isa, [take_row(row) for row in rows], activations, named)
+            places = named if origin is None else [token + origin for token in named]
+            dots = emit_dots(isa, [take_row(row) for row in rows], activations, places)
             for offset, row in enumerate(rows):
                 with T.If(top + offset < end), T.Then():
                     for index, token in enumerate(named):

@@ -30,8 +30,9 @@ def emit_plain_gathered(
     counts: v.Buffer,
     total: v.Buffer,
     routes: v.Buffer | None,
+    token: v.Expr,
 ) -> None:
-    """Add ``count`` neurons of ``bundles`` to ``total`` (y of one token).
+    """Add ``count`` neurons of ``bundles`` to ``total`` (y) of ``token``.
 
     ``slots`` int32 [count], ``rows`` int32 [count] of resident scales; ``partial`` float32
     [threads, hidden] one sum per thread, added up in the order of threads; ``counts`` int32
@@ -52,7 +53,7 @@ def emit_plain_gathered(
             neuron = bundles.find(slots[place], None if rows is None else rows[place])
 
             def emit_neuron(neuron: Neuron = neuron) -> None:
-                found = emit_values(isa, activations, bundles, [neuron], [zero], routes)
+                found = emit_values(isa, activations, bundles, [neuron], [token], routes)
                 value = v.let(found[0][0])
                 with T.If(value != v.constant(0.0, "float32")), T.Then():
                     fired.set(fired.get() + 1)
@@ -63,7 +64,7 @@ def emit_plain_gathered(
                 emit_neuron()
             else:
                 # Of experts that rest nothing but the number is read.
-                weight = load_route(bundles, neuron, routes, zero)
+                weight = load_route(bundles, neuron, routes, token)
                 with T.If(weight != v.constant(0.0, "float32")), T.Then():
                     emit_neuron()
         v.store(counts, thread, fired.get(), 1)
@@ -71,10 +72,11 @@ def emit_plain_gathered(
     emit_shared(threads, v.wide(count) * spec.bundle.neuron_bytes, emit_thread)
     with T.serial(hidden // 16) as step:
         place = step * 16
-        value = v.load(total, place, 16)
+        sum_place = token * hidden + place
+        value = v.load(total, sum_place, 16)
         for thread in range(threads):
             value = value + v.load(partial, thread * hidden + place, 16)
-        v.store(total, place, value, 16)
+        v.store(total, sum_place, value, 16)
     for thread in range(threads):
         v.store(counts, threads, counts[threads] + counts[thread], 1)
 

@@ -9,6 +9,7 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.neurons import activate_smoothly
 from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.spec import KernelSpec
 
@@ -22,32 +23,44 @@ def emit_compact(
     found: v.Buffer,
     *,
     magnitudes: bool = False,
+    token: v.Expr | None = None,
 ) -> None:
     """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
 
-    ``scores`` float32 [count], ``indices`` int32 [count], ``found`` int32 [1]; ``strict`` means
-    above the limit, not at it, ``magnitudes`` that signs do not count.  Without branches: every
+    ``scores`` float32 [count], ``indices`` int32 [count], ``found`` int32 [1], of ``token``, where
+    there are several (`find_row`); ``strict`` means above the limit, not at it, ``magnitudes`` that
+    signs do not count.  Without branches: every
     index is written, the place advances.
     """
     place = T.alloc_buffer((1,), "int32")
     v.store(place, 0, T.int32(0), 1)
+    row = find_row(token, count)
     with T.serial(count) as index:
-        score = v.let(T.abs(scores[index]) if magnitudes else scores[index])
+        score = scores[row + index]
+        score = v.let(T.abs(score) if magnitudes else score)
         at = v.let(place[0])
-        v.store(indices, at, index, 1)
+        v.store(indices, row + at, index, 1)
         passes = score > limit if strict else score >= limit
         v.store(place, 0, at + T.Select(passes, T.int32(1), T.int32(0)), 1)
-    v.store(found, 0, place[0], 1)
+    v.store(found, 0 if token is None else token, place[0], 1)
 
 
-def emit_activate(spec: KernelSpec, scores: v.Buffer, count: v.Expr) -> None:
+def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:
+    """Return where the scores and indices of a token's ``count`` neurons begin: in whole lines."""
+    return 0 if token is None else v.let(token * (T.floordiv(count + 15, 16) * 16))
+
+
+def emit_activate(
+    spec: KernelSpec, scores: v.Buffer, count: v.Expr, token: v.Expr | None = None
+) -> None:
     """Replace gates ``scores`` float32 [count] by their smooth activations.
 
     Whole lines: the array's room is a multiple of 16.
     """
+    row = find_row(token, count)
     with T.serial(T.floordiv(count + 15, 16)) as step:
-        gates = v.let(v.load(scores, step * 16, 16))
-        v.store(scores, step * 16, activate_smoothly(spec, gates, 16), 16)
+        gates = v.let(v.load(scores, row + step * 16, 16))
+        v.store(scores, row + step * 16, activate_smoothly(spec, gates, 16), 16)
 
 
 def emit_low_rank(
@@ -59,19 +72,27 @@ def emit_low_rank(
     activations: Activations,
     middle: Activations,
     scores: v.Buffer,
+    several: tuple[v.Expr, v.Expr] | None = None,
 ) -> None:
     """Set ``scores`` float32 [neurons] to outer relu(inner u) + bias.
 
     ``inner`` [rank, hidden], ``outer`` [neurons, rank], ``bias`` float32 [neurons]; ``middle``
-    holds relu(inner u), quantised like every activation.
+    holds relu(inner u), quantised like every activation.  ``several``: first token and number of
+    tokens, where there may be more than one (`find_row`).
     """
+    first, tokens = (None, None) if several is None else several
 
-    def keep_positive(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        v.store(middle.values, row, T.max(value, v.constant(0.0, "float32")), 1)
+    def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = row if tokens is None else token * middle.length + row
+        v.store(middle.values, place, T.max(value, v.constant(0.0, "float32")), 1)
 
-    def add_bias(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        v.store(scores, row, value + bias[row], 1)
+    def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = row if tokens is None else find_row(token, outer.rows) + row
+        v.store(scores, place, value + bias[row], 1)
 
-    emit_multiply(isa, threads, inner, activations, None, keep_positive)
-    emit_quantize(middle, T.int32(0))
-    emit_multiply(isa, threads, outer, middle, None, add_bias)
+    emit_multiply(isa, threads, inner, activations, tokens, keep_positive, first)
+    if tokens is None:
+        emit_quantize(middle, T.int32(0))
+    else:
+        emit_each_token(tokens, lambda token: emit_quantize(middle, token))
+    emit_multiply(isa, threads, outer, middle, tokens, add_bias)

@@ -15,13 +15,15 @@ function                parameters: numbers, then arrays
                         [norm], scales, cosines, sines, keys, values, [key scales, value
                         scales: int8], qkv, qa (hidden), qa (width), span sums, tops, totals
 ``begin_ffn``           T; x, norm, qa (hidden), y
-``predict_low_rank_R``  neurons, threshold float32; in weights, scales, out weights, scales, bias,
+``predict_low_rank_R``  neurons, threshold float32, [first, T]; in weights, scales, out weights,
+                        scales, bias,
                         qa (hidden), qa (R), scores, indices, found
-``predict_gate``        neurons, [smooth: limit float32]; gate weights, scales, [biases], qa
-                        (hidden), scores, indices, found
-``find_gates``          n; arena, slots, qa (hidden), gates
-``add_neurons``         n; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y, [routes]
-``add_open_neurons``    n, [smooth: limit float32]; the same, scores, indices
+``predict_gate``        neurons, [smooth: limit float32], [first, T]; gate weights, scales,
+                        [biases], qa (hidden), scores, indices, found
+``find_gates``          n, [token]; arena, slots, qa (hidden), gates
+``add_neurons``         n, [token]; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y,
+                        [routes]
+``add_open_neurons``    n, [token], [smooth: limit float32]; the same, scores, indices
 ``add_dense``           n, T; bundles, [neurons int32 [n], tokens int32 [T]], qa (hidden), values,
                         masks, unpacked, y, [routes]
 ``end_ffn``             T; x, y, [bias], [norm, whole]
@@ -32,6 +34,12 @@ function                parameters: numbers, then arrays
 
 Where scales are resident, an array of them follows every array of bundles, and one of the neurons'
 rows in it every array of slots; ``add_dense`` has the first neuron's row after its numbers.
+
+For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the token whose
+they are, predictions the first token and how many there are; ``attend`` is in three parts besides,
+``attend_project``, ``attend_mix`` (token, position, context) and ``attend_output``; and where
+chunks are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
+``begin_ffn`` and ``add_dense`` but for that.
 """
 
 from __future__ import annotations
@@ -42,7 +50,12 @@ from functools import partial
 
 import tvm
 
-from pi2.backends.kernels.attention_block import emit_attend
+from pi2.backends.kernels.attention_block import (
+    emit_attend,
+    emit_attend_mix,
+    emit_attend_output,
+    emit_attend_project,
+)
 from pi2.backends.kernels.ffn_block import (
     emit_add_dense,
     emit_add_neurons,
@@ -88,10 +101,8 @@ class Program:
             functions["add_plain_neurons"] = emit_add_plain_neurons
         if spec.positions:
             functions["add_positions"] = emit_add_positions
-        if spec.gate_rows is not None:
-            functions["predict_gate"] = emit_predict_gate
-            if not spec.has_plain_ffn:
-                functions["add_open_neurons"] = emit_add_open_neurons
+        if spec.gate_rows is not None and not spec.has_plain_ffn:
+            functions["add_open_neurons"] = emit_add_open_neurons
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
@@ -99,8 +110,24 @@ class Program:
         if spec.some_full:
             everything = Schedule(replace(spec, window=None), self.isa)
             bound["attend_all"] = partial(emit_attend, everything)
+        # Of several sequences, every token is computed as it would be alone.
+        step = schedule.for_step()
+        named = step if spec.sequences else schedule
         for rank in spec.ranks:
-            bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, schedule, rank)
+            bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
+        if spec.gate_rows is not None:
+            bound["predict_gate"] = partial(emit_predict_gate, named)
+        if not spec.sequences:
+            return bound
+        bound["attend_project"] = partial(emit_attend_project, step)
+        bound["attend_mix"] = partial(emit_attend_mix, step)
+        bound["attend_output"] = partial(emit_attend_output, step)
+        if spec.some_full:
+            everything = Schedule(replace(spec, window=None), self.isa).for_step()
+            bound["attend_mix_all"] = partial(emit_attend_mix, everything)
+        if spec.has_other_chunks:
+            bound["begin_step"] = partial(emit_begin_ffn, step)
+            bound["add_dense_step"] = partial(emit_add_dense, step)
         return bound
 
     def build_module(self) -> tvm.IRModule:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.isa import Isa
@@ -18,20 +20,48 @@ class Schedule:
 
     spec: KernelSpec
     isa: Isa
+    ignores_tiles: bool = False
+    """Whether arrays of tiles are parameters, and not used."""
+
+    def for_step(self) -> Schedule:
+        """Return what computes a token each of several sequences: each as it is computed alone."""
+        spec = replace(self.spec, chunk_planes=self.spec.planes)
+        return Schedule(spec, replace(self.isa, pairs=False), ignores_tiles=self.isa.pairs)
+
+    def take_token(self, take: Parameters) -> v.Expr:
+        """Declare the token that a function for one is about, where there are several."""
+        return take.take_number("token") if self.spec.sequences else T.int32(0)
 
     def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
-        return take.take_activations(
+        hidden = take.take_activations(
             "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
         )
+        self._ignore_tiles(take, "hidden")
+        return hidden
+
+    def take_dense(self, take: Parameters, count: v.Expr) -> Activations:
+        """Declare the activations of a chunk; ``count`` is any positive parameter."""
+        spec = self.spec
+        hidden = take.take_activations(
+            "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
+        )
+        self._ignore_tiles(take, "hidden")
+        return hidden
 
     def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
         """Declare the activations of one token or a chunk."""
         spec = self.spec
-        return take.take_activations(
+        chunk = take.take_activations(
             name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
         )
+        self._ignore_tiles(take, name)
+        return chunk
+
+    def _ignore_tiles(self, take: Parameters, name: str) -> None:
+        if self.ignores_tiles:
+            take.take_array(f"{name}_tiles", "int8")
 
     def take_routes(self, take: Parameters) -> v.Buffer | None:
         """Declare the weights of a mixture's experts."""

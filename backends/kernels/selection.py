@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.parameters import Parameters
-from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank
+from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank, find_row
 from pi2.backends.kernels.schedule import Schedule
 
 
@@ -17,6 +19,7 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     assert precision is not None
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")
+    several = _take_several(schedule, take)
     inner = take.take_matrix("inner", rank, spec.hidden, precision)
     weights = take.take_array("outer_weights", "uint8")
     scales = take.take_array("outer_scales", "uint8")
@@ -27,8 +30,13 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     indices = take.take_array("indices", "int32")
     found = take.take_array("found", "int32")
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
-    emit_low_rank(schedule.isa, spec.threads, inner, outer, bias, hidden, middle, scores)
-    emit_compact(scores, neurons, threshold, False, indices, found)
+    isa = schedule.isa
+    emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
+
+    def emit_list(token: v.Expr | None) -> None:
+        emit_compact(scores, neurons, threshold, False, indices, found, token=token)
+
+    _emit_lists(several, emit_list)
 
 
 def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
@@ -41,6 +49,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     assert precision is not None
     neurons = take.take_number("neurons")
     least = take.take_number("limit", "float32") if spec.is_smooth else None
+    several = _take_several(schedule, take)
     weights = take.take_array("weights", "uint8")
     scales = take.take_array("scales", "uint8")
     biases = take.take_array("biases", "float32") if spec.ffn_bias else None
@@ -52,13 +61,40 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
         weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
     )
 
-    def keep(_token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        v.store(scores, row, value if biases is None else value + biases[row], 1)
+    first, tokens = (None, None) if several is None else several
 
-    emit_multiply(schedule.isa, spec.threads, matrix, hidden, None, keep)
-    if least is not None:
-        emit_activate(spec, scores, neurons)
-        emit_compact(scores, neurons, least, False, indices, found, magnitudes=True)
-        return
-    limit = spec.threshold if spec.activation == "fatrelu" else 0.0
-    emit_compact(scores, neurons, v.constant(limit, "float32"), True, indices, found)
+    def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = row if tokens is None else find_row(token, neurons) + row
+        v.store(scores, place, value if biases is None else value + biases[row], 1)
+
+    emit_multiply(schedule.isa, spec.threads, matrix, hidden, tokens, keep, first)
+
+    def emit_list(token: v.Expr | None) -> None:
+        if least is not None:
+            emit_activate(spec, scores, neurons, token)
+            emit_compact(
+                scores, neurons, least, False, indices, found, magnitudes=True, token=token
+            )
+            return
+        limit = v.constant(spec.threshold if spec.activation == "fatrelu" else 0.0, "float32")
+        emit_compact(scores, neurons, limit, True, indices, found, token=token)
+
+    _emit_lists(several, emit_list)
+
+
+def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr] | None:
+    """Declare the first token and the number of tokens, where there may be more than one."""
+    if not schedule.spec.sequences:
+        return None
+    first = take.take_number("first")
+    return first, take.take_number("tokens")
+
+
+def _emit_lists(
+    several: tuple[v.Expr, v.Expr] | None, emit: Callable[[v.Expr | None], None]
+) -> None:
+    """List the neurons of the only token, or of each."""
+    if several is None:
+        emit(None)
+    else:
+        emit_each_token(several[1], emit)

@@ -81,6 +81,8 @@ class KernelSpec:
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
+    sequences: bool = False
+    """Whether tokens of several sequences are decoded together: there are functions for it."""
     phases: Literal[1, 2] = 1
     """Loops over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -160,6 +162,11 @@ class KernelSpec:
         """The schedule; tokens are taken in pairs as integers only."""
         isa = choose_isa(frozenset(self.features), self.architecture)
         return isa if self.most_planes < 4 else dataclasses.replace(isa, pairs=False)
+
+    @property
+    def has_other_chunks(self) -> bool:
+        """Whether the tokens of a chunk are computed otherwise than one alone."""
+        return self.chunk_planes != self.planes or self.isa.pairs
 
     @property
     def is_smooth(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,8 @@ class ReferenceExecutor:
         self._u = self._x
         self._routes = self._x
         self._y = self._x
-        self._chunk = 0
+        self._chunk = self._sequence = self._token = 0
+        self._step: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._others: dict[int, tuple[_F32, ...]] = {}
         """What belongs to other chunks."""
         self._active = 0
@@ -84,6 +86,29 @@ class ReferenceExecutor:
         none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 5
         self._x, self._input, self._u, self._routes, self._y = self._others.get(number, none)
 
+    def select_sequence(self, number: int) -> None:
+        self._sequence = number
+
+    def select_token(self, number: int) -> None:
+        self._token = number
+
+    def begin_step(
+        self, tokens: npt.NDArray[np.int32], sequences: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        self.select_chunk(0)
+        self.embed(tokens)
+        self._step = sequences, positions
+
+    def attend_step(self, layer: int) -> None:
+        x = self._x
+        rows = []
+        for row, sequence, position in zip(x, *self._step, strict=True):
+            self._x = row[None]
+            self._sequence = sequence
+            self.attend(layer, position)
+            rows.append((self._x, self._input))
+        self._x, self._input = (np.concatenate(part) for part in zip(*rows, strict=True))
+
     def embed(self, tokens: npt.NDArray[np.int32]) -> None:
         tensor = self._request.tensors[EMBEDDING]
         assert tensor.precision is not None
@@ -91,6 +116,7 @@ class ReferenceExecutor:
         scales = None if tensor.scales is None else tensor.scales[tokens]
         self._x = dequantize(weights, scales, tensor.length, tensor.precision)
         self._x = self._x * np.float32(self._model.multipliers.embedding)
+        self._token = 0
 
     def attend(self, layer: int, position: int) -> None:
         shape, attention = self._model.shape, self._model.attention
@@ -112,9 +138,10 @@ class ReferenceExecutor:
         other = self._model.find_rope(layer) is self._model.other_rope
         cos, sin = (table[position:end] for table in self._ropes[other].arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        self._kv.keep(0, layer, position, key)
-        self._kv.keep(1, layer, position, value.reshape(count, shape.kv_heads, shape.head_dim))
-        keys, values = self._kv.read(0, layer, end), self._kv.read(1, layer, end)
+        self._kv.keep(self._sequence, 0, layer, position, key)
+        value = value.reshape(count, shape.kv_heads, shape.head_dim)
+        self._kv.keep(self._sequence, 1, layer, position, value)
+        keys, values = (self._kv.read(self._sequence, kind, layer, end) for kind in (0, 1))
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]
@@ -157,20 +184,24 @@ class ReferenceExecutor:
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
     def list_experts(self) -> npt.NDArray[np.int32]:
-        return list_chosen(self._routes[0]) if self._model.moe else np.empty(0, np.int32)
+        return list_chosen(self._routes[self._token]) if self._model.moe else np.empty(0, np.int32)
 
     def predict_low_rank(
         self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
     ) -> npt.NDArray[np.int32]:
         if self._model.moe is None:
-            self._scores = self.score_low_rank(layer, 0, self._u[:1])[0]
+            self._scores = self.score_low_rank(layer, 0, self._get_input())[0]
             return np.flatnonzero(self._scores >= threshold).astype(np.int32)
         assert self._request.expert_neurons is not None
         groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
         self._scores = np.full(self._request.neurons, -np.inf, np.float32)
         for expert in (self.list_experts() if experts is None else experts).tolist():
-            self._scores[groups[expert]] = self.score_low_rank(layer, expert, self._u[:1])[0]
+            self._scores[groups[expert]] = self.score_low_rank(layer, expert, self._get_input())[0]
         return np.flatnonzero(self._scores >= threshold).astype(np.int32)
+
+    def _get_input(self) -> _F32:
+        """What the FFN reads of the selected token [1, hidden]."""
+        return self._u[self._token : self._token + 1]
 
     def score_low_rank(self, layer: int, expert: int, u: _F32) -> _F32:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
@@ -194,7 +225,7 @@ class ReferenceExecutor:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
-        gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[0]
+        gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[self._token]
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         if self._model.is_smooth:
@@ -218,17 +249,18 @@ class ReferenceExecutor:
         limits = np.array(self._request.expert_limits[layer], np.float32)
         return np.repeat(limits, self._model.shape.ffn)
 
-    def _activate(self, bundles: npt.NDArray[np.uint8]) -> _F32:
-        """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales."""
+    def _activate(self, bundles: npt.NDArray[np.uint8], tokens: slice) -> _F32:
+        """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
+        ``tokens``."""
         layout = self._layout
         values = []
         for index in range(2 if layout.is_gated else 1):
-            value = self._u @ unpack_part(bundles, layout, index).T
+            value = self._u[tokens] @ unpack_part(bundles, layout, index).T
             values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
         active = activate(self._model, values[0], values[1] if layout.is_gated else None)
         if layout.expert_offset is None:
             return active
-        return active * self._routes[:, slice_experts(bundles, layout)]
+        return active * self._routes[tokens, slice_experts(bundles, layout)]
 
     def _join(
         self,
@@ -250,7 +282,7 @@ class ReferenceExecutor:
         indices: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
         bundles = self._join(layer, arena[slots], indices)
-        gates = self._u[0] @ unpack_part(bundles, self._layout, 0).T
+        gates = self._u[self._token] @ unpack_part(bundles, self._layout, 0).T
         return self._is_open(gates)
 
     def _is_open(self, gates: _F32) -> npt.NDArray[np.bool_]:
@@ -267,19 +299,20 @@ class ReferenceExecutor:
         known: bool = False,
     ) -> None:
         bundles = self._join(layer, arena[slots], indices)
-        active = self._activate(bundles)
+        token = slice(self._token, self._token + 1)
+        active = self._activate(bundles, token)
         if known and self._model.is_smooth:
             active = np.where(np.abs(active) >= self._find_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
-        self._add(active, bundles)
+        self._add(active, bundles, token)
 
     def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8], first: int = 0) -> None:
         joined = self._join(layer, bundles, slice(first, first + len(bundles)))
-        self._add(self._activate(joined), joined)
+        self._add(self._activate(joined, slice(None)), joined, slice(None))
 
-    def _add(self, active: _F32, bundles: npt.NDArray[np.uint8]) -> None:
+    def _add(self, active: _F32, bundles: npt.NDArray[np.uint8], tokens: slice) -> None:
         layout = self._layout
-        self._y = self._y + active @ unpack_part(bundles, layout, len(layout.parts) - 1)
+        self._y[tokens] += active @ unpack_part(bundles, layout, len(layout.parts) - 1)
 
     def end_ffn(self, layer: int) -> None:
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))

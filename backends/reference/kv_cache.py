@@ -32,7 +32,7 @@ class KvCache:
     def __init__(self, request: BuildRequest) -> None:
         shape = request.model.shape
         self._int8 = request.kv_type == "int8"
-        vectors = (2, shape.layers, request.context, shape.kv_heads)
+        vectors = (request.sequences, 2, shape.layers, request.context, shape.kv_heads)
         count, size = int(np.prod(vectors)), shape.head_dim
         raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
         self._elements: npt.NDArray[np.generic]
@@ -44,17 +44,17 @@ class KvCache:
             self._elements = raw.view(np.int8).reshape(*vectors, size)
             self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
 
-    def keep(self, kind: int, layer: int, position: int, x: _F32) -> None:
+    def keep(self, sequence: int, kind: int, layer: int, position: int, x: _F32) -> None:
         """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
-        place = (kind, layer, slice(position, position + len(x)))
+        place = (sequence, kind, layer, slice(position, position + len(x)))
         if self._int8:
             self._elements[place], self._scales[place] = quantize_kv(x)
         else:
             self._elements[place] = x
 
-    def read(self, kind: int, layer: int, end: int) -> _F32:
+    def read(self, sequence: int, kind: int, layer: int, end: int) -> _F32:
         """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
-        found = self._elements[kind, layer, :end].astype(np.float32)
+        found = self._elements[sequence, kind, layer, :end].astype(np.float32)
         if self._int8:
-            found *= self._scales[kind, layer, :end, :, None].astype(np.float32)
+            found *= self._scales[sequence, kind, layer, :end, :, None].astype(np.float32)
         return found

@@ -40,6 +40,8 @@ class PlanContestant:
     def __init__(self, model: LoadedModel, path: Path, text: str | None) -> None:
         self._model = model
         self._path = path
+        self._named = self._different = 0
+        """Neurons that tokens named, and different ones of those in each step."""
         shape, tokenizer = model.plan.model.shape, model.plan.model.tokenizer
         if text is None:
             self._tokens = TokenSource.walk_vocabulary(shape.vocab, tokenizer.eos)
@@ -65,6 +67,7 @@ class PlanContestant:
             threads=self._model.compute_threads,
             synthetic=store is not None and store.manifest.synthetic,
             predictor=resolved.plan.decode.predictor,
+            batch=resolved.plan.decode.batch,
             plan=str(self._path),
             digest=resolved.digest,
             budget_bytes=resolved.plan.memory.budget,
@@ -77,14 +80,19 @@ class PlanContestant:
         self._prepare(workload)
         before = self._model.stats
         seconds = self._time(workload)
-        return Sample(tokens=workload.tokens, seconds=seconds, counters=self._model.stats - before)
+        tokens = workload.tokens * self._count_sequences(workload)
+        counters = self._model.stats - before
+        self._named += counters.predicted_neurons
+        self._different += counters.cache_hits + counters.cache_misses
+        return Sample(tokens=tokens, seconds=seconds, counters=counters)
 
     def profile(self, workload: Workload) -> Profile | None:
         """See `pi2.benchmarks.contestant`."""
         self._prepare(workload)
         with watch_parts(self._model._parts) as watches:
             seconds = self._time(workload)
-        return watches.report(workload.tokens, seconds)
+        tokens = workload.tokens * self._count_sequences(workload)
+        return watches.report(tokens, seconds)
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         """See `pi2.benchmarks.contestant`."""
@@ -97,7 +105,14 @@ class PlanContestant:
             ranks=None if predictor is None else predictor.rank,
             active=active,
             position=workload.mean_position,
+            shared=self._find_shared_share(),
         )
+
+    def _find_shared_share(self) -> float:
+        """Different neurons of a step, as a share of those that its tokens name."""
+        if self._model.plan.plan.decode.predictor == "none":
+            return 1 / self._model.plan.plan.decode.batch
+        return self._different / self._named if self._named else 1.0
 
     def close(self) -> None:
         """See `pi2.benchmarks.contestant`."""
@@ -115,19 +130,26 @@ class PlanContestant:
                 file=str(self._path),
             )
         forward = self._model._parts.forward
-        forward.reset()
-        if workload.depth:
-            forward.prefill(self._tokens.take(workload.depth))
+        forward.reset_all()
+        for sequence in range(self._count_sequences(workload)):
+            if workload.depth:
+                forward.prefill(self._tokens.take(workload.depth), sequence=sequence)
+
+    def _count_sequences(self, workload: Workload) -> int:
+        """Prompts are read one after the other; as many are continued as the plan says."""
+        return 1 if workload.kind == "pp" else self._model.plan.plan.decode.batch
 
     def _time(self, workload: Workload) -> float:
         forward = self._model._parts.forward
-        tokens = self._tokens.take(workload.tokens)
         if workload.kind == "pp":
+            tokens = self._tokens.take(workload.tokens)
             start = time.perf_counter()
             forward.prefill(tokens)
             return time.perf_counter() - start
-        ids = tokens.tolist()
+        sequences = range(self._count_sequences(workload))
+        # Each goes through a stretch of its own.
+        steps = np.stack([self._tokens.take(workload.tokens) for _ in sequences], axis=1).tolist()
         start = time.perf_counter()
-        for token in ids:
-            forward.decode(token)
+        for tokens in steps:
+            forward.step(tokens, sequences)
         return time.perf_counter() - start

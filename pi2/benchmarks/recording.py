@@ -32,7 +32,9 @@ DRIVER = "driver"
 _KERNELS = frozenset(
     {
         "embed",
+        "begin_step",
         "attend",
+        "attend_step",
         "begin_ffn",
         "predict_low_rank",
         "predict_gate",
@@ -143,7 +145,7 @@ class _RecordingExecutor:
         return value
 
     def _record(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        tape, plain = self._tape, name in ("embed", "logits")
+        tape, plain = self._tape, name in ("embed", "begin_step", "logits")
 
         def recorded(*arguments: Any) -> Any:
             start = tape.now()
@@ -276,7 +278,7 @@ def record_run(
     forward, context = parts.forward, model.plan.plan.kv.context
     warm_up = max(0, min(warm_up, context - len(prompt) - tokens))
     choose = _choose_tokens(model)
-    forward.reset()
+    forward.reset_all()
     tape = _Tape(Recorder(), model.compute_threads, time.perf_counter())
     with _recording(parts, tape):
         logits = forward.prefill(np.array(prompt, np.int32))[0]

@@ -73,6 +73,7 @@ def describe_row(row: Row) -> dict[str, Any]:
         "tokens": row.workload.tokens,
         "depth": row.workload.depth,
         "tokens_s": asdict(row.speed),
+        "sequences": row.sequences,
         "seconds": [sample.seconds for sample in row.samples],
         "token_bytes": None if tokens is None else {**asdict(tokens), "total": tokens.total},
         "used_bytes_s": row.used_bytes_s,
@@ -125,6 +126,7 @@ def write_speeds(rows: Sequence[Row]) -> str:
         "test": lambda row: row.workload.name,
         "t/s": lambda row: f"{row.speed.mean:.2f} ± {row.speed.deviation:.2f}",
         "median": lambda row: f"{row.speed.median:.2f}",
+        "each": lambda row: f"{row.speed.median / row.sequences:.2f}",
         "MB/token": lambda row: _scale(row.total_bytes, 1e6, 0),
         "GB/s": lambda row: _scale(row.used_bytes_s, 1e9, 1),
         "limit": lambda row: _scale(row.limit_bytes_s, 1e9, 1),
@@ -136,6 +138,8 @@ def write_speeds(rows: Sequence[Row]) -> str:
         "peak MiB": lambda row: _scale(row.peak_rss_bytes or None, 2**20, 0),
         "budget MiB": lambda row: _scale(row.description.budget_bytes, 2**20, 0),
     }
+    if all(row.description.batch == 1 for row in rows):
+        del columns["each"]
     cells = [[write(row) for write in columns.values()] for row in rows]
     return _write_table(list(columns), cells, left=3)
 
@@ -224,6 +228,8 @@ def _name_engine(row: Row) -> str:
     settings = [description.backend, f"{description.threads} threads"]
     if description.predictor is not None:
         settings.insert(1, description.predictor)
+    if description.batch > 1:
+        settings.append(f"{description.batch} sequences")
     return f"{description.engine} ({', '.join(settings)})"
 
 

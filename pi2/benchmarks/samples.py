@@ -69,6 +69,8 @@ class Description:
     synthetic: bool
     """Whether weights are random: the figures then say nothing about text."""
     predictor: str | None = None
+    batch: int = 1
+    """Sequences that generate at the same time; their tokens are counted together."""
     plan: str | None = None
     """Path of the plan."""
     digest: str | None = None
@@ -127,6 +129,11 @@ class Row:
     def speed(self) -> Speed:
         """Tokens per second."""
         return summarise_speed(self.samples)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences whose tokens are counted together: prompts are read one after the other."""
+        return 1 if self.workload.kind == "pp" else self.description.batch
 
     @property
     def counters(self) -> RunStatistics | None:

@@ -16,15 +16,24 @@ from pi2.diagnostics import UserError
 from pi2.plan.overrides import parse_assignments
 
 if TYPE_CHECKING:
-    from pi2.engine.generation import GenerationResult
+    from pi2.engine.batch import BatchResult
+    from pi2.engine.generation import GenerationResult, SequenceResult
     from pi2.engine.loaded_model import LoadedModel
+    from pi2.engine.statistics import RunStatistics
 
 
 @click.command("run")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--prompt", help="Text to continue.")
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be given again.")
 @click.option(
     "-f", "--file", "prompt_file", type=click.Path(path_type=Path), help="File with the prompt."
+)
+@click.option(
+    "--prompts",
+    "list_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with a prompt in every line.",
 )
 @click.option("--chat", metavar="TEXT", help="Question to answer, by the model's chat template.")
 @click.option("--system", metavar="TEXT", help="What the model is told before the question.")
@@ -50,8 +59,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     plan: Path,
-    prompt: str | None,
+    prompts: tuple[str, ...],
     prompt_file: Path | None,
+    list_file: Path | None,
     chat: str | None,
     system: str | None,
     memory: str | None,
@@ -66,20 +76,28 @@ def command(
     The prompt is --prompt, a file, or standard input; --chat puts a question into the words that
     the model was trained to answer.  Text goes to standard output as it is made, a summary to
     standard error.
+
+    Several prompts (--prompts, or --prompt several times) are continued as many at the same time as
+    the plan's decode.batch says; the others wait in line.  Each text is shown when it has ended, in
+    the order of the prompts.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
     del offline  # a promise that is kept without it
     overrides = parse_assignments(settings)
-    messages = list_messages(chat, system, alone=prompt is None and prompt_file is None)
-    text = "" if messages else read_prompt(prompt, prompt_file)
+    alone = not prompts and prompt_file is None and list_file is None
+    messages = list_messages(chat, system, alone=alone)
+    texts = [] if messages else read_prompts(prompts, prompt_file, list_file)
+    if list_file is not None or len(texts) > 1:
+        run_batch(plan, overrides, locked, memory, texts, as_json, options)
+        return
     with ProgressBar() as progress, ExitStack() as cleanup:
         model = cleanup.enter_context(
             load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
         )
         generation = model.generate(
-            model.encode_chat(messages) if messages else text,
+            model.encode_chat(messages) if messages else texts[0],
             progress=lambda share: progress("reading the prompt", share),
             **options,
         )
@@ -100,6 +118,39 @@ def command(
             click.echo(summarise_run(model, generation.result), err=True)
 
 
+def run_batch(
+    plan: Path,
+    overrides: dict[str, object],
+    locked: bool,
+    memory: str | None,
+    texts: list[str],
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Continue several prompts."""
+    from pi2.cli.progress import ProgressBar
+    from pi2.orchestrator import load
+
+    with ProgressBar() as progress:
+        model = load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+    with model:
+        for change in model.changes:
+            click.echo(f"memory: {change}", err=True)
+        generation = model.generate_batch(texts, **options)
+        shown = 0
+        for _ in generation:
+            while not as_json and shown in generation.finished:
+                click.echo(f"--- {shown + 1}\n{generation.finished[shown].text}")
+                shown += 1
+        result = generation.result
+        if as_json:
+            click.echo(json.dumps(describe_batch(model, result), indent=2))
+            return
+        for number in range(shown, len(texts)):
+            click.echo(f"--- {number + 1}\n{generation.finished[number].text}")
+        click.echo(summarise_batch(model, result), err=True)
+
+
 def list_messages(chat: str | None, system: str | None, *, alone: bool) -> list[dict[str, str]]:
     """The conversation that the options state, empty if they state none."""
     if chat is None:
@@ -112,12 +163,22 @@ def list_messages(chat: str | None, system: str | None, *, alone: bool) -> list[
     return [*before, {"role": "user", "content": chat}]
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt; UserError P603 or P607 if there is none, or it cannot be read."""
-    if prompt is not None and file is not None:
-        raise click.UsageError("give --prompt or --file, not both")
-    if prompt is not None:
-        return prompt
+def read_prompts(prompts: tuple[str, ...], file: Path | None, list_file: Path | None) -> list[str]:
+    """Return the prompts; UserError P603 or P607 if there is none, or they cannot be read."""
+    if bool(prompts) + (file is not None) + (list_file is not None) > 1:
+        raise click.UsageError("give one of --prompt, --file and --prompts")
+    if prompts:
+        return list(prompts)
+    if list_file is None:
+        return [read_text(file)]
+    lines = [line for line in read_text(list_file).splitlines() if line.strip()]
+    if not lines:
+        raise UserError.of("P603", f"there is no prompt in {list_file}", help="write one in a line")
+    return lines
+
+
+def read_text(file: Path | None) -> str:
+    """Return the text of a file, or of standard input; UserError P603 or P607."""
     if file is None and sys.stdin.isatty():
         raise UserError.of(
             "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
@@ -138,19 +199,41 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
     """Everything that is known of a run, for machines."""
-    from pi2.engine.statistics import read_peak_rss_bytes
+    return {**describe_sequence(result), **describe_model(model, result.statistics)}
 
-    statistics = result.statistics
+
+def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
+    """The same of several sequences."""
+    return {
+        "sequences": [describe_sequence(item) for item in result.sequences],
+        "batch": model.plan.plan.decode.batch,
+        "mean_sequences": _rounded(result.mean_sequences),
+        "prefill_tokens_s": _rounded(result.prefill_tokens_s),
+        "decode_tokens_s": _rounded(result.decode_tokens_s),
+        **describe_model(model, result.statistics),
+    }
+
+
+def describe_sequence(result: SequenceResult) -> dict[str, Any]:
+    """What is known of a sequence alone."""
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
         "prompt_tokens": result.prompt_tokens,
         "finish_reason": result.finish_reason,
-        "dry_run": model.is_dry,
-        "load_s": round(model.load_s, 4),
         "ttft_s": round(result.ttft_s, 4),
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
         "decode_tokens_s": _rounded(result.decode_tokens_s),
+    }
+
+
+def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
+    """What is known of the model that has run, and of what it did."""
+    from pi2.engine.statistics import read_peak_rss_bytes
+
+    return {
+        "dry_run": model.is_dry,
+        "load_s": round(model.load_s, 4),
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
         "cache_hit_rate": _rounded(statistics.hit_rate),
@@ -171,16 +254,39 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
 
 def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
     """The same for people, in a few lines."""
-    from pi2.plan.quantities import approximate_bytes
-
     run = describe_run(model, result)
-    peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
-    verdict = "within" if peak <= budget else "ABOVE"
     decoded = len(result.token_ids)
-    lines = [
+    first = (
         f"load {run['load_s']:.2f} s · first token {run['ttft_s'] * 1e3:.0f} ms · "
         f"prefill {_rate(run['prefill_tokens_s'])} ({result.prompt_tokens} tokens) · "
-        f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {result.finish_reason})",
+        f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {result.finish_reason})"
+    )
+    return _summarise(model, run, first)
+
+
+def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
+    """The same of several sequences."""
+    run = describe_batch(model, result)
+    prompts = sum(item.prompt_tokens for item in result.sequences)
+    decoded = sum(len(item.token_ids) for item in result.sequences)
+    speed, mean = result.decode_tokens_s, result.mean_sequences
+    each = "" if speed is None or mean is None else f", {_rate(speed / mean)} each"
+    first = (
+        f"load {run['load_s']:.2f} s · {len(result.sequences)} sequences, "
+        f"{'-' if mean is None else f'{mean:.1f}'} at a time · "
+        f"prefill {_rate(run['prefill_tokens_s'])} ({prompts} tokens) · "
+        f"decode {_rate(speed)}{each} ({decoded} tokens)"
+    )
+    return _summarise(model, run, first)
+
+
+def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
+    from pi2.plan.quantities import approximate_bytes
+
+    peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
+    verdict = "within" if peak <= budget else "ABOVE"
+    lines = [
+        first,
         f"neurons computed {_percent(run['predicted_share'])}, active "
         f"{_percent(run['active_share'])} · cache hits {_percent(run['cache_hit_rate'])} · "
         f"read from flash {approximate_bytes(run['flash_read_bytes'])}",

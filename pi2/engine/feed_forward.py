@@ -7,10 +7,14 @@ while the missing ones are being read, and these, cluster by cluster, as they ar
 (``pipeline.phases = 2``) gates are read first, and up and down of those that are open, a cluster's
 while the next one's gates are computed.  Where the plan looks ahead, the prediction is made before
 the layer's attention, or while the layer before it computes, so that these hide the reads.
+
+In a step of several sequences, what any of their tokens needs is looked up and read once; each
+token computes what its own prediction named.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +29,7 @@ from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.null_reader import NullReader
 
+Bits = npt.NDArray[np.bool_]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
@@ -56,8 +61,10 @@ class _Wave:
     """Stored indices that the cold cache has no room for until this wave is computed."""
     held: bool
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
-    experts: I32 | None = None
-    """Experts that they belong to, where these were guessed ahead."""
+    by_token: Bits | None = None
+    """Which neurons [neurons] each of several tokens has named; None of one."""
+    experts: list[I32] | None = None
+    """Experts that they belong to, of each token, where these were guessed ahead."""
     opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
     """In two phases, of each cluster: slots and stored indices of those whose gates are open, and
     what is still read of them."""
@@ -118,11 +125,16 @@ class FeedForward:
         self._balance = balance
         self._separate_scales = separate_scales
         self._wave: _Wave | None = None
+        self._tokens = 1
         self.counters = NeuronCounters()
 
     def decode_is_dense(self) -> bool:
         """Whether a generated token computes every neuron."""
         return self._predictor == "none"
+
+    def begin_step(self, tokens: int) -> None:
+        """Let what follows be about so many tokens, each of another sequence."""
+        self._tokens = tokens
 
     def run_dense(self, layer: int, chunks: int = 1) -> None:
         """Compute all neurons of ``layer`` for the first ``chunks`` chunks that the executor keeps,
@@ -149,12 +161,12 @@ class FeedForward:
         self._reader.advance()
 
     def run_sparse(self, layer: int) -> None:
-        """Compute the neurons of ``layer`` that the predictor names, for one token."""
+        """Compute the neurons of ``layer`` that the predictor names, for every token of a step."""
         executor = self._executor
         wave, self._wave = self._wave, None
         if wave is None:
             executor.begin_ffn(layer)
-            waves = [self._begin_wave(layer, self._predict(layer))]
+            waves = [self._begin_wave(layer, *self._predict(layer))]
         else:
             waves = [wave]
             try:
@@ -166,8 +178,8 @@ class FeedForward:
                     self._wave = self._begin_ahead(layer + 1)
                 executor.begin_ffn(layer)
                 late = self._list_unforeseen(wave)
-                if len(late):
-                    waves.append(self._begin_wave(layer, self._predict(layer, late)))
+                if any(map(len, late)):
+                    waves.append(self._begin_wave(layer, *self._predict(layer, late)))
             except BaseException:
                 self._abandon_wave(wave)
                 raise
@@ -177,19 +189,32 @@ class FeedForward:
     def _begin_ahead(self, layer: int) -> _Wave:
         """Predict and begin to read before the layer's own input is known."""
         self._executor.begin_ffn(layer)
-        experts = self._executor.list_experts().copy()
-        wave = self._begin_wave(layer, self._predict(layer))
+        experts = self._list_experts()
+        wave = self._begin_wave(layer, *self._predict(layer))
         wave.experts = experts
         return wave
 
-    def _list_unforeseen(self, wave: _Wave) -> I32:
-        """Experts of the token that looking ahead has not named."""
-        chosen = self._executor.list_experts()
-        if wave.experts is None or not len(chosen):
-            return chosen[:0]
-        late = chosen[~np.isin(chosen, wave.experts)]
-        self.counters.routed += len(chosen)
-        self.counters.foreseen += len(chosen) - len(late)
+    def _list_experts(self) -> list[I32]:
+        """Experts of each token."""
+        return [self._executor.list_experts().copy() for _ in self._select_tokens()]
+
+    def _select_tokens(self) -> Iterator[int]:
+        """Let the executor's calls be about one token of a step after the other."""
+        if self._tokens == 1:
+            yield 0
+            return
+        for token in range(self._tokens):
+            self._executor.select_token(token)
+            yield token
+        self._executor.select_token(0)
+
+    def _list_unforeseen(self, wave: _Wave) -> list[I32]:
+        """Experts of each token that looking ahead has not named."""
+        late = []
+        for chosen, guessed in zip(self._list_experts(), wave.experts or (), strict=False):
+            late.append(chosen[~np.isin(chosen, guessed)])
+            self.counters.routed += len(chosen)
+            self.counters.foreseen += len(chosen) - len(late[-1])
         return late
 
     def _compute_waves(self, layer: int, waves: list[_Wave]) -> None:
@@ -204,7 +229,7 @@ class FeedForward:
                     # The next layer's neurons, guessed ahead, have taken all slots.
                     following, self._wave = self._wave, None
                     self._abandon_wave(following)
-                waves.append(self._begin_wave(layer, wave.rest))
+                waves.append(self._begin_wave(layer, wave.rest, wave.by_token))
         except BaseException:
             for wave in waves:
                 self._abandon_wave(wave)
@@ -216,9 +241,20 @@ class FeedForward:
         if self._balance is not None:
             self._balance.end_token()
 
-    def _predict(self, layer: int, late: I32 | None = None) -> I32:
-        """Neurons of the token's experts, or of those that were found ``late``."""
+    def _predict(self, layer: int, late: list[I32] | None = None) -> tuple[I32, Bits | None]:
+        """Neurons that any token uses, of its experts or of those that were found ``late``, and
+        which of them are whose, if there are several."""
         self._reader.advance()
+        if self._tokens == 1:
+            return self._predict_token(layer, None if late is None else late[0]), None
+        by_token = np.zeros((self._tokens, self._cache.neurons), np.bool_)
+        for token in self._select_tokens():
+            if late is None or len(late[token]):
+                indices = self._predict_token(layer, None if late is None else late[token])
+                by_token[token][indices] = True
+        return np.flatnonzero(by_token.any(axis=0)).astype(np.int32), by_token
+
+    def _predict_token(self, layer: int, late: I32 | None) -> I32:
         if self._predictor == "gate":
             indices = self._executor.predict_gate(layer)
         else:
@@ -230,7 +266,7 @@ class FeedForward:
         self.counters.possible += self._token_neurons if late is None else 0
         return indices
 
-    def _begin_wave(self, layer: int, indices: I32) -> _Wave:
+    def _begin_wave(self, layer: int, indices: I32, by_token: Bits | None = None) -> _Wave:
         """Find neurons, and begin to read those that are missing.
 
         Cold ones for which the cache has no slot now are left for later waves.
@@ -238,7 +274,8 @@ class FeedForward:
         cache = self._cache
         if len(cache.hot_slots[layer]) == cache.neurons and self._balance is None:
             found = cache.look_up(layer, indices)
-            return _Wave(layer, found, pending=None, rest=indices[:0], held=False)
+            rest = indices[:0]
+            return _Wave(layer, found, pending=None, rest=rest, held=False, by_token=by_token)
         end = len(indices)
         free = cache.free_capacity
         if end > free:
@@ -257,7 +294,8 @@ class FeedForward:
             cache.release(found)
             cache.forget(layer, found.missing)
             raise
-        return _Wave(layer, found, pending=pending, rest=indices[end:].copy(), held=True)
+        rest = indices[end:].copy()
+        return _Wave(layer, found, pending=pending, rest=rest, held=True, by_token=by_token)
 
     def _compute_wave(self, wave: _Wave) -> None:
         found, pending = wave.found, wave.pending
@@ -266,14 +304,14 @@ class FeedForward:
                 # Gates have arrived: up and down are read while resident neurons are computed.
                 self._open_gates(wave)
             if len(found.resident_slots):
-                self._add_neurons(wave.layer, found.resident_slots)
+                self._add_neurons(wave, found.resident_slots)
             if wave.in_phases and not wave.is_ahead:
                 self._open_gates(wave)
             if pending is not None:
                 for number in range(len(pending.clusters)):
                     slots, indices = self._take_cluster(wave, pending, number)
                     if len(slots):
-                        self._add_neurons(wave.layer, slots, indices)
+                        self._add_neurons(wave, slots, indices)
         except BaseException:
             self._abandon_wave(wave)
             raise
@@ -293,7 +331,7 @@ class FeedForward:
         for number, cluster in enumerate(pending.clusters):
             slots = reader.finish(pending, number)
             indices = pending.indices[cluster]
-            opened = self._executor.find_open(wave.layer, self._cache.arena, slots, indices)
+            opened = self._find_open(wave, slots, indices)
             rest = reader.start_rest(pending, number, opened)
             wave.opened.append((slots.compress(opened), indices.compress(opened), rest))
             closed = pending.gates[cluster] & ~opened
@@ -309,16 +347,38 @@ class FeedForward:
             self._reader.finish(rest, 0)
         return slots, indices
 
-    def _add_neurons(self, layer: int, slots: I32, indices: I32 | None = None) -> None:
+    def _find_open(self, wave: _Wave, slots: I32, indices: I32) -> Bits:
+        """Whether the gates of the neurons in ``slots`` are open, for any token that named them;
+        ``indices`` are their stored indices."""
+        arena = self._cache.arena
+        if wave.by_token is None:
+            return self._executor.find_open(wave.layer, arena, slots, indices)
+        opened = np.zeros(len(slots), np.bool_)
+        for token in self._select_tokens():
+            own = np.flatnonzero(wave.by_token[token].take(indices))
+            if len(own):
+                found = self._executor.find_open(wave.layer, arena, slots[own], indices[own])
+                opened[own] |= found
+        return opened
+
+    def _add_neurons(self, wave: _Wave, slots: I32, indices: I32 | None = None) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
         ``indices``: their stored indices, where they are at hand."""
-        cache = self._cache
+        cache, layer, by_token = self._cache, wave.layer, wave.by_token
         self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
         known = self._predictor == "gate"
-        if indices is None and (known or self._separate_scales):
+        if indices is None and (known or self._separate_scales or by_token is not None):
             indices = cache.find_indices(layer, slots)
-        self._executor.add_neurons(layer, cache.arena, slots, indices, known)
+        if by_token is None:
+            self._executor.add_neurons(layer, cache.arena, slots, indices, known)
+            return
+        assert indices is not None
+        for token in self._select_tokens():
+            own = by_token[token].take(indices)
+            mine = slots.compress(own)
+            if len(mine):
+                self._executor.add_neurons(layer, cache.arena, mine, indices.compress(own), known)
 
     def _abandon_wave(self, wave: _Wave) -> None:
         if wave.held:

@@ -1,4 +1,4 @@
-"""One sequence through the model: prompts in chunks, then token by token."""
+"""Sequences through the model: prompts in chunks, then token by token, one or several at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class Forward:
-    """Holds the position in the sequence and calls the executor in order."""
+    """Holds the position in every sequence and calls the executor in order."""
 
     def __init__(
         self,
@@ -30,12 +30,14 @@ class Forward:
         chunk: int,
         chunks: int = 1,
         context: int,
+        sequences: int = 1,
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
-        go through a layer one after the other before the next layer begins; ``loan``: memory of the
-        context that is lent while it is not used; ``embedding``: what reads its rows, where it is
+        go through a layer one after the other before the next layer begins; ``context``: tokens of
+        each of the ``sequences`` that there is room for; ``loan``: memory of the contexts that is
+        lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory."""
         self._executor = executor
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
@@ -46,15 +48,28 @@ class Forward:
         self._context = context
         self._loan = loan
         self._embedding = embedding
-        self.position = 0
-        """Tokens whose keys and values are kept."""
+        self.positions = [0] * sequences
+        """Tokens of each sequence whose keys and values are kept."""
+        self._touched = [0] * sequences
+        """Most tokens that each has had since all of them were empty."""
 
-    def reset(self) -> None:
-        """Begin a new sequence; the neuron cache keeps its content."""
+    @property
+    def position(self) -> int:
+        """Tokens of the first sequence whose keys and values are kept."""
+        return self.positions[0]
+
+    def reset(self, sequence: int = 0) -> None:
+        """Begin a new sequence in the place of another; the neuron cache keeps its content."""
         self._feed_forward.abandon()
-        self.position = 0
-        if self._loan is not None:
+        self.positions[sequence] = 0
+        if self._loan is not None and not any(self.positions):
+            self._touched = [0] * len(self.positions)
             self._loan.begin()
+
+    def reset_all(self) -> None:
+        """Begin all sequences anew."""
+        for sequence in range(len(self.positions)):
+            self.reset(sequence)
 
     def prefill(
         self,
@@ -63,6 +78,7 @@ class Forward:
         all_logits: bool = False,
         progress: Callable[[float], None] = lambda share: None,
         end: int = 0,
+        sequence: int = 0,
     ) -> F32:
         """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
 
@@ -72,15 +88,18 @@ class Forward:
         """
         parts = []
         size = self._chunk * self._chunks
-        self._expect(max(end, self.position + len(tokens)))
+        if len(self.positions) > 1:
+            self._executor.select_sequence(sequence)
+        self._expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), size):
             together = tokens[start : start + size]
-            self._check_room(len(together))
+            self._check_room(sequence, len(together))
             chunks = [
                 together[first : first + self._chunk]
                 for first in range(0, len(together), self._chunk)
             ]
-            self._run_dense(chunks, partial(_tell, progress, start, len(together), len(tokens)))
+            tell = partial(_tell, progress, start, len(together), len(tokens))
+            self._run_dense(chunks, sequence, tell)
             for number, chunk in enumerate(chunks):
                 last = start + len(together) == len(tokens) and number == len(chunks) - 1
                 if all_logits or last:
@@ -92,41 +111,53 @@ class Forward:
         return np.concatenate(parts)
 
     def decode(self, token: int) -> F32:
-        """Process one token with the plan's predictor.
+        """Process one token of the first sequence with the plan's predictor.
 
         Returns its logits [vocab], valid until the next call.
         """
-        self._check_room(1)
-        self._expect(self.position + 1)
-        tokens = np.array([token], np.int32)
-        if self._feed_forward.decode_is_dense():
-            self._run_dense([tokens])
-        else:
-            self._run_sparse(tokens)
-        logits: F32 = self._executor.logits(0)[0]
+        logits: F32 = self.step([token], [0])[0]
         return logits
 
-    def _check_room(self, count: int) -> None:
-        if self.position + count > self._context:
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        """Process a token each of some different ``sequences`` with the plan's predictor.
+
+        Returns their logits [n, vocab], valid until the next call.
+        """
+        for sequence in sequences:
+            self._check_room(sequence, 1)
+        self._expect(max(self.positions[sequence] for sequence in sequences) + 1)
+        self._run_step(np.array(tokens, np.int32), sequences)
+        logits = self._executor.logits(0)
+        if len(logits) == len(sequences):
+            return logits
+        parts = [logits.copy()]
+        while (done := sum(map(len, parts))) < len(sequences):
+            parts.append(self._executor.logits(done).copy())
+        return np.concatenate(parts)
+
+    def _check_room(self, sequence: int, count: int) -> None:
+        end = self.positions[sequence] + count
+        if end > self._context:
             raise UserError.of(
                 "P602",
                 f"the sequence needs more than the {self._context} tokens of kv.context",
                 help="raise kv.context and memory.segments.kv, or shorten the prompt",
             )
         if self._loan is not None:
-            self._loan.claim(self.position + count)
+            self._touched[sequence] = max(self._touched[sequence], end)
+            self._loan.claim(sum(self._touched))
 
     def _run_dense(
-        self, chunks: Sequence[I32], progress: Callable[[float], None] = lambda share: None
+        self, chunks: Sequence[I32], sequence: int, progress: Callable[[float], None]
     ) -> None:
-        """Take ``chunks`` through every layer before the next layer."""
+        """Take ``chunks`` of a sequence through every layer before the next layer."""
         executor, feed_forward = self._executor, self._feed_forward
         try:
             for number, tokens in enumerate(chunks):
                 executor.select_chunk(number)
                 self._embed(tokens)
             for layer in range(self._layers):
-                position = self.position
+                position = self.positions[sequence]
                 for number, tokens in enumerate(chunks):
                     executor.select_chunk(number)
                     executor.attend(layer, position)
@@ -137,26 +168,45 @@ class Forward:
         except BaseException:
             feed_forward.abandon()
             raise
-        self.position += sum(len(tokens) for tokens in chunks)
+        self.positions[sequence] += sum(len(tokens) for tokens in chunks)
 
     def _embed(self, tokens: I32) -> None:
-        rows = self._embedding
-        self._executor.embed(tokens if rows is None else rows.load(tokens))
+        self._executor.embed(self._find_rows(tokens))
 
-    def _run_sparse(self, tokens: I32) -> None:
+    def _find_rows(self, tokens: I32) -> I32:
+        """Rows of the embedding that the executor has."""
+        return tokens if self._embedding is None else self._embedding.load(tokens)
+
+    def _run_step(self, tokens: I32, sequences: Sequence[int]) -> None:
+        """Take a token each of ``sequences`` through every layer."""
         executor, feed_forward = self._executor, self._feed_forward
+        positions = [self.positions[sequence] for sequence in sequences]
+        is_dense = feed_forward.decode_is_dense()
         try:
-            executor.select_chunk(0)
-            self._embed(tokens)
+            if len(self.positions) == 1:
+                executor.select_chunk(0)
+                self._embed(tokens)
+            else:
+                executor.begin_step(self._find_rows(tokens), sequences, positions)
+            feed_forward.begin_step(len(tokens))
             for layer in range(self._layers):
-                feed_forward.prepare_sparse(layer)
-                executor.attend(layer, self.position)
-                feed_forward.run_sparse(layer)
-            feed_forward.end_token()
+                if not is_dense:
+                    feed_forward.prepare_sparse(layer)
+                if len(self.positions) == 1:
+                    executor.attend(layer, positions[0])
+                else:
+                    executor.attend_step(layer)
+                if is_dense:
+                    feed_forward.run_dense(layer)
+                else:
+                    feed_forward.run_sparse(layer)
+            if not is_dense:
+                feed_forward.end_token()
         except BaseException:
             feed_forward.abandon()
             raise
-        self.position += len(tokens)
+        for sequence in sequences:
+            self.positions[sequence] += 1
 
 
 def _tell(

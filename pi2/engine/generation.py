@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from pi2.engine.forward import Forward
 from pi2.engine.sampling import Sampler, SamplingOptions
@@ -19,8 +20,8 @@ FinishReason = Literal["eos", "stop", "length", "context"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """A finished generation."""
+class SequenceResult:
+    """A finished sequence."""
 
     text: str
     """Everything that was generated, without the prompt."""
@@ -34,8 +35,6 @@ class GenerationResult:
     """Time to first token, in seconds."""
     decode_s: float
     """Time from the first token to the last, in seconds."""
-    statistics: RunStatistics
-    """Counters of this generation."""
 
     @property
     def prefill_tokens_s(self) -> float | None:
@@ -49,6 +48,14 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult(SequenceResult):
+    """A finished generation."""
+
+    statistics: RunStatistics
+    """Counters of this generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """What to generate."""
 
@@ -57,6 +64,79 @@ class GenerationRequest:
     stop: Sequence[str]
     stop_ids: frozenset[int]
     sampling: SamplingOptions
+
+
+class Answer:
+    """What has been generated of a request so far."""
+
+    def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
+        """``decoder`` is a new one; ``context``: tokens that a sequence has room for.  The clock
+        starts now."""
+        self._request = request
+        self._decoder = decoder
+        self._context = context
+        self._sampler = Sampler(request.sampling)
+        self._stop_filter = StopFilter(request.stop)
+        self._count = self._prompt = len(request.prompt_ids)
+        self._ids = np.empty(self._prompt + request.max_tokens, np.int64)
+        self._ids[: self._prompt] = request.prompt_ids
+        self._text: list[str] = []
+        self._start = self._first = self._now = time.perf_counter()
+        self.reason: FinishReason | None = None
+        """Why it has ended; None as long as it goes on."""
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """Tokens of the prompt [n]."""
+        return self._ids[: self._prompt].astype(np.int32)
+
+    @property
+    def last_token(self) -> int:
+        """The token that comes next through the model."""
+        return int(self._ids[self._count - 1])
+
+    def take(self, logits: npt.NDArray[np.float32]) -> str:
+        """Draw a token from ``logits`` [vocab]; return the text that has become certain."""
+        assert self.reason is None, "it has ended"
+        token = self._sampler.sample(logits, self._ids[: self._count])
+        self._ids[self._count] = token
+        self._count += 1
+        self._now = time.perf_counter()
+        if self._count == self._prompt + 1:
+            self._first = self._now
+        piece = ""
+        if token in self._request.stop_ids:
+            self.reason = "eos"
+        else:
+            piece = self._stop_filter.push(self._decoder.push(token))
+            if self._stop_filter.stopped:
+                self.reason = "stop"
+            elif self._count == len(self._ids):
+                self.reason = "length"
+            elif self._count > self._context:
+                # The last token has no room for its key and value.
+                self.reason = "context"
+        if self.reason is not None:
+            piece += self._flush()
+        if piece:
+            self._text.append(piece)
+        return piece
+
+    def _flush(self) -> str:
+        last = self._stop_filter.push(self._decoder.flush())
+        return last if self._stop_filter.stopped else last + self._stop_filter.flush()
+
+    def describe(self) -> SequenceResult:
+        """The result of what has ended."""
+        assert self.reason is not None, "it goes on"
+        return SequenceResult(
+            text="".join(self._text),
+            token_ids=tuple(int(token) for token in self._ids[self._prompt : self._count]),
+            prompt_tokens=self._prompt,
+            finish_reason=self.reason,
+            ttft_s=self._first - self._start,
+            decode_s=self._now - self._first,
+        )
 
 
 class Generation(Iterator[str]):
@@ -97,54 +177,18 @@ class Generation(Iterator[str]):
         return self._result
 
     def _generate(self) -> Iterator[str]:
-        request, forward = self._request, self._forward
+        forward = self._forward
         before = self._read_statistics()
-        sampler = Sampler(request.sampling)
-        stop_filter = StopFilter(request.stop)
-        ids = np.empty(len(request.prompt_ids) + request.max_tokens, np.int64)
-        ids[: len(request.prompt_ids)] = request.prompt_ids
-        count = len(request.prompt_ids)
-        text: list[str] = []
-
-        start = first = now = time.perf_counter()
-        forward.reset()
-        logits = forward.prefill(ids[:count].astype(np.int32), progress=self._progress)[0]
-        reason: FinishReason = "length"
+        answer = Answer(self._request, self._decoder, self._context)
+        forward.reset_all()
+        logits = forward.prefill(answer.prompt_ids, progress=self._progress)[0]
         while True:
-            token = sampler.sample(logits, ids[:count])
-            ids[count] = token
-            count += 1
-            now = time.perf_counter()
-            if count == len(request.prompt_ids) + 1:
-                first = now
-            if token in request.stop_ids:
-                reason = "eos"
-                break
-            piece = stop_filter.push(self._decoder.push(token))
+            piece = answer.take(logits)
             if piece:
-                text.append(piece)
                 yield piece
-            if stop_filter.stopped:
-                reason = "stop"
+            if answer.reason is not None:
                 break
-            if count == len(ids):
-                break
-            if forward.position == self._context:
-                reason = "context"
-                break
-            logits = forward.decode(token)
-        last = stop_filter.push(self._decoder.flush())
-        if not stop_filter.stopped:
-            last += stop_filter.flush()
-        if last:
-            text.append(last)
-            yield last
-        self._result = GenerationResult(
-            text="".join(text),
-            token_ids=tuple(int(token) for token in ids[len(request.prompt_ids) : count]),
-            prompt_tokens=len(request.prompt_ids),
-            finish_reason=reason,
-            ttft_s=first - start,
-            decode_s=now - first,
-            statistics=self._read_statistics() - before,
-        )
+            logits = forward.decode(answer.last_token)
+        found = answer.describe()
+        values = {name: getattr(found, name) for name in found.__dataclass_fields__}
+        self._result = GenerationResult(**values, statistics=self._read_statistics() - before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
+from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, read_chat_template
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
@@ -57,7 +58,7 @@ class Parts:
 class LoadedModel:
     """A plan's model, loaded.  Use it as a context manager, or call ``close``.
 
-    One generation at a time: a new one begins a new sequence.
+    One generation at a time: a new one begins new sequences.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -220,36 +221,96 @@ class LoadedModel:
         UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
         P604 for an option out of range.
         """
-        given = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        }
-        planned = dict(self.plan.plan.sampling)
-        sampling = SamplingOptions(
-            **planned | {name: value for name, value in given.items() if value is not None}
-        )
-        if max_tokens < 1:
-            raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_ids(ids)
-        request = GenerationRequest(
-            prompt_ids=ids,
-            max_tokens=max_tokens,
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            stop_ids=frozenset(() if ignore_eos else self.plan.model.tokenizer.eos),
-            sampling=sampling,
+        sampling = self._choose_sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
         )
         return Generation(
-            request,
+            self._describe_request(prompt, sampling, max_tokens, stop, ignore_eos),
             forward=self._parts.forward,
             decoder=TokenDecoder(self._decode),
             context=self.plan.plan.kv.context,
             read_statistics=lambda: self.stats,
             progress=progress,
+        )
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> BatchGeneration:
+        """Generate text after each of ``prompts``, as many at the same time as the plan's
+        ``decode.batch`` says; others wait until one of those has ended.
+
+        Options are those of ``generate``.  Prompt number n, from 0, draws as if it were alone with
+        ``seed + n``.  Returns an iterator of pairs of a prompt's number and a piece of its text;
+        its ``result`` is a `BatchResult`.  Raises what ``generate`` raises, for any of the prompts,
+        before anything is computed.
+        """
+        if not prompts:
+            raise UserError.of("P603", "there is no prompt", help="give at least one")
+        sampling = self._choose_sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        requests = []
+        for number, prompt in enumerate(prompts):
+            own = sampling
+            if sampling.seed is not None:
+                own = replace(sampling, seed=sampling.seed + number)
+            requests.append(self._describe_request(prompt, own, max_tokens, stop, ignore_eos))
+        return BatchGeneration(
+            requests,
+            forward=self._parts.forward,
+            make_decoder=lambda: TokenDecoder(self._decode),
+            context=self.plan.plan.kv.context,
+            read_statistics=lambda: self.stats,
+            progress=progress,
+        )
+
+    def _choose_sampling(self, **given: Any) -> SamplingOptions:
+        """What is given, and what the plan says of the rest."""
+        planned = dict(self.plan.plan.sampling)
+        return SamplingOptions(
+            **planned | {name: value for name, value in given.items() if value is not None}
+        )
+
+    def _describe_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingOptions,
+        max_tokens: int,
+        stop: str | Sequence[str],
+        ignore_eos: bool,
+    ) -> GenerationRequest:
+        if max_tokens < 1:
+            raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_ids(ids)
+        return GenerationRequest(
+            prompt_ids=ids,
+            max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop_ids=frozenset(() if ignore_eos else self.plan.model.tokenizer.eos),
+            sampling=sampling,
         )
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -275,7 +336,7 @@ class LoadedModel:
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
         forward, chunk = self._parts.forward, self.plan.plan.prefill.chunk
-        forward.reset()
+        forward.reset_all()
         if mode == "prefill":
             for start in range(0, len(ids), chunk):
                 piece = ids[start : start + chunk]

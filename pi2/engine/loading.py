@@ -20,7 +20,7 @@ from pi2.plan.layout import scale_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.packing import join_scales, slice_bias, slice_part
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.sizes import count_gate_read_bytes, reads_embedding
+from pi2.plan.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.tensor_names import EMBEDDING
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
@@ -56,7 +56,7 @@ def open_embedding(
     if store is None or not reads_embedding(resolved.plan, resolved.model):
         return None
     allocate = partial(budget.allocate, "attention")
-    return EmbeddingRows(store, allocate, rows=resolved.plan.prefill.chunk)
+    return EmbeddingRows(store, allocate, rows=count_chunk_tokens(resolved.plan))
 
 
 def load_dense(

@@ -16,9 +16,9 @@ class ContextMemory:
     """What keys and values take."""
 
     total_bytes: int
-    """Of a full context."""
+    """Of full contexts of all sequences."""
     context: int
-    """Tokens."""
+    """Tokens of all sequences."""
     runs: int
     """Stretches that tokens fill one after the other: the last page of each is partly used."""
 
@@ -35,14 +35,15 @@ def describe_context(resolved: Resolved) -> ContextMemory:
     kinds = 4 if resolved.plan.kv.type == "int8" else 2
     return ContextMemory(
         total_bytes=resolved.needs.kv.bytes,
-        context=resolved.plan.kv.context,
-        runs=kinds * shape.layers * shape.kv_heads,
+        context=resolved.plan.decode.batch * resolved.plan.kv.context,
+        runs=resolved.plan.decode.batch * kinds * shape.layers * shape.kv_heads,
     )
 
 
 def count_lent_bytes(resolved: Resolved, tokens: int = MEAN_TOKENS) -> int:
-    """Bytes that cold neurons borrow of the context while it has ``tokens``; 0 where the plan does
+    """Bytes that cold neurons borrow of contexts while each has ``tokens``; 0 where the plan does
     not lend them, or nothing is put into the cache."""
     if not resolved.plan.kv.lend or resolved.plan.decode.predictor == "none":
         return 0
-    return describe_context(resolved).count_unused(min(tokens, resolved.plan.kv.context))
+    each = min(tokens, resolved.plan.kv.context)
+    return describe_context(resolved).count_unused(resolved.plan.decode.batch * each)

@@ -57,7 +57,7 @@ class ContextLoan:
             self._cache.resize_cold(self.count_slots(self._claimed))
 
     def begin(self) -> None:
-        """Begin a new sequence: keys and values are forgotten."""
+        """Begin anew: keys and values of all sequences are forgotten."""
         if self._claimed:
             self._claimed = 0
             self._release()

@@ -197,8 +197,8 @@ class Decode(Table):
     """What the cpu backend rounds the inputs of matrices to, as in ``prefill``: ``int16`` moves
     logits by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
-    """Sequences that generate at the same time.  The engine runs one; `pi2 plan --batch`,
-    `pi2 simulate` and `pi2 explain PLAN --cost` count with more."""
+    """Sequences that may generate at the same time, each with its own keys and values in
+    ``memory.segments.kv``: weights and neurons are read once for all of them."""
     look_ahead: Literal["none", "attention", "layer"] = "none"
     """``attention`` predicts a layer's neurons from its input, before its attention, so that
     attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage

@@ -131,7 +131,7 @@ def _need_attention(resolved: Resolved) -> Need:
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
     layer += 2 * norm * model.norm.outputs
-    rows = plan.prefill.chunk if reads_embedding(plan, model) else shape.vocab
+    rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
     embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
     head = 0
     if not model.tied_head:
@@ -157,6 +157,11 @@ def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     """Bytes of the key and the value of one token in a layer."""
     scale = KV_SCALE_BYTES if kind == "int8" else 0
     return 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+
+
+def count_chunk_tokens(plan: Plan) -> int:
+    """Tokens that activations have room for: a chunk's, or one of each sequence."""
+    return max(plan.prefill.chunk, plan.decode.batch)
 
 
 def reads_embedding(plan: Plan, model: Model) -> bool:
@@ -267,18 +272,19 @@ def _expect_active(resolved: Resolved) -> float:
 def _need_workspace(resolved: Resolved) -> Need:
     """Activations, logits and staging, as the cpu backend takes them.
 
-    Per token of a chunk: 2 d floats (residual, FFN sum); the inputs of the projections, d and
-    h w wide, each in two 8-bit planes (or four bytes, where a plan rounds nothing), as floats, and
-    with a float and an integer per group; qkv floats; 264 floats of dense FFN; its id; d floats
-    more for parallel residuals and mixtures, and a float per expert and an integer.  V floats of
-    logits for up to 16 tokens.  Rotary positions (context w floats, twice where layers differ), 16
-    spans of attention of w + 2 floats per head, eight numbers per neuron of a layer (in a mixture
-    nine, with resident scales two more), d floats and 33 KiB per thread.  Two staging buffers of
-    min(f, 512) neurons.  On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and
-    the inputs of an even number of tokens.
+    Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
+    inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
+    rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
+    dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
+    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
+    where layers differ), 16 spans of attention of w + 2 floats per head, eight numbers per neuron
+    of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
+    first two more and a predictor's inner vector, d floats and 33 KiB per thread.  Two staging
+    buffers of min(f, 512) neurons.  On cores that have or may have i8mm, 10 (d + h w) bytes per
+    thread, and the inputs of an even number of tokens.
     """
     plan, model = resolved.plan, resolved.model
-    shape, chunk = model.shape, plan.prefill.chunk
+    shape, chunk = model.shape, count_chunk_tokens(plan)
     neurons = min(model.layer_neurons, STAGED_NEURONS)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
     query = shape.heads * shape.head_dim
@@ -293,6 +299,10 @@ def _need_workspace(resolved: Resolved) -> Need:
     rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
     tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
+    tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    if model.predictor is not None:
+        inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
+        tables += (plan.decode.batch - 1) * inner
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.stored_hidden
     if model.moe is not None:
@@ -321,7 +331,7 @@ def count_chunks(resolved: Resolved) -> int:
     plan, model = resolved.plan, resolved.model
     if plan.pipeline.prefill == "chunks-first":
         return 1
-    hidden, chunk = model.shape.stored_hidden, plan.prefill.chunk
+    hidden, chunk = model.shape.stored_hidden, count_chunk_tokens(plan)
     own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
     if model.residual == "parallel" or model.moe is not None:
         own += 4 * hidden

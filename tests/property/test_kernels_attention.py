@@ -63,8 +63,8 @@ def make_attention(
         output = take.take_array("output", "float32")
         cache = make_cache(spec, keys, values, scales, context, T.min(tokens, 1))
         with T.serial(tokens) as token:
-            emit_rope(spec, qkv, cosines, sines, cache.once, token, position)
-            emit_append(spec, qkv, cache, token, position)
+            emit_rope(spec, qkv, cosines, sines, cache.once, token, position + token)
+            emit_append(spec, qkv, cache, token, position + token)
         with T.If(tokens == 1):
             with T.Then():
                 spans = attention.divide_blocks(spec, position, sums, tops, totals)

@@ -1,0 +1,218 @@
+"""Several sequences at the same time, each with what it would have alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pi2
+from pi2.engine.loaded_model import LoadedModel
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+F32 = npt.NDArray[np.float32]
+
+PROMPTS = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [17, 99])
+ROOM = {
+    "memory.budget": "2 GiB",
+    "memory.segments.workspace": "16 MiB",
+    "memory.segments.kv": "16 MiB",
+    "memory.segments.cold": "700 KiB",
+}
+"""A mixture's plan has as little as one sequence needs, and no cold neurons."""
+ROUNDING = 1e-6
+"""Of the largest logit: the reference backend adds in another order."""
+
+
+def feed(model: LoadedModel, ids: Sequence[int], sequence: int) -> None:
+    """Read a prompt into the place of a sequence."""
+    forward = model._parts.forward
+    forward.reset(sequence)
+    forward.prefill(np.array(ids, np.int32), sequence=sequence)
+
+
+def run_together(plan: Path, settings: dict[str, Any]) -> dict[int, list[F32]]:
+    """Logits of tokens that follow `PROMPTS`: of four sequences, then of those that are left, then
+    of one that has come for another."""
+    found: dict[int, list[F32]] = {number: [] for number in range(4)}
+    with pi2.load(plan, set={**settings, "decode.batch": 4}) as model:
+        for number in (0, 1, 2, 3):
+            feed(model, PROMPTS[number], number)
+        for step, members in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [3, 1], [1], [1, 3])):
+            tokens = [10 * number + step for number in members]
+            for number, row in zip(
+                members, model._parts.forward.step(tokens, members), strict=True
+            ):
+                found[number].append(row.copy())
+        check_at_rest(model)
+    return found
+
+
+def run_alone(plan: Path, settings: dict[str, Any], number: int, steps: Sequence[int]) -> list[F32]:
+    """The same of one."""
+    with pi2.load(plan, set=settings) as model:
+        feed(model, PROMPTS[number], 0)
+        return [model._parts.forward.decode(10 * number + step).copy() for step in steps]
+
+
+def check_at_rest(model: LoadedModel) -> None:
+    cache = model._parts.cache
+    assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
+
+
+def check(plan: Path, settings: dict[str, Any]) -> None:
+    found = run_together(plan, settings)
+    steps = {0: (0, 1), 1: (0, 1, 2, 3, 4), 2: (0, 1), 3: (0, 1, 2, 4)}
+    for number, rows in found.items():
+        expected = run_alone(plan, settings, number, steps[number])
+        error = np.abs(np.stack(rows) - np.stack(expected)).max() / np.abs(expected).max()
+        assert error < ROUNDING, (number, error)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"decode.predictor": "none"},
+    "gates": {"decode.predictor": "gate"},
+    "predictors": {},
+    "in memory": {"layers.hot": 1.0},
+    # Where the neurons of several do not fit at once, nothing is looked ahead at.
+    "ahead by a layer": {
+        "decode.look_ahead": "layer",
+        "pipeline.cluster": 16,
+        "memory.segments.cold": "1 MiB",
+        "cache.fill": False,
+    },
+    "ahead by attention": {"decode.look_ahead": "attention", "layers.hot": 0.0},
+    "more than the cache holds": {"decode.threshold": -1e9, "layers.hot": 0.0},
+    "lent by the context": {"kv.lend": True, "cache.rebalance": 4},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_sequence_has_the_logits_that_it_has_alone(tmp_path: Path, name: str) -> None:
+    check(write_plan(tmp_path, make_tiny(tmp_path)), CASES[name])
+
+
+def test_neurons_may_be_read_in_two_phases(tmp_path: Path) -> None:
+    # Gate, up and down take a block of 512 bytes each.
+    fp16 = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
+    tiny = make_tiny(tmp_path, {"quantization": fp16, "shape": {"hidden": 256}})
+    plan = write_plan(tmp_path, tiny, {"layers": {"hot": 0.0}, "pipeline": {"cluster": 8}})
+    settings = {
+        "pipeline.phases": 2,
+        "cache.fill": False,
+        "io.engine": "pread",
+        "decode.threshold": 0.5,
+    }
+    with pi2.load(plan, set={**settings, "decode.batch": 2}) as model:
+        feed(model, [1], 0)
+        feed(model, [2], 1)
+        model._parts.forward.step([3, 4], [0, 1])
+        assert model.stats.gate_reads > 0
+        assert model.stats.flash_saved_bytes > 0
+    check(plan, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode.predictor": "none"},
+        {"decode.predictor": "gate"},
+        {"decode.look_ahead": "layer", "layers.hot": 0.1},
+    ],
+    ids=["dense", "gates", "predictors ahead, from flash"],
+)
+def test_tokens_of_a_mixture_have_experts_of_their_own(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    plan = make_mixture_plan(tmp_path, "drelu")
+    check(plan, {**ROOM, "backends.cpu": "reference", **settings})
+
+
+def test_a_neuron_that_several_tokens_need_is_read_once(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    settings = {
+        "decode.threshold": -1e9,
+        "layers.hot": 0.0,
+        "memory.segments.cold": "1 MiB",
+        "cache.fill": False,
+    }
+    with pi2.load(plan, set={**settings, "decode.batch": 2}) as model:
+        feed(model, [1], 0)
+        feed(model, [2], 1)
+        before = model.stats
+        model._parts.forward.step([3, 4], [0, 1])
+        statistics = model.stats - before
+        neurons = model.plan.model.shape.layers * model.plan.model.layer_neurons
+        assert statistics.predicted_neurons == statistics.possible_neurons == 2 * neurons
+        assert statistics.cache_misses == neurons
+        assert statistics.cache_hits == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_prompts_wait_for_a_place_and_give_the_text_that_they_give_alone(
+    tmp_path: Path, batch: int
+) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 9}
+    with pi2.load(plan) as model:
+        alone = [
+            model.generate(ids, seed=40 + n, **options).result for n, ids in enumerate(PROMPTS)
+        ]
+        lengths = [len(result.token_ids) for result in alone]
+    with pi2.load(plan, set={"decode.batch": batch}) as model:
+        generation = model.generate_batch(PROMPTS, seed=40, **options)
+        texts = [""] * len(PROMPTS)
+        for number, piece in generation:
+            texts[number] += piece
+        result = generation.result
+        assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
+        assert texts == [item.text for item in alone]
+        assert [item.finish_reason for item in result.sequences] == [
+            item.finish_reason for item in alone
+        ]
+        assert result.stepped_tokens == sum(lengths) - len(lengths)
+        assert result.mean_sequences is not None
+        assert 1 <= result.mean_sequences <= batch
+        assert (result.mean_sequences > 1) == (batch > 1)
+        # The first place is as good as any for a generation of one.
+        again = model.generate(PROMPTS[1], seed=41, **options).result
+        assert again.token_ids == alone[1].token_ids
+
+
+def test_the_context_is_that_of_each_sequence(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"kv": {"context": 16}})
+    with pi2.load(plan, set={"decode.batch": 2}) as model:
+        result = model.generate_batch(["0123456789", "01"], max_tokens=99, ignore_eos=True).result
+        assert [item.finish_reason for item in result.sequences] == ["context", "context"]
+        for item in result.sequences:
+            assert item.prompt_tokens + len(item.token_ids) == 17
+        with pytest.raises(pi2.UserError, match="P601"):
+            model.generate_batch(["fine", "x" * 16])
+        with pytest.raises(pi2.UserError, match="P603"):
+            model.generate_batch([])
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(plan, set={"decode.batch": 3, "kv.lend": True}) as model:
+        expected = model.generate_batch(PROMPTS, max_tokens=6).result.sequences
+        started = model.generate_batch(PROMPTS, max_tokens=6)
+        next(started)
+        check_at_rest(model)
+        found = model.generate_batch(PROMPTS, max_tokens=6).result.sequences
+        assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+
+
+def test_plans_run_dry_with_several_sequences(tmp_path: Path) -> None:
+    plan = make_mixture_plan(tmp_path, "drelu")
+    settings = {**ROOM, "backends.cpu": "null", "decode.batch": 3, "layers.hot": 0.1}
+    with pi2.load(plan, set=settings) as model:
+        result = model.generate_batch(["a", "b" * 40, "c", "d"], max_tokens=5).result
+        assert [len(item.token_ids) for item in result.sequences] == [5] * 4
+        assert result.statistics.predicted_neurons > 0
