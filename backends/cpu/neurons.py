@@ -158,8 +158,8 @@ class Neurons:
         is_step: bool = False,
     ) -> None:
         """Add contiguous neurons, of which the first has the stored index ``first``, for all
-        tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the weights of the experts,
-        each to those tokens that its expert computes."""
+        tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the
+        weights of the experts, each to those tokens that its expert computes."""
         if routes is not None:
             self._add_experts(layer, bundles, first, routes, one, several, is_step)
             return

@@ -95,9 +95,8 @@ def step(
                     named.append(executor.predict_low_rank(layer, 0.2).copy())
             for number, found in enumerate(named):
                 executor.select_token(number)
-                executor.add_neurons(layer, bundles, found[::2].copy())
-                rest = found[1::2].copy()
-                executor.add_neurons(layer, bundles, rest, rest if mode == "gate" else None)
+                for half in (found[::2].copy(), found[1::2].copy()):
+                    executor.add_neurons(layer, bundles, half, half, known=mode == "gate")
             executor.select_token(0)
         executor.end_ffn(layer)
     return np.asarray(executor.logits(0)).copy()

@@ -216,3 +216,18 @@ def test_plans_run_dry_with_several_sequences(tmp_path: Path) -> None:
         result = model.generate_batch(["a", "b" * 40, "c", "d"], max_tokens=5).result
         assert [len(item.token_ids) for item in result.sequences] == [5] * 4
         assert result.statistics.predicted_neurons > 0
+
+
+def test_positions_that_depend_on_the_length_are_for_one_sequence(tmp_path: Path) -> None:
+    rope = {
+        "kind": "longrope",
+        "factor": 2.0,
+        "original_context": 32,
+        "short_factors": [1.0] * 8,
+        "long_factors": [2.0] * 8,
+    }
+    plan = write_plan(tmp_path, make_tiny(tmp_path, {"rope": rope}))
+    with pytest.raises(pi2.UserError, match="P322"):
+        pi2.load(plan, set={"decode.batch": 2})
+    with pi2.load(plan, set={"decode.batch": 2, "kv.context": 32}) as model:
+        assert len(model._parts.forward.positions) == 2
