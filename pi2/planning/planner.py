@@ -42,6 +42,8 @@ class PlannedPlan:
     resolved: Resolved
     solution: Solution
     cost: Cost
+    full_tokens_s: float | None = None
+    """Speed once the context is full: there is more to attend to, and nothing left to lend."""
     decisions: tuple[Decision, ...] = ()
     """Settings that were tried around the program's plan."""
     layout: LayoutDecision | None = None
@@ -170,7 +172,21 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
 
     values, cost, decisions = refine_values(problem, planned.values, score)
     resolved = resolve_values(values, wish.device, wish.model)
-    return replace(planned, values=values, resolved=resolved, cost=cost, decisions=decisions)
+    full = cost_resolved(
+        resolved,
+        problem.rates,
+        store=wish.store,
+        activity=problem.activities[resolved.plan.decode.predictor],
+        position=wish.context,
+    )
+    return replace(
+        planned,
+        values=values,
+        resolved=resolved,
+        cost=cost,
+        full_tokens_s=full.tokens_s,
+        decisions=decisions,
+    )
 
 
 def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> list[PlannedPlan]:

@@ -46,7 +46,9 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         if table not in values:
             continue
         lines += ["", f"[{table}]"]
-        lines += [f"{write_key(key)} = {write_value(item)}" for key, item in values[table].items()]
+        for key, item in values[table].items():
+            remark = "  # holds neurons until it is used" if (table, key) == ("kv", "lend") else ""
+            lines.append(f"{write_key(key)} = {write_value(item)}{remark}")
     return "\n".join(lines) + "\n"
 
 
@@ -86,6 +88,11 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             "all.  The engine runs one; `pi2 simulate` runs this."
         )
     yield from describe_cost(cost)
+    if planned.full_tokens_s is not None:
+        yield (
+            f"That is after {min(MEAN_TOKENS, plan.kv.context)} tokens; once the context of "
+            f"{plan.kv.context} is full, {planned.full_tokens_s:.3g} tokens/s."
+        )
     whole = count_ffn_bytes(resolved)
     if segments.hot >= whole:
         yield f"All neurons stay in memory: {approximate_bytes(whole)}."
