@@ -70,7 +70,8 @@ class TraceSummary:
         total = self.total_s or 1.0
         reading = min(self.reading_s / total, 1.0)
         return (
-            f"{self.tokens} tokens in {self.total_s:.3f} s: kernels {self.kernels_s / total:.1%}, "
+            f"{self.tokens} token{'s' if self.tokens != 1 else ''} in {self.total_s:.3f} s: "
+            f"kernels {self.kernels_s / total:.1%}, "
             f"waiting for reads {self.wait_s / total:.1%}, Python {self.overhead_s / total:.1%}; "
             f"{self.read_bytes / 1e6 / max(self.tokens, 1):.1f} MB read per token, reads on their "
             f"way in {reading:.1%} of the time"

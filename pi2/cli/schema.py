@@ -34,7 +34,8 @@ def command(output: Path, check: bool) -> int:
         except (OSError, UnicodeDecodeError):
             current = False
         if check:
-            click.echo(f"{path}: {'current' if current else 'not current'}", err=True)
+            state = "current" if current else "not current" if path.exists() else "missing"
+            click.echo(f"{path}: {state}", err=True)
             code = code if current else 1
             continue
         try:

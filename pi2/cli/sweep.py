@@ -112,7 +112,11 @@ def parse_range(text: str) -> list[int]:
     try:
         parts = [int(parse_quantity(part, BYTE_UNITS)) for part in text.split(":")]
     except QuantityError as error:
-        raise UserError.of("P105", f"--memory {text!r}: {error}") from None
+        raise UserError.of(
+            "P105",
+            f"--memory {text!r}: {error}",
+            help="FIRST:LAST:STEP, for example --memory 4GiB:24GiB:1GiB",
+        ) from None
     if len(parts) == 1:
         parts = [parts[0], parts[0], 1]
     if len(parts) != 3 or min(parts) <= 0 or parts[1] < parts[0]:

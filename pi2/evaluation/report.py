@@ -19,7 +19,8 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
 def write_markdown(evaluation: Evaluation) -> str:
     """The same for people: a table of runs and, with predictors, one of layers."""
     lines = [
-        f"{evaluation.tokens} tokens ({evaluation.bytes} bytes) in {evaluation.windows} windows of "
+        f"{evaluation.tokens} tokens ({evaluation.bytes} bytes) in {evaluation.windows} "
+        f"window{'s' if evaluation.windows != 1 else ''} of "
         f"at most {evaluation.context}; model {evaluation.model}, plan {evaluation.digest[:12]}",
         "",
         "| run | backend | predictor | perplexity | bits per byte | change | same top token "
