@@ -1,17 +1,19 @@
 """Count the reads of a plan by the order of its store's neurons.
 
     python tools/bench_order.py PLAN --text FILE STORE...
+    python tools/bench_order.py PLAN STORE...
 
-Decodes windows of the text token by token with every store, everything else being as the plan says,
-and prints what a token misses: neurons, runs of neighbours, requests (a request may read across
-small gaps, `io.merge_gap`), and the cache's hits.  Counts, not times: other work does not disturb
-them.
+Decodes windows of the text, or else tokens in the order of the vocabulary, with every store, token
+by token, everything else being as the plan says, and prints what a token misses: neurons, runs of
+neighbours, requests (a request may read across small gaps, `io.merge_gap`), and the cache's hits.
+Counts, not times: other work does not disturb them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import pi2
+from pi2.benchmarks.workloads import TokenSource
 from pi2.memory import flash
 from pi2.memory.requests import make_batch
 from pi2.plan.overrides import parse_assignments
@@ -48,7 +51,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path)
     parser.add_argument("stores", nargs="+", type=Path)
-    parser.add_argument("--text", action="append", required=True, type=Path)
+    parser.add_argument("--text", action="append", default=[], type=Path)
+    parser.add_argument("--tokens", type=int, default=24, help="without a text, to count (24)")
+    parser.add_argument("--warm", type=int, default=8, help="tokens before the counted ones (8)")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--set", dest="settings", action="append", default=[])
@@ -61,19 +66,15 @@ def main() -> int:
         counter = Counter()
         vars(flash)["make_batch"] = counter
         with pi2.load(arguments.plan, set=settings | {"store": str(store.resolve())}) as model:
-            windows = encode_windows(
-                model,
-                texts,
-                context=arguments.context,
-                stride=None,
-                count=arguments.windows,
-            )
+            first, *windows = list_windows(model, texts, arguments)
+            if first:
+                for _ in model.iterate_logits(first, mode="decode"):
+                    pass
             counter.neurons = counter.runs = counter.requests = 0
             before = model.stats
-            tokens = 0
+            tokens = sum(map(len, windows))
             for window in windows:
-                tokens += len(window.tokens)
-                for _ in model.iterate_logits(window.tokens, mode="decode"):
+                for _ in model.iterate_logits(window, mode="decode"):
                     pass
             spent = model.stats - before
         vars(flash)["make_batch"] = make_batch
@@ -83,6 +84,23 @@ def main() -> int:
             f"| {spent.flash_read_bytes / tokens / 1024:.1f} | {spent.hit_rate:.1%} |"
         )
     return 0
+
+
+def list_windows(
+    model: pi2.Model, texts: Sequence[str], arguments: argparse.Namespace
+) -> Iterator[list[int]]:
+    """Tokens to begin with, then those to count."""
+    document = model.plan.model
+    if texts:
+        yield []
+        for window in encode_windows(
+            model, texts, context=arguments.context, stride=None, count=arguments.windows
+        ):
+            yield list(window.tokens)
+        return
+    source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)
+    yield source.take(arguments.warm).tolist()
+    yield source.take(arguments.tokens).tolist()
 
 
 if __name__ == "__main__":
