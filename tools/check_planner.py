@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--group", type=int, default=4, help="runs behind one --wrap (4)")
+    parser.add_argument("--no-rates", action="store_true", help="measure no rates around runs")
     parser.add_argument("--wrap", default="", help="put before every measurement")
     parser.add_argument("--work", type=Path, help="keep plans and device here")
     parser.add_argument("-o", "--output", type=Path, help="write every row as JSON")
@@ -241,6 +242,7 @@ def check_plans(
     command = [sys.executable, str(Path(__file__).with_name("planner_run.py"))]
     command += [str(path) for _, path in plans]
     command += ["--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
+    command += ["--no-rates"] * arguments.no_rates
     if arguments.text is not None:
         command += ["--text", str(arguments.text)]
     done = subprocess.run(

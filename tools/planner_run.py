@@ -2,7 +2,8 @@
 
     python tools/planner_run.py my.plan.toml other.plan.toml --tokens 32 --prompt 128
 
-Peak memory is the plan's; the rates of memory and storage are measured around the tokens.
+Peak memory is the plan's; the rates of memory and storage are measured around the tokens, unless
+--no-rates.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
 from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.machine import list_allowed_cores
 from pi2.plan.device import Device
+from pi2.plan.resolve import load_plan
 from pi2.planning.kernel_times import Linear
-from pi2.planning.rates import Rates
+from pi2.planning.rates import KernelRates, Rates
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.simulate.flash import FlashPoint
@@ -43,11 +46,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--no-rates", action="store_true")
     arguments = parser.parse_args()
     if len(arguments.plans) == 1:
         print(json.dumps(measure_plan(arguments)))
         return 0
     settings = ["--tokens", str(arguments.tokens)]
+    settings += ["--no-rates"] * arguments.no_rates
     if arguments.text is not None:
         settings += ["--text", str(arguments.text)]
     for plan in arguments.plans:
@@ -61,7 +66,10 @@ def main() -> int:
 def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a plan as `pi2 bench` does: a prompt, and tokens after some that fill the cache."""
     text = None if arguments.text is None else arguments.text.read_text("utf-8")[:TEXT_CHARACTERS]
-    recipe = PlanRecipe(path=arguments.plans[0], overrides={}, text=text)
+    cores = list_allowed_cores()[: load_plan(arguments.plans[0]).plan.threads.compute]
+    # Others' work on the machine makes the system put two threads on one core.
+    overrides = {"threads.cores": ",".join(map(str, cores))} if cores else {}
+    recipe = PlanRecipe(path=arguments.plans[0], overrides=overrides, text=text)
     contestant = recipe(lambda label, share: None)
     found: dict[str, Any] = {"prefill": None}
     try:
@@ -70,9 +78,10 @@ def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
             found["prefill"] = contestant.run(Workload("pp", arguments.prompt, 0)).tokens_s
         contestant.run(Workload("tg", max(arguments.tokens // 2, 1), 0))
         peak_bytes = read_peak_rss_bytes()
-        before = measure_rates(contestant)
+        measure = (lambda contestant: {}) if arguments.no_rates else measure_rates
+        before = measure(contestant)
         sample = contestant.run(Workload("tg", arguments.tokens, 0))
-        rates = [before, measure_rates(contestant)]
+        rates = [before, measure(contestant)]
     finally:
         contestant.close()
     assert sample.counters is not None
@@ -118,7 +127,8 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
     """A device's rates with those of memory and storage that were measured around a run."""
     cpu = next(unit for unit in device.units.values() if unit.kind == "cpu")
     assert cpu.read_bandwidth is not None, "a probe measures it"
-    memory = measured["memory_bytes_s"] / float(cpu.read_bandwidth.value)
+    bandwidth = float(cpu.read_bandwidth.value)
+    memory = measured.get("memory_bytes_s", bandwidth) / bandwidth
     shares = {
         pattern: measured[name] / probed
         for pattern, name, spec in (
@@ -149,6 +159,18 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
         attend=scale(rates.attend),
         predict=scale(rates.predict),
         gather=scale(rates.gather),
+        gate=scale(rates.gate),
+        open=scale(rates.open),
+        types={
+            names: KernelRates(
+                multiply=scale(item.multiply),
+                project=scale(item.project),
+                attend=scale(item.attend),
+                predict=scale(item.predict),
+                gather=scale(item.gather),
+            )
+            for names, item in rates.types.items()
+        },
     )
 
 

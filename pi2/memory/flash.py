@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.memory.io_engine import EngineName, IoEngine, MappedEngine, Observer, PreadEngine, RunRead
+from pi2.memory.io_engine import (
+    EngineName,
+    IoEngine,
+    MappedEngine,
+    Observer,
+    PreadEngine,
+    RunRead,
+    make_readers,
+)
 from pi2.memory.requests import (
     Bits,
     Merging,
@@ -129,7 +137,7 @@ class FlashReader:
         except BaseException:
             self.close()
             raise
-        self._runs = ThreadPoolExecutor(1, thread_name_prefix="pi2-stream")
+        self._runs = make_readers(1, "pi2-stream")
         if settings.verify:
             self._checks = [file.read_checks() for file in files if file.read_checks is not None]
             self._checked = [np.zeros(file.count, bool) for file in files]

@@ -50,6 +50,19 @@ class IoEngine(Protocol):
         """Wait for what is on its way, and give threads and memory back."""
 
 
+def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads that may run on every core that the caller may use now.
+
+    They begin with their first job, when the caller may be bound to a core, and would be, too.
+    """
+    ask, put = (getattr(os, f"sched_{verb}affinity", None) for verb in ("get", "set"))
+    if ask is None or put is None:
+        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+    return ThreadPoolExecutor(
+        threads, thread_name_prefix=name, initializer=put, initargs=(0, ask(0))
+    )
+
+
 class PreadEngine:
     """Threads that issue reads one after the other, in compiled code."""
 
@@ -58,7 +71,7 @@ class PreadEngine:
         self._files = files
         self._threads = threads
         self._read_runs = read_runs
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pi2-read")
+        self._pool = make_readers(threads, "pi2-read")
         self._jobs: dict[int, list[Future[None]]] = {}
         self.observer: Observer | None = None
 

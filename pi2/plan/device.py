@@ -69,7 +69,10 @@ KernelName = Literal[
     "project",
     "attend",
     "predict",
+    "predict-gate",
     "gather",
+    "gather-open",
+    "wake",
     "dense",
     "project-many",
     "norm",
@@ -82,8 +85,10 @@ KernelName = Literal[
 ]
 """A step of pi2's own engine.  For one token: ``multiply``, a matrix of `size` rows; ``project``, a
 layer's attention without context, its projections having `size` rows; ``attend``, what `size`
-tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons; ``gather``,
-`size` neurons that lie apart; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
+tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons, and
+``predict-gate``, their gates; ``gather``, `size` neurons that lie apart, and ``gather-open``, those
+whose gates are known; ``wake``, what the first of such calls takes more after `size` microseconds
+in which nothing was computed; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
 neuron cache, where `size` neurons are missing; ``find``, which neurons are in `size` slots of the
 cache; ``route``, choosing among `size` experts; ``engine``, what the engine does in a layer between
 these if all its neurons stay, and ``engine-token`` once a token, measured with `size` layers;
@@ -107,6 +112,10 @@ class KernelFigure(Origin):
     """Operations per second, in units of 1e9, where arithmetic takes the time."""
     width: Annotated[int, Field(ge=32, le=2**20, examples=[4096])] | None = None
     """Width of the model that it was measured with; 4096 where absent."""
+    kv: Literal["fp16", "int8", "fp32"] = "fp16"
+    """What keys and values were."""
+    activations: Literal["int8", "int16", "fp32"] = "int16"
+    """What the inputs of projections were rounded to."""
 
 
 class CpuCluster(Table):

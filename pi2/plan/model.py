@@ -245,6 +245,9 @@ class Sparsity(Origin):
     """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
     skew: Share | None = None
     """Share of a layer's neurons that make 80 % of its activations."""
+    gate_open: Share | None = None
+    """Mean share whose gate is open, which is what is computed where gates find active neurons;
+    absent means that it is not known."""
 
 
 class Model(Document):

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import log
 from pathlib import Path
 from typing import Literal
 
@@ -36,19 +37,18 @@ Floats = NDArray[np.float64]
 PredictorMode = Literal["none", "gate", "low-rank"]
 Policy = Literal["lfu", "lru"]
 
-CHURN = 0.5
-"""Part of a token's misses in a layer whose slots are lost to the neurons that stay: what is read
-takes a slot for about a token, whether or not it will be used again.  Counted with `NeuronCache`
+_CHURN = 0.5
+"""Part of a token's misses whose slots are lost to the neurons that stay: what is read takes a slot
+for about a token, whether or not it will be used again.  Counted with `NeuronCache`
 (tests/unit/test_planning_activity.py)."""
-MISCOUNT = 1.1
-"""Misses of ``lfu`` over those of a cache that knows how often every neuron is used: counts of the
-last tokens take some neurons for others.  Counted in the same way; a cache that begins with the
-store's counts does not have to find out."""
+_MEMORY_TOKENS = 64.0 / log(2.0)
+"""Tokens that the counts of ``lfu`` remember: their half-life is `pi2.memory.frequency`'s."""
 ABSENT = 0.8
 """Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
 `NeuronCache` ask for 0.55 to 0.95."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
+_STEPS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,6 @@ class LayerActivity:
     """Share of what is computed whose gate is open, so that its up row is read, too."""
     fired: float = 1.0
     """Share whose activation is not zero, so that its down column is read, too."""
-    seeded: bool = False
-    """Whether the cache knows from the beginning how often each neuron is used: the store has its
-    neurons in that order, or counted them."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
@@ -95,18 +92,14 @@ class LayerActivity:
         """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
         ``cold`` (shares of the layer's neurons).
 
-        ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons that follow the hot
-        ones, less the slots that a token's misses go through; it is never worse than ``lru``.
+        ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons with the highest
+        counts of the last tokens, which chance decides, too; it is never worse than ``lru``.
         """
         if hot + cold >= 1.0:
             return 0.0
         if policy == "lru":
             return self._count_by_recency(hot, cold)
-        kept = hot + cold
-        for _ in range(8):  # a fixed point: the misses decide what is lost
-            lost = min(CHURN * self._count_beyond(kept) / self.neurons, cold)
-            kept = hot + cold - lost
-        missing = self._count_beyond(kept) * (1.0 if self.seeded else MISCOUNT)
+        missing = self._count_by_frequency(hot, cold)
         if missing < _CROWDED * cold * self.neurons:
             return missing
         return min(missing, self._count_by_recency(hot, cold))
@@ -132,13 +125,27 @@ class LayerActivity:
             unwanted=float(np.average(between, weights=weights)),
         )
 
+    def _count_by_frequency(self, hot: float, cold: float) -> float:
+        """A neuron that a token uses with the chance c has a count with the mean c m and the
+        variance c m / 2, m being the tokens that counts remember; it stays if that is above what
+        fills the cache."""
+        absent = 1.0 - weigh_hot(hot)
+        counts = self._chances * self.chosen * _MEMORY_TOKENS
+        spread = np.sqrt(np.maximum(counts / 2.0, 1e-12))
+        uses = absent * self._chances * self._class_uses
+        low, high = -_MEMORY_TOKENS, _MEMORY_TOKENS
+        for _ in range(_STEPS):
+            least = (low + high) / 2.0
+            stays = _compute_normal((counts - least) / spread)
+            missing = float((uses * (1.0 - stays)).sum())
+            taken = float((absent * stays).mean()) + _CHURN * missing / self.neurons
+            low, high = (least, high) if taken > cold else (low, least)
+        return missing
+
     def _count_by_recency(self, hot: float, cold: float) -> float:
         hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
         chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
         return float(chances.sum()) * self._class_uses
-
-    def _count_beyond(self, share: float) -> float:
-        return max(self.used - self.count_within(share), 0.0)
 
     @property
     def _chances(self) -> Floats:
@@ -148,6 +155,11 @@ class LayerActivity:
     def _class_uses(self) -> float:
         """Neurons of a class that may be used by a token."""
         return self.neurons * self.chosen / CLASSES
+
+
+def _compute_normal(values: Floats) -> Floats:
+    """The normal distribution function, to 0.0003 (Page's approximation)."""
+    return np.asarray(0.5 * (1.0 + np.tanh(0.7978846 * (values + 0.044715 * values**3))))
 
 
 def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
@@ -209,43 +221,52 @@ def _describe_single(
 ) -> tuple[tuple[LayerActivity, ...], str]:
     constants = constants or Constants()
     chosen = model.active_experts / model.expert_count
-    known = read_statistics(store, model.shape.layers) if store is not None else None
+    layers, source = model.shape.layers, "the store's statistics"
+    known = find_statistics(model, store)
+    if store is None or known is None or read_statistics(store, layers) is None:
+        stated = model.sparsity.source if model.sparsity is not None else "assumed"
+        source = f"the model's document ({stated})"
+    if known is None:
+        active, skew = _read_model(model, mode, constants)
+        layer = LayerActivity(
+            named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons
+        )
+        return (layer,) * layers, source
     counts = None
-    if known is not None and store is not None and mode != "none":
-        counts = read_counts(store, model.shape.layers, model.layer_neurons)
-    if known is not None and counts is not None:
-        named = [item.named(mode) for item in known]
-        return tuple(
-            LayerActivity(
-                named=make_counted(row, share),
+    if store is not None and mode != "none":
+        counts = read_counts(store, layers, model.layer_neurons)
+    if counts is not None:
+        source = "the store's counted activations"
+    made: dict[LayerStatistics, LayerActivity] = {}
+    found = []
+    for number, item in enumerate(known):
+        if counts is not None or item not in made:
+            share = item.named(mode)
+            made[item] = LayerActivity(
+                named=make_hotness(share, item.skew, item.active)
+                if counts is None
+                else make_counted(counts[number], share),
                 chosen=chosen,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
                 fired=item.fired(mode),
-                seeded=True,
             )
-            for row, share, item in zip(counts, named, known, strict=True)
-        ), "the store's counted activations"
-    if known is not None:
-        return tuple(
-            LayerActivity(
-                named=make_hotness(item.named(mode), item.skew, item.active),
-                chosen=chosen,
-                neurons=model.layer_neurons,
-                opened=item.opened(mode),
-                fired=item.fired(mode),
-                # A neuron's place in the stored order tells as much: docs/performance.md.
-                seeded=True,
-            )
-            for item in known
-        ), "the store's statistics"
-    stated = model.sparsity.source if model.sparsity is not None else "assumed"
-    source = f"the model's document ({stated})"
-    active, skew = _read_model(model, mode, constants)
-    layer = LayerActivity(
-        named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons
+        found.append(made[item])
+    return tuple(found), source
+
+
+def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistics] | None:
+    """Layers of the store's ``statistics.json``, else what the model's document says of them all,
+    where it says as much."""
+    found = None if store is None else read_statistics(store, model.shape.layers)
+    if found is not None or model.sparsity is None or model.sparsity.gate_open is None:
+        return found
+    active, skew = _read_model(model, "gate", Constants())
+    predicted, _ = _read_model(model, "low-rank", Constants())
+    layer = LayerStatistics(
+        active=active, gate_positive=model.sparsity.gate_open, predicted=predicted, skew=skew
     )
-    return (layer,) * model.shape.layers, source
+    return [layer] * model.shape.layers
 
 
 def describe_cut_activity(

@@ -124,6 +124,7 @@ def cost_resolved(
     """The same for a plan that has no file yet; ``store``: the folder of its neuron store;
     ``activity``: what `describe_activity` says of it, where that is known already."""
     plan, model = resolved.plan, resolved.model
+    rates = rates.choose(plan.kv.type, plan.decode.activations)
     mode = plan.decode.predictor
     bundle = resolved.bundle
     sizes = measure_sizes(model, mode, plan.kv.type, bundle.stride, bundle.scales)

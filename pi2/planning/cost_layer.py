@@ -81,9 +81,11 @@ def cost_layer(
         rates, rates.project, sizes.projections, sizes.projection_weights, batch
     ) / max(shared, 1.0)
     attention += batch * settings.position * sizes.kv_token / rates.attend.bytes_s
+    gates = settings.predictor == "gate"
+    gather = rates.open if gates else rates.gather
     predict = time_matrix(
         rates,
-        rates.predict,
+        rates.gate if gates else rates.predict,
         sizes.predictor,
         sizes.predictor_weights,
         batch,
@@ -111,7 +113,7 @@ def cost_layer(
     dense_s = 0.0
     slow = 1.0
     if dense_neurons > 0 and rates.dense is not None:
-        together = rates.dense.bytes_s + rates.gather.bytes_s
+        together = rates.dense.bytes_s + gather.bytes_s
         slow = max(1.0, together / rates.shared_bytes_s)
         dense_s = rates.dense.launch_s
         seconds = dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
@@ -120,7 +122,7 @@ def cost_layer(
             seconds = max(seconds, operations / rates.dense.ops_s)
         dense_s += seconds
     resident = max(computed - missing, 0.0)
-    per_neuron = _count_neuron_bytes(rates, sizes, settings, activity) / rates.gather.bytes_s
+    per_neuron = _count_neuron_bytes(rates, sizes, settings, activity) / gather.bytes_s
     per_neuron *= slow / speed
     reads, stream = settings.reads, settings.stream
     chance = find_chance(missing)
@@ -128,16 +130,16 @@ def cost_layer(
     calls = (resident >= 1.0) + (parts * chance if missing > 0 else 0.0)
     if stream is not None:
         calls = (resident >= 1.0) + stream.count_pieces(activity.neurons * (1.0 - hot))
-    if settings.predictor == "gate" and hot < 1.0:
-        look_up += calls * rates.find_s
-    compute = (resident + missing) * per_neuron + calls * rates.gather.call_s
+    if gates:
+        look_up += calls * (rates.find_s if hot < 1.0 else rates.find_hot_s)
+    compute = (resident + missing) * per_neuron + calls * gather.call_s
     attention_s = attention / speed
     busy = max(compute, dense_s)
     read = wait = 0.0
     if stream is not None and missing > 0:
         absent = activity.neurons * (1.0 - hot)
         read = stream.time_read(absent)
-        streamed = missing * per_neuron + calls * rates.gather.call_s
+        streamed = missing * per_neuron + calls * gather.call_s
         before = attention_s + norm_s + rates.python_s + resident * per_neuron
         wait = stream.time_wait(absent, before, streamed)
     elif reads is not None and missing > 0:
@@ -147,6 +149,8 @@ def cost_layer(
         read = chance * reads.time(missing / chance, merged)
         hidden = _find_hidden(settings, attention_s, busy, missing * per_neuron / parts)
         wait = read - reads.overlap * min(read, max(hidden, 0.0))
+        # Threads that have waited for a part have to be woken.
+        compute += chance * parts * rates.wake_s * wait / read
     return LayerCost(
         attention_s=attention_s,
         norm_s=norm_s,

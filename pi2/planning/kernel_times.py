@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import get_args
 
 from pi2.plan.device import KernelFigure, KernelName, Unit
+from pi2.plan.plan import ActivationType, KvType
 from pi2.simulate.constants import Constants
 
 USUAL_WIDTH = 4096
@@ -31,21 +33,37 @@ class Linear:
 class KernelTimes:
     """Times of a processor's steps, from the figures that its device states."""
 
-    def __init__(self, unit: Unit, width: int | None, constants: Constants) -> None:
-        """``width``: the model's, between the widths that were measured; None for the largest."""
+    def __init__(
+        self,
+        unit: Unit,
+        width: int | None,
+        constants: Constants,
+        *,
+        kv: KvType = "fp16",
+        activations: ActivationType = "int16",
+    ) -> None:
+        """``width``: the model's, between the widths that were measured; None for the largest.
+
+        Kernels that were not measured with ``kv`` and ``activations`` have the time of others.
+        """
         self._unit = unit
         self._width = width
         self._constants = constants
         self.sources: dict[str, str] = {}
         """Where each time comes from."""
         self._kernels: dict[KernelName, list[KernelFigure]] = {}
-        for figure in unit.kernels:
-            self._kernels.setdefault(figure.kernel, []).append(figure)
+        for name in get_args(KernelName):
+            if found := _choose_figures(unit, name, kv, activations):
+                self._kernels[name] = found
 
     @property
     def measured(self) -> bool:
         """Whether pi2's own kernels were measured."""
         return bool(self._kernels)
+
+    def has(self, kernel: KernelName) -> bool:
+        """Whether this kernel was measured."""
+        return kernel in self._kernels
 
     def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
         """Figures of a kernel by the width of the model that they were measured with."""
@@ -64,12 +82,14 @@ class KernelTimes:
                 return y0 + (y1 - y0) * (width - w0) / (w1 - w0)
         return values[-1][1]
 
-    def find_time(self, kernel: KernelName, default_s: float) -> float:
-        """Time of a step that is the same whatever it works on."""
+    def find_time(self, kernel: KernelName, default_s: float, *, most: bool = False) -> float:
+        """Time of a step that is the same whatever it works on, or of the least, or ``most``, that
+        it was measured with."""
         found = self._list_widths(kernel)
         if not found:
             return default_s
-        return self._interpolate([(width, float(items[0].time)) for width, items in found])
+        place = -1 if most else 0
+        return self._interpolate([(width, float(items[place].time)) for width, items in found])
 
     def find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
         """The line through the largest measurements of two widths; of one, less the fixed part;
@@ -103,9 +123,9 @@ class KernelTimes:
         )
         return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
 
-    def find_gather(self, bandwidth: float) -> Linear:
+    def find_gather(self, bandwidth: float, kernel: KernelName = "gather") -> Linear:
         """The line through measurements of few and of many neurons that lie apart."""
-        found = self._list_widths("gather")
+        found = self._list_widths(kernel) or self._list_widths("gather")
         if not found:
             self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
             return Linear(
@@ -169,6 +189,29 @@ class KernelTimes:
         order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
         stated = min(self._unit.compute, key=lambda item: order[item.precision], default=None)
         return None if stated is None else stated.giga_ops * 1e9
+
+
+def _choose_figures(
+    unit: Unit, kernel: KernelName, kv: KvType, activations: ActivationType
+) -> list[KernelFigure]:
+    """A kernel's figures with these types; else with the one that matters most to it."""
+    own = [item for item in unit.kernels if item.kernel == kernel]
+    wishes: tuple[tuple[KvType | None, ActivationType | None], ...] = (
+        (kv, activations),
+        (kv, None) if kernel == "attend" else (None, activations),
+        ("fp16", "int16"),
+        (None, None),
+    )
+    for wanted_kv, wanted in wishes:
+        found = [
+            item
+            for item in own
+            if wanted_kv in (None, item.kv) and wanted in (None, item.activations)
+        ]
+        if found:
+            types = (found[0].kv, found[0].activations)
+            return [item for item in found if (item.kv, item.activations) == types]
+    return []
 
 
 def _draw_gather(items: list[KernelFigure]) -> Linear:

@@ -164,6 +164,7 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
     if rates.flash is not None:
         ios = tuple(list_io_choices(rates.flash, stride, model.layer_neurons * stride))
     kvs = _list_kvs(wish, rates, stride)
+    cheapest = min(kvs, key=lambda item: item.token_s).type
     sizes = measure_sizes(model, modes[0], "fp16", stride)
     settings = _make_settings(wish, modes[0], rates, "fp16")
     bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
@@ -173,7 +174,8 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
         if mode == "none" and rates.flash is not None:
             shares = [0.0, STREAM_SHARE]
         for share in shares:
-            listed.append(_pose_mode(wish, rates, mode, share, activities[mode][0], groups, stride))
+            own = activities[mode][0]
+            listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, stride))
     return Problem(
         wish=wish,
         rates=rates,
@@ -236,7 +238,9 @@ def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
         unused = describe_context(resolved).count_unused(min(POSITION, wish.context))
         size = measure_sizes(model, mode, kind, stride).kv_token
         tokens = wish.batch * min(POSITION, wish.context)
-        seconds = model.shape.layers * tokens * size / rates.attend.bytes_s
+        own = rates.choose(kind)
+        layer_s = own.project.call_s + tokens * size / own.attend.bytes_s
+        seconds = model.shape.layers * layer_s
         found.append(
             KvChoice(
                 type=kind,
@@ -300,6 +304,7 @@ def _pose_mode(
     wish: Wish,
     rates: Rates,
     mode: PredictorMode,
+    kv: KvType,
     cache_share: float,
     activities: Sequence[LayerActivity],
     groups: Sequence[LayerGroup],
@@ -307,7 +312,8 @@ def _pose_mode(
 ) -> Mode:
     model = wish.model
     sizes = measure_sizes(model, mode, "fp16", stride)
-    settings = _make_settings(wish, mode, rates, "int8" if not wish.exact else "fp16")
+    rates = rates.choose(kv)
+    settings = _make_settings(wish, mode, rates, kv)
     cheap = measure_sizes(model, mode, settings.kv, stride)
     resolved = _resolve(wish, mode, "fp16", CHUNKS[0], stride)
     lines, fixed, compute, dense = [], [], [], []

@@ -6,10 +6,13 @@ read bandwidth and the constants that the simulator uses for devices that nobody
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.device import Device, Unit
+from pi2.plan.plan import ActivationType, KvType
 from pi2.planning.kernel_times import KernelTimes, Linear
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, keep_core, list_bursts, list_points
@@ -32,6 +35,17 @@ class DenseUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRates:
+    """Rates of the kernels that depend on what keys, values and activations are rounded to."""
+
+    multiply: Linear
+    project: Linear
+    attend: Linear
+    predict: Linear
+    gather: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """What a device does, for all threads of its processor."""
 
@@ -43,6 +57,10 @@ class Rates:
     attend: Linear
     predict: Linear
     gather: Linear
+    gate: Linear
+    """Computing all gates."""
+    open: Linear
+    """Neurons whose gates are known."""
     norm_s: float
     route_s: float
     """Choosing a mixture's experts."""
@@ -56,6 +74,10 @@ class Rates:
     """What a look-up takes more where anything is missing, however little."""
     find_s: float
     """Which neurons a call's slots have, so that their gates are found."""
+    find_hot_s: float
+    """The same of a layer whose neurons all stay."""
+    wake_s: float
+    """What a call takes more after threads had nothing to do."""
     touch_s: float
     """Each neuron that is found in the cache: its use is counted."""
     dense_many: tuple[float, float] | None
@@ -76,8 +98,24 @@ class Rates:
     """Of everything while the other unit computes, too."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
+    types: Mapping[tuple[KvType, ActivationType], KernelRates] = field(default_factory=dict)
+    """Kernels of other keys, values and activations than those above: fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each rate comes from."""
+
+    def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
+        """The same with the kernels that a plan with these types runs."""
+        found = self.types.get((kv, activations))
+        if found is None:
+            return self
+        return replace(
+            self,
+            multiply=found.multiply,
+            project=found.project,
+            attend=found.attend,
+            predict=found.predict,
+            gather=found.gather,
+        )
 
     def scale(self, threads: int) -> float:
         """Part of the processor's speed that ``threads`` threads have."""
@@ -103,6 +141,16 @@ def read_rates(
     return _Reader(device, width, constants or Constants()).read()
 
 
+def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> KernelRates:
+    return KernelRates(
+        multiply=times.find_linear("multiply", bandwidth, norm_s),
+        project=times.find_linear("project", bandwidth, norm_s),
+        attend=times.find_attend(bandwidth),
+        predict=times.find_linear("predict", bandwidth, norm_s),
+        gather=times.find_gather(bandwidth),
+    )
+
+
 def find_stream_overlap(rates: Rates) -> float:
     """Part of the time of such reads that computing hides: they cost the cores less."""
     points = () if rates.flash is None else rates.flash.points
@@ -122,6 +170,7 @@ class _Reader:
 
     def __init__(self, device: Device, width: int | None, constants: Constants) -> None:
         self._device = device
+        self._width = width
         self._constants = constants
         self._missing: list[Diagnostic] = []
         name, unit = next(
@@ -143,14 +192,22 @@ class _Reader:
         if shared is None and dense is not None:
             peak = self._device.memory.peak_bandwidth
             shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
+        usual = _read_kernels(self._times, bandwidth, norm_s)
+        gate = usual.predict
+        find_hot_s = 0.0
+        if self._times.has("predict-gate"):
+            gate = self._times.find_linear("predict-gate", bandwidth, norm_s)
+            find_hot_s = self._times.find_time("find", 0.0)
         rates = Rates(
             measured=self._times.measured,
             cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
-            multiply=self._times.find_linear("multiply", bandwidth, norm_s),
-            project=self._times.find_linear("project", bandwidth, norm_s),
-            attend=self._times.find_attend(bandwidth),
-            predict=self._times.find_linear("predict", bandwidth, norm_s),
-            gather=self._times.find_gather(bandwidth),
+            multiply=usual.multiply,
+            project=usual.project,
+            attend=usual.attend,
+            predict=usual.predict,
+            gather=usual.gather,
+            gate=gate,
+            open=self._times.find_gather(bandwidth, "gather-open"),
             norm_s=norm_s,
             route_s=self._times.find_time("route", 0.0),
             python_s=self._times.find_time("engine", 0.0),
@@ -158,7 +215,9 @@ class _Reader:
             look_up=look_up,
             place_s=place_s,
             touch_s=touch_s,
-            find_s=self._times.find_time("find", 0.0),
+            find_s=self._times.find_time("find", 0.0, most=True),
+            find_hot_s=find_hot_s,
+            wake_s=self._times.find_time("wake", 0.0),
             dense_many=self._times.find_many("dense"),
             project_many=self._times.find_many("project-many"),
             few_ops_s=self._times.find_ops("dense", few=True),
@@ -171,11 +230,32 @@ class _Reader:
             bandwidths=tuple(
                 (item.threads, float(item.value)) for item in cpu.bandwidth_by_threads
             ),
+            types=self._read_types(bandwidth, norm_s),
             sources=self._sources,
         )
         if self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
         return rates
+
+    def _read_types(
+        self, bandwidth: float, norm_s: float
+    ) -> dict[tuple[KvType, ActivationType], KernelRates]:
+        """Kernels for each pair of types, where any but the usual one was measured."""
+        measured = {(item.kv, item.activations) for item in self._cpu.kernels}
+        if measured <= {("fp16", "int16")}:
+            return {}
+        return {
+            (kv, activations): _read_kernels(
+                KernelTimes(
+                    self._cpu, self._width, self._constants, kv=kv, activations=activations
+                ),
+                bandwidth,
+                norm_s,
+            )
+            for kv in get_args(KvType)
+            for activations in get_args(ActivationType)
+            if (kv, activations) != ("fp16", "int16")
+        }
 
     def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:
         figure = unit.read_bandwidth

@@ -13,7 +13,13 @@ import numpy as np
 
 from pi2.plan.resolved import ResolvedPlan
 from pi2.plan.sizes import STAGED_NEURONS
-from pi2.planning.activity import CHURN, MergedReads, describe_activity, read_statistics
+from pi2.planning.activity import (
+    LayerActivity,
+    MergedReads,
+    average_chances,
+    describe_activity,
+    find_statistics,
+)
 from pi2.planning.cost import read_settings
 from pi2.planning.cost_layer import Settings, find_chance, time_norm
 from pi2.planning.cost_sizes import measure_sizes
@@ -25,6 +31,7 @@ from pi2.simulate.activations import Hotness, find_spread, weigh_hot
 from pi2.simulate.flash import Flash, FlashPoint
 from pi2.simulate.inputs import Figure, Machine, SimulationInput, Workload
 
+_STEPS = 24
 _TYPICAL_MISSES = 128.0
 """Missing neurons of a layer, where nobody counted how often they are used."""
 
@@ -41,6 +48,9 @@ def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> Simulatio
     if cpu is None or not cpu.kernels:
         return _keep_most_used(inputs) if resolved.plan.cache.policy == "lfu" else inputs
     rates = rates or read_rates(resolved.device, resolved.model.shape.stored_hidden)
+    rates = rates.choose(resolved.plan.kv.type, resolved.plan.decode.activations)
+    if resolved.plan.decode.predictor == "gate":
+        rates = replace(rates, predict=rates.gate, gather=rates.open)
     settings = read_settings(resolved, rates, store=resolved.store_path)
     workload = _measure_workload(resolved, inputs, rates)
     cold = _lose_churn(inputs, workload)
@@ -95,7 +105,7 @@ def _time_steps(resolved: ResolvedPlan, rates: Rates, settings: Settings, missin
         return seconds
     seconds += rates.look_up.call_s
     if settings.reads is not None:
-        seconds += rates.place_s * find_chance(missing) + rates.gather.call_s
+        seconds += rates.place_s * find_chance(missing) + rates.gather.call_s + rates.wake_s
     return seconds + (2.0 * rates.find_s if mode == "gate" else 0.0)
 
 
@@ -112,14 +122,22 @@ def _keep_most_used(inputs: SimulationInput) -> SimulationInput:
 
 
 def _lose_churn(inputs: SimulationInput, workload: Workload) -> float:
-    """Neurons that the cache keeps, less the slots that a token's misses go through."""
+    """Neurons of a cache that holds the most used ones and misses as often as this one, which
+    takes some for others."""
     cold = inputs.choices.cold_neurons
     whole = workload.layers * workload.layer_neurons
     hot = sum(item.hot * item.count for item in inputs.choices.layers) / workload.layers
-    kept = hot + cold / whole
-    for _ in range(8):  # a fixed point: the misses decide what is lost
-        kept = hot + max(cold / whole - CHURN * _count_missing(workload, kept), 0.0)
-    return (kept - hot) * whole
+    if workload.hotness is None or hot + cold / whole >= 1.0:
+        return cold
+    layer = LayerActivity(
+        named=workload.hotness, chosen=workload.chosen, neurons=workload.layer_neurons
+    )
+    missing = layer.count_missing(hot, cold / whole, "lfu") / workload.layer_neurons
+    low, high = hot, hot + cold / whole
+    for _ in range(_STEPS):
+        kept = (low + high) / 2.0
+        low, high = (kept, high) if _count_missing(workload, kept) > missing else (low, kept)
+    return (low - hot) * whole
 
 
 def _count_missing(workload: Workload, kept: float) -> float:
@@ -127,7 +145,7 @@ def _count_missing(workload: Workload, kept: float) -> float:
     if workload.hotness is None:
         return 0.0
     cold = 1.0 - weigh_hot(min(kept, 1.0))
-    return float((workload.hotness.compute_chances() * cold).mean()) * workload.chosen
+    return float((average_chances(workload.hotness) * cold).mean()) * workload.chosen
 
 
 def _measure_workload(resolved: ResolvedPlan, inputs: SimulationInput, rates: Rates) -> Workload:
@@ -146,7 +164,7 @@ def _measure_workload(resolved: ResolvedPlan, inputs: SimulationInput, rates: Ra
         predictor_bytes=sizes.predictor * bandwidth / rates.predict.bytes_s,
         head_bytes=workload.head_bytes * bandwidth / rates.multiply.bytes_s,
     )
-    known = read_statistics(resolved.store_path, resolved.model.shape.layers)
+    known = find_statistics(resolved.model, resolved.store_path)
     if known is None or plan.decode.predictor == "none":
         return replace(found, neuron_bytes=neuron)
     mode, count = plan.decode.predictor, len(known)
@@ -168,7 +186,7 @@ def _average_hotness(resolved: ResolvedPlan) -> Hotness | None:
     activity, _ = describe_activity(
         resolved.model, resolved.plan.decode.predictor, resolved.store_path
     )
-    if not all(layer.seeded for layer in activity):
+    if not all(isinstance(layer.named, CountedHotness) for layer in activity):
         named = [layer.named for layer in activity]
         count = len(named)
         return Hotness(

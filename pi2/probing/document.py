@@ -153,6 +153,10 @@ def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
     if step.operations is not None:
         values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
     values["width"] = step.width
+    if step.kv != "fp16":
+        values["kv"] = step.kv
+    if step.activations != "int16":
+        values["activations"] = step.activations
     what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
     return {**values, **_origin(what, summary.samples), "spread": summary.spread}
 

@@ -98,7 +98,9 @@ def _describe_settings(figure: BaseModel) -> str:
     match figure:
         case KernelFigure():
             width = "" if figure.width is None else f" width {figure.width}"
-            return f" {figure.kernel} {figure.size}{width}"
+            types = "" if figure.kv == "fp16" else f" kv {figure.kv}"
+            types += "" if figure.activations == "int16" else f" activations {figure.activations}"
+            return f" {figure.kernel} {figure.size}{width}{types}"
         case ComputeFigure():
             return f" {figure.precision}"
         case ReadFigure():

@@ -1,24 +1,25 @@
 """Times of the engine's steps: the cpu backend's kernels as the engine calls them.
 
-A step is measured from Python and back, on models of `pi2.probing.model`, so that what a plan's
-token takes is the sum of such times.  A 7B's weights are read from four layers in turn, more than
-caches hold; a small model's stay in the caches, as they do where it runs.
+Steps of a generated token are measured within tokens of the models of `pi2.probing.model`, so that
+what a plan's token takes is the sum of such times; the others, one by one.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import cast
 
 from pi2.backends.protocol import Backend, Executor
+from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key, Progress, collect_rounds
 from pi2.probing.steps import VARIANTS, Steps
 from pi2.probing.storage import ReadSpec, StorageBench
 from pi2.probing.timing import StepFacts, make_timer
+from pi2.probing.token_steps import EXACT, GATES, USUAL, TokenSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +41,47 @@ class KernelBench:
     def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
         backend = cast(Backend, import_module("pi2.backends.cpu"))
         self._sizes = recipe.sizes
-        self._model = synthetic.make_model(recipe.sizes)
+        self._free = list_allowed_cores()
+        cores = tuple(self._free) if len(self._free) == recipe.threads else ()
+        model = synthetic.make_model(recipe.sizes)
         request = synthetic.make_request(
-            self._model,
+            model,
             threads=recipe.threads,
             features=recipe.features,
             architecture=recipe.architecture,
             progress=progress,
         )
+        # Each thread has a core of its own: else the system puts two on one where others work.
+        request = replace(request, cores=cores)
+        self._bound = cores[:1]
         self._executor: Executor = backend.build(request)
-        self._made = Steps(
-            self._executor, self._model, recipe.sizes, used_bytes=request.bundle.used_bytes
-        )
+        used_bytes = request.bundle.used_bytes
+        self._made = Steps(self._executor, model, recipe.sizes, used_bytes=used_bytes)
         self._steps = self._made.list_all()
+        layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
+        self._others: list[Executor] = []
+        self._tokens = []
+        for variety in (USUAL, GATES, EXACT):
+            executor = self._executor
+            if variety != USUAL:
+                executor = backend.build(variety.apply(request, layers))
+                self._others.append(executor)
+            self._tokens.append(
+                TokenSteps(
+                    executor,
+                    self._made.arena,
+                    model,
+                    recipe.sizes,
+                    variety,
+                    used_bytes=used_bytes,
+                )
+            )
         self._storage: StorageBench | None = None
 
     def list_steps(self) -> list[StepFacts]:
         """What is measured."""
-        return [
+        listed = [facts for item in self._tokens for facts in item.list_facts()]
+        return listed + [
             StepFacts(
                 kernel=step.kernel,
                 size=step.size,
@@ -69,18 +93,32 @@ class KernelBench:
         ]
 
     def measure(self, rounds: int) -> dict[Key, list[float]]:
-        """Seconds per call of each step, ``rounds`` medians."""
+        """Seconds per call of each step, ``rounds`` figures of each."""
+        if self._bound:
+            bind_calling_thread(self._bound)
+        try:
+            return self._measure(rounds)
+        finally:
+            if self._bound:
+                # Threads that read would be bound with it.
+                bind_calling_thread(self._free)
+
+    def _measure(self, rounds: int) -> dict[Key, list[float]]:
         measures = [(step.key, make_timer(step)) for step in self._steps]
-        return collect_rounds(measures, rounds, lambda label, share: None, "")
+        found = collect_rounds(measures, rounds, lambda label, share: None, "")
+        for _ in range(rounds):
+            for item in self._tokens:
+                for key, seconds in item.measure().items():
+                    found.setdefault(key, []).append(seconds)
+        return found
 
     def measure_steady(self, pieces: int) -> list[float]:
         """Seconds that the same work takes, over and over: what differs is the machine's noise."""
-        step = next(item for item in self._steps if item.kernel == "project")
         times = []
         for piece in range(pieces):
             start = time.perf_counter()
             for index in range(VARIANTS):
-                step.run(piece * VARIANTS + index)
+                self._made.stir(piece * VARIANTS + index)
             times.append(time.perf_counter() - start)
         return times
 
@@ -114,4 +152,5 @@ class KernelBench:
         """Give everything back."""
         if self._storage is not None:
             self._storage.close()
-        self._executor.close()
+        for executor in (self._executor, *self._others):
+            executor.close()

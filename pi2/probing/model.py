@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.plan.layout import scale_bytes, weight_bytes
+from pi2.plan.layout import Precision, scale_bytes, weight_bytes
 from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Shape
 from pi2.plan.tensor_names import EMBEDDING
 from pi2.store.tensors import DenseTensor, list_tensors
@@ -28,6 +28,7 @@ U8 = npt.NDArray[np.uint8]
 
 CHUNK = 128
 _PATTERN_BYTES = 1 << 22
+_PAGE_BYTES = 4096
 _LOW_NIBBLES = 0x77
 """Of every four bits the highest is left out: all weights are below zero."""
 
@@ -43,6 +44,8 @@ class ProbeShape:
     head_dim: int
     vocab: int
     rank: int
+    """Of the predictors."""
+    predictor: Precision
     layers: int
     context: int
     """Tokens that attention is measured with, beside none."""
@@ -66,6 +69,7 @@ LARGE = ProbeShape(
     head_dim=128,
     vocab=32000,
     rank=1024,
+    predictor="int4",
     layers=4,
     context=2048,
     arena_neurons=40_000,
@@ -83,6 +87,7 @@ SMALL = ProbeShape(
     head_dim=32,
     vocab=4096,
     rank=96,
+    predictor="int8",
     layers=8,
     context=256,
     arena_neurons=8192,
@@ -111,7 +116,7 @@ def make_model(sizes: ProbeShape = LARGE) -> Model:
         ),
         attention=Attention(),
         ffn=Ffn(activation="drelu"),
-        quantization=Quantization(predictor="int4"),
+        quantization=Quantization(predictor=sizes.predictor),
         predictor=Predictor(rank=sizes.rank),
     )
 
@@ -125,7 +130,10 @@ def allocate(_segment: str, size: int, *, huge: bool = False) -> U8:
     room = mmap.mmap(-1, max(size, 1))
     if sys.platform == "linux":
         room.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(room, np.uint8, count=size)
+    found = np.frombuffer(room, np.uint8, count=size)
+    # What was never written is one page of zeros, which would stay in the nearest cache.
+    found[::_PAGE_BYTES] = 0
+    return found
 
 
 def make_request(
@@ -165,6 +173,20 @@ def make_arena(model: Model, neurons: int) -> U8:
     for part in layout.parts:
         arena[:, part.scales_offset : part.scales_offset + size] = scales
     return arena
+
+
+def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, npt.NDArray[np.float16]]]:
+    """Gates of ``layers`` layers, weights [neurons, weight_bytes] and scales [neurons, width / 32],
+    all of them open for an input of ones."""
+    width, precision = model.shape.stored_hidden, model.quantization.ffn
+    size = scale_bytes(width, precision) // 2
+    found = []
+    for _ in range(layers):
+        rows = fill(model.shape.ffn * weight_bytes(width, precision), _LOW_NIBBLES)
+        scales = allocate("", model.shape.ffn * size * 2, huge=True).view(np.float16)
+        scales[:] = -0.01
+        found.append((rows.reshape(model.shape.ffn, -1), scales.reshape(model.shape.ffn, -1)))
+    return found
 
 
 def fill(size: int, mask: int = 0xFF) -> U8:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pi2.plan.device import KernelName
+from pi2.plan.plan import ActivationType, KvType
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key
 
@@ -25,11 +26,13 @@ class StepFacts:
     operations: float | None
     width: int = synthetic.LARGE.width
     """Of the model."""
+    kv: KvType = "fp16"
+    activations: ActivationType = "int16"
 
     @property
     def key(self) -> Key:
         """Its name among the measurements."""
-        return (self.kernel, str(self.size), str(self.width))
+        return (self.kernel, str(self.size), str(self.width), self.kv, self.activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pi2.orchestrator import load
 before = os.sched_getaffinity(0)
 cores = sorted(before)[:2]
 plan = Path(pi2.__file__).parent / "plans/demo.plan.toml"
-with load(plan, set={"threads.cores": ",".join(map(str, cores))}) as model:
+with load(plan, set={"threads.cores": ",".join(map(str, cores)), "io.engine": "pread"}) as model:
     text = list(model.generate("def f", max_tokens=4))
     for task in Path("/proc/self/task").iterdir():
         caller = task.name == str(os.getpid())

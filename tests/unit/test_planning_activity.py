@@ -68,7 +68,14 @@ def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Polic
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 @pytest.mark.parametrize(
     ("active", "skew", "hot", "cold"),
-    [(0.14, 0.27, 0.4, 0.1), (0.14, 0.4, 0.3, 0.3), (0.14, 0.4, 0.2, 0.15), (0.05, 0.2, 0.2, 0.1)],
+    [
+        (0.14, 0.27, 0.4, 0.1),
+        (0.14, 0.4, 0.3, 0.3),
+        (0.14, 0.4, 0.2, 0.15),
+        (0.05, 0.2, 0.2, 0.1),
+        (0.126, 0.33, 0.01, 0.57),
+        (0.126, 0.33, 0.37, 0.23),
+    ],
 )
 def test_expected_misses_are_those_that_the_cache_counts(
     active: float, skew: float, hot: float, cold: float, policy: Policy
@@ -215,3 +222,16 @@ def test_experts_share_the_uses() -> None:
     found, _ = describe_activity(read_model("turbosparse-mixtral-47b"), "gate")
     assert found[0].chosen == 0.25
     assert found[0].used == pytest.approx(found[0].named.active * 2 * 14336)
+
+
+def test_the_demo_model_says_how_many_gates_are_open() -> None:
+    model = read_model("pi2-demo")
+    gates, source = describe_activity(model, "gate", PLANS / "stores/pi2-demo")
+    assert source == "the store's counted activations"
+    mean = np.mean([layer.named.active for layer in gates])
+    assert mean == pytest.approx(0.249, rel=0.02), "a quarter; an activation needs the up row, too"
+    assert gates[0].fired == pytest.approx(0.067 / 0.249, rel=0.01)
+    named, _ = describe_activity(model, "low-rank", PLANS / "stores/pi2-demo")
+    assert np.mean([layer.named.active for layer in named]) == pytest.approx(0.176, rel=0.02)
+    alone, source = describe_activity(model, "low-rank")
+    assert source.startswith("the model's document") and alone[0].named.active == 0.176

@@ -13,9 +13,24 @@ from pi2.planning.rates import Rates, read_rates
 ORIGIN = {"status": "estimated", "source": "a test"}
 
 
-def make_device(*, small: bool = True) -> Device:
-    """A processor whose kernels were measured with models 4096 and 256 wide."""
-    kernels = []
+def make_device(
+    *, small: bool = True, others: tuple[tuple[str, int, float, int, str, str], ...] = ()
+) -> Device:
+    """A processor whose kernels were measured with models 4096 and 256 wide; ``others``: kernel,
+    size, microseconds, bytes, and what keys, values and activations were."""
+    kernels: list[dict[str, Any]] = [
+        {
+            "kernel": name,
+            "size": size,
+            "time": f"{time_us} us",
+            "bytes": f"{size_bytes} B",
+            "width": 4096,
+            "kv": kv,
+            "activations": activations,
+            **ORIGIN,
+        }
+        for name, size, time_us, size_bytes, kv, activations in others
+    ]
     for width, scale in ((4096, 1.0), (256, 1 / 16)) if small else ((4096, 1.0),):
 
         def kernel(
@@ -118,3 +133,43 @@ def test_a_device_with_one_width_has_its_figures_for_all() -> None:
     rates = read(256, small=False)
     assert rates.norm_s == pytest.approx(10e-6)
     assert rates.python_s == pytest.approx(100e-6)
+
+
+def test_kernels_of_other_types_have_times_of_their_own() -> None:
+    others = (
+        ("attend", 256, 100.0, 4_000_000, "int8", "int16"),
+        ("attend", 256, 1600.0, 16_000_000, "fp32", "fp32"),
+        ("project", 1024, 4000.0, 20_000_000, "fp32", "fp32"),
+        ("predict", 1024, 2500.0, 20_000_000, "fp32", "fp32"),
+    )
+    rates = read_rates(make_device(others=others), None)
+    usual, eight = rates.choose("fp16"), rates.choose("int8")
+    exact = rates.choose("fp32", "fp32")
+    assert usual == rates
+    assert eight.attend.bytes_s == pytest.approx(40e9)
+    assert eight.project == rates.project, "it was not measured, and depends on activations"
+    assert exact.attend.bytes_s == pytest.approx(10e9)
+    assert exact.predict.time(20_000_000) == pytest.approx(2500e-6)
+    assert rates.choose("fp16", "fp32").predict == exact.predict
+    assert rates.choose("fp16", "fp32").attend == rates.attend
+    assert exact.gather == rates.gather
+
+
+def test_gates_have_a_time_of_their_own_where_they_were_measured() -> None:
+    plain = read(4096)
+    assert plain.gate == plain.predict and plain.open == plain.gather
+    assert plain.find_hot_s == 0.0 and plain.wake_s == 0.0
+    others = (
+        ("predict-gate", 14336, 1400.0, 30_000_000, "int8", "int16"),
+        ("gather-open", 64, 20.0, 64 * 4608, "int8", "int16"),
+        ("gather-open", 1024, 320.0, 1024 * 4608, "int8", "int16"),
+        ("find", 0, 3.0, 1, "int8", "int16"),
+        ("find", 1000, 40.0, 1, "int8", "int16"),
+        ("wake", 2000, 55.0, 1, "fp16", "int16"),
+    )
+    rates = read_rates(make_device(others=others), 4096)
+    assert rates.gate.time(30_000_000) == pytest.approx(1400e-6)
+    assert rates.predict == plain.predict
+    assert rates.open.time(1024 * 4608) == pytest.approx(320e-6)
+    assert (rates.find_hot_s, rates.find_s) == pytest.approx((3e-6, 40e-6))
+    assert rates.wake_s == pytest.approx(55e-6)
