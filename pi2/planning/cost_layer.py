@@ -131,7 +131,8 @@ def cost_layer(
     if stream is not None:
         calls = (resident >= 1.0) + stream.count_pieces(activity.neurons * (1.0 - hot))
     if gates:
-        look_up += calls * (rates.find_s if hot < 1.0 else rates.find_hot_s)
+        # Of neurons that were read, the engine knows which they are.
+        look_up += rates.find_s if hot < 1.0 else rates.find_hot_s
     compute = (resident + missing) * per_neuron + calls * gather.call_s
     attention_s = attention / speed
     busy = max(compute, dense_s)

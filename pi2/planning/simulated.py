@@ -106,7 +106,7 @@ def _time_steps(resolved: ResolvedPlan, rates: Rates, settings: Settings, missin
     seconds += rates.look_up.call_s
     if settings.reads is not None:
         seconds += rates.place_s * find_chance(missing) + rates.gather.call_s + rates.wake_s
-    return seconds + (2.0 * rates.find_s if mode == "gate" else 0.0)
+    return seconds + (rates.find_s if mode == "gate" else 0.0)
 
 
 def _keep_most_used(inputs: SimulationInput) -> SimulationInput:

@@ -124,7 +124,7 @@ def test_expected_requests_of_a_store_by_expert_are_those_that_are_made(
     hot: float, cold: float, gap: int
 ) -> None:
     named = make_hotness(0.2, 0.3)
-    activity = LayerActivity(named=named, chosen=0.25, neurons=NEURONS, seeded=True)
+    activity = LayerActivity(named=named, chosen=0.25, neurons=NEURONS)
     merged = activity.merge_reads(hot, cold, gap)
     missing, requests, read = count_requests(activity, hot, cold, gap)
     assert merged.requests == pytest.approx(requests / missing, rel=0.15)

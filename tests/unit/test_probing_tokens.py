@@ -38,8 +38,8 @@ class FakeExecutor:
 
     predict_gate = predict_low_rank
 
-    def add_neurons(self, layer: int, arena: Any, slots: Any, indices: Any = None) -> None:
-        self.asked.append(("add_neurons", (len(slots), indices is not None)))
+    def add_neurons(self, layer: int, arena: Any, slots: Any, *rest: Any) -> None:
+        self.asked.append(("add_neurons", (len(slots), bool(rest) and rest[0] is not None)))
 
     def end_ffn(self, layer: int) -> None:
         pass
