@@ -144,7 +144,7 @@ class TokenSample:
     def _run(self, work: TokenWork, number: int) -> float:
         forward, recorder = self._forward, self._recorder
         forward.reset()
-        forward.position = work.position
+        forward.positions[0] = work.position
         recorder.begin(self._named[work.named])
         start = time.perf_counter()
         forward.decode(number % self._vocab)
