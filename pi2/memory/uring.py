@@ -301,10 +301,11 @@ class _Ring:
         """Hand over all entries, wait for ``least`` completions, and let the kernel note all that
         are over."""
         words = self._words
+        # Asked for once: the kernel may set the flag after it has noted all, and leaves it then.
+        hidden = self._is_deferred and words[self._flags] & _HAS_COMPLETIONS
         while True:
             # The ring knows what was handed over, also after an interrupt.
             queued = (words[self._tail] - words[self._head]) & 0xFFFFFFFF
-            hidden = self._is_deferred and words[self._flags] & _HAS_COMPLETIONS
             if not queued and not least and not hidden:
                 return
             try:
@@ -313,7 +314,7 @@ class _Ring:
                 if error.errno in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     continue
                 raise
-            least = 0
+            least = hidden = 0
 
     def peek(self) -> I64:
         """All completions [n, 2]: names, and results in the lower halves of the second words."""

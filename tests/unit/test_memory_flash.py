@@ -207,6 +207,28 @@ def test_another_thread_may_read_when_nothing_is_under_way(
     reader.close()
 
 
+@needs_ring
+def test_a_flag_of_hidden_completions_that_stays_set_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The kernel may set it after it has noted the last one: asking again would go on for ever.
+    engine = UringEngine([], 4)
+    ring = engine._ring
+    if not ring._is_deferred:
+        pytest.skip("the kernel does not defer completions")
+    calls = iter(range(3))
+    ask = ring._call
+
+    def count_calls(*words: int) -> int:
+        assert next(calls, None) is not None, "the ring goes on asking"
+        return ask(*words)
+
+    monkeypatch.setattr(ring, "_call", count_calls)
+    ring._words[ring._flags] |= uring._HAS_COMPLETIONS
+    ring.enter(0)
+    engine.close()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_abandoned_read_leaves_the_reader_usable(file: BundleFile, engine: EngineName) -> None:
     reader = open_reader(file, engine=engine, depth=2)
