@@ -1,9 +1,12 @@
-"""How far apart a layer's neurons lie in the store: the choices, and what a store has already.
+"""How a layer's neurons lie in the store: the choices, and what a store has already.
 
 A direct read begins and ends at the device's blocks, so that the distance (stride) is a multiple of
 them.  Flash moves whole pages: neurons that begin anywhere take more pages to read than neurons
 that begin with one, but fewer bytes of memory.  Which is better depends on the device and on what
 the plan waits for; the planner makes a plan for each.
+
+Neurons without their scales may take whole blocks less.  Then the scales of all of them are in
+memory, which is a choice too.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
-from pi2.plan.layout import ScalesPlace, round_up
+from pi2.plan.layout import BundleLayout, ScalesPlace, round_up
 from pi2.plan.model import Model
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
@@ -25,6 +28,9 @@ PAGE_BYTES = 4096
 """What flash reads at least."""
 MOST_PADDING = 1.25
 """Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
+LEAST_SAVING = 0.2
+"""Part of the distance that has to go with the scales before it is worth a plan.  With a seventh, a
+7B with half of its neurons on flash ran no faster (docs/performance.md)."""
 REWRITE_GAIN = 0.02
 """By how much a plan must be better before a store that exists is written anew."""
 
@@ -45,6 +51,7 @@ class LayoutOption:
     stride: int
     tokens_s: float
     memory_bytes: int
+    scales: ScalesPlace = "inline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,7 @@ class LayoutDecision:
     others: tuple[LayoutOption, ...]
     stored: StoredLayout | None
     store: str
+    scales: ScalesPlace = "inline"
     reads_experts: bool = False
     """Whether neurons of a mixture are read one by one."""
 
@@ -74,16 +82,41 @@ def read_stored(store: Path | None) -> StoredLayout | None:
     )
 
 
-def list_strides(device: Device, model: Model, stored: StoredLayout | None) -> list[int]:
-    """Distances that the device can read, the smallest first."""
+def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:
+    """Layouts that the device can read: with scales in the bundles, the smallest first; with
+    resident ones where that makes bundles smaller by `LEAST_SAVING`, or where the store has
+    them."""
+    block = find_block_bytes(device)
+    strides = _list_strides(device, model, stored)
+    used = model.lay_out_bundle(scales="resident").used_bytes
+    apart = set[int]()
+    if round_up(used, block) <= (1.0 - LEAST_SAVING) * strides[0]:
+        apart.add(round_up(used, block))
+    if stored is not None and stored.scales == "resident" and stored.stride % block == 0:
+        apart.add(stored.stride)
+    bundles = [model.lay_out_bundle(stride) for stride in strides]
+    return bundles + [model.lay_out_bundle(stride, "resident") for stride in sorted(apart)]
+
+
+def needs_rewriting(bundle: BundleLayout, stored: StoredLayout | None) -> bool:
+    """Whether a store has to be written anew to have this layout: one that does not exist yet can
+    be given any distance, and has its scales in the bundles."""
+    if stored is None:
+        return bundle.scales == "resident"
+    return (bundle.stride, bundle.scales) != (stored.stride, stored.scales)
+
+
+def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> list[int]:
+    """Distances of bundles with their scales that the device can read, the smallest first."""
     used, block = model.lay_out_bundle().used_bytes, find_block_bytes(device)
     least = round_up(used, block)
     found = {least}
     paged = round_up(used, PAGE_BYTES)
     if paged % block == 0 and paged <= MOST_PADDING * least:
         found.add(paged)
-    if stored is not None and stored.stride >= used and stored.stride % block == 0:
-        found.add(stored.stride)
+    has = 0 if stored is None or stored.scales == "resident" else stored.stride
+    if has >= used and has % block == 0:
+        found.add(has)
     return sorted(found)
 
 
@@ -102,26 +135,29 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
     why = f"the least multiple of the device's {format_bytes(block)} blocks"
     if chosen % PAGE_BYTES == 0 and block < PAGE_BYTES:
         why = "whole pages of flash"
-    if stored is not None and stored.stride == chosen:
+    if stored is not None and (stored.stride, stored.scales) == (chosen, decision.scales):
         why += ", as in the store"
+    without = "" if decision.scales == "inline" else " Their scales are apart, in memory."
     yield (
         f"Bundles: neurons lie {format_bytes(chosen)} apart, {decision.used_bytes} bytes are used: "
-        f"{why}."
+        f"{why}.{without}"
     )
     if decision.others:
         shown = "; ".join(
-            f"{format_bytes(item.stride)} apart makes {item.tokens_s:.3g} tokens/s in "
-            f"{approximate_bytes(item.memory_bytes)}"
+            f"{format_bytes(item.stride)} apart{_name_scales(item.scales)} makes "
+            f"{item.tokens_s:.3g} tokens/s in {approximate_bytes(item.memory_bytes)}"
             for item in decision.others
         )
         yield f"The best plan with neurons {shown}."
     usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
     has = usual if stored is None else stored.stride
-    if stored is not None and stored.scales == "resident":
-        size = format_bytes(chosen)
+    scales = "inline" if stored is None else stored.scales
+    if scales != decision.scales:
+        who = "`pi2 convert` leaves scales" if stored is None else "The store has its scales"
+        place = "in the bundles" if scales == "inline" else "in files of their own"
         yield (
-            "The store has its scales in files of their own; this plan has them in the bundles: "
-            f"`pi2 store repack {decision.store} --scales inline --stride '{size}'`."
+            f"{who} {place}: `pi2 store repack {decision.store} --scales {decision.scales} "
+            f"--stride '{format_bytes(chosen)}'` changes that."
         )
     elif has != chosen:
         who = "`pi2 convert` puts them" if stored is None else "The store has them"
@@ -140,3 +176,7 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
             f"{decision.store} --by expert` puts each expert's neurons together, so that what a "
             "token misses takes fewer reads."
         )
+
+
+def _name_scales(scales: ScalesPlace) -> str:
+    return " with scales in memory" if scales == "resident" else ""

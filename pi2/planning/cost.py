@@ -126,8 +126,7 @@ def cost_resolved(
     plan, model = resolved.plan, resolved.model
     rates = rates.choose(plan.kv.type, plan.decode.activations)
     mode = plan.decode.predictor
-    bundle = resolved.bundle
-    sizes = measure_sizes(model, mode, plan.kv.type, bundle.stride, bundle.scales)
+    sizes = measure_sizes(model, mode, plan.kv.type, resolved.bundle)
     batch = plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)

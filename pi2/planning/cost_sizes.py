@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.plan.layout import ScalesPlace, matrix_bytes, weight_bytes
+from pi2.plan.layout import BundleLayout, matrix_bytes, weight_bytes
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.sizes import count_kv_token_bytes
@@ -37,13 +37,7 @@ class Sizes:
     is_gated: bool
 
 
-def measure_sizes(
-    model: Model,
-    mode: PredictorMode,
-    kv: KvType,
-    stride: int,
-    scales: ScalesPlace = "inline",
-) -> Sizes:
+def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision = model.shape, model.quantization
     query = shape.heads * shape.head_dim
@@ -51,7 +45,6 @@ def measure_sizes(
     active = model.active_experts
     projections = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
     projections += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
-    bundle = model.lay_out_bundle(stride, scales)
     neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
     if mode == "gate":
@@ -73,7 +66,7 @@ def measure_sizes(
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
         dense_neuron=len(bundle.parts) * weight_bytes(shape.stored_hidden, precision.ffn),
-        stride=stride,
+        stride=bundle.stride,
         head=matrix_bytes(shape.vocab, shape.stored_hidden, head),
         head_weights=shape.vocab * shape.stored_hidden,
         predictor_weights=predictor_weights,

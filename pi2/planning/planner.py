@@ -16,7 +16,8 @@ from pi2.planning.bundle_layout import (
     LayoutDecision,
     LayoutOption,
     StoredLayout,
-    list_strides,
+    list_bundles,
+    needs_rewriting,
     read_stored,
 )
 from pi2.planning.cost import Cost, cost_resolved
@@ -62,10 +63,10 @@ def plan(wish: Wish) -> PlannedPlan:
     stored = read_stored(wish.store)
     programs: list[tuple[Problem, Program]] = []
     best: list[PlannedPlan] = []
-    for stride in list_strides(wish.device, wish.model, stored):
+    for bundle in list_bundles(wish.device, wish.model, stored):
         found: list[tuple[Problem, PlannedPlan]] = []
         for choice in list_units(rates):
-            problem = pose_problem(wish, choice, stride)
+            problem = pose_problem(wish, choice, bundle)
             program = Program(problem)
             programs.append((problem, program))
             solution = program.solve(
@@ -83,11 +84,12 @@ def plan(wish: Wish) -> PlannedPlan:
 def _choose_layout(
     wish: Wish, plans: Sequence[PlannedPlan], stored: StoredLayout | None
 ) -> PlannedPlan:
-    """The best of the plans for several distances of neurons; what a store has is preferred."""
+    """The best of the plans for several layouts of neurons; what a store has, or would be given by
+    `pi2 convert`, is preferred."""
 
     def score(item: PlannedPlan) -> tuple[float, float]:
         slow, value = score_plan(wish, item)
-        if stored is not None and item.resolved.bundle.stride != stored.stride:
+        if needs_rewriting(item.resolved.bundle, stored):
             value *= 1.0 + REWRITE_GAIN
         return slow, value
 
@@ -95,11 +97,13 @@ def _choose_layout(
     bundle = chosen.resolved.bundle
     decision = LayoutDecision(
         chosen=bundle.stride,
+        scales=bundle.scales,
         used_bytes=bundle.used_bytes,
         block_bytes=find_block_bytes(wish.device),
         others=tuple(
             LayoutOption(
                 stride=item.resolved.bundle.stride,
+                scales=item.resolved.bundle.scales,
                 tokens_s=item.cost.tokens_s,
                 memory_bytes=item.cost.memory_bytes,
             )
@@ -225,7 +229,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         predictor=mode.predictor,
         kv=solution.kv.type,
         chunk=solution.chunk.tokens,
-        stride=problem.stride,
+        bundle=problem.bundle,
     )
     if solution.embedding.place == "flash":
         values["memory"]["embedding"] = "flash"

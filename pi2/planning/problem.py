@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.memory.context import describe_context
-from pi2.plan.layout import round_up
+from pi2.plan.layout import BundleLayout, round_up
 from pi2.plan.model import Model
 from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved
@@ -124,7 +124,7 @@ class Problem:
 
     wish: Wish
     rates: Rates
-    stride: int
+    bundle: BundleLayout
     neurons: int
     groups: tuple[LayerGroup, ...]
     modes: tuple[Mode, ...]
@@ -142,19 +142,25 @@ class Problem:
     """Whether the store's order puts an expert's neurons together."""
 
     @property
+    def stride(self) -> int:
+        """Bytes from one neuron to the next in the store."""
+        return self.bundle.stride
+
+    @property
     def runtime_bytes(self) -> int:
         """Python and libraries, with room for what no formula knows."""
         return round_up(count_runtime(self.wish.model) + SPARE_BYTES, MIB)
 
 
-def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem:
+def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
     """Collect the choices that the device and the model leave, with their costs.
 
-    ``stride``: distance of neurons in the store, by default the least that the device can read.
+    ``bundle``: how neurons lie in the store, by default as close as the device can read them.
     """
     model = wish.model
-    if stride is None:
-        stride = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
+    if bundle is None:
+        least = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
+        bundle = model.lay_out_bundle(least)
     modes, ahead = _list_predictors(wish)
     activities = {
         mode: describe_activity(model, mode, wish.store, batch=wish.batch) for mode in modes
@@ -162,10 +168,11 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
     groups = _group_layers(activities[modes[0]][0])
     ios: tuple[IoChoice, ...] = (_STREAMS,)
     if rates.flash is not None:
-        ios = tuple(list_io_choices(rates.flash, stride, model.layer_neurons * stride))
-    kvs = _list_kvs(wish, rates, stride)
+        layer_bytes = model.layer_neurons * bundle.stride
+        ios = tuple(list_io_choices(rates.flash, bundle.stride, layer_bytes))
+    kvs = _list_kvs(wish, rates, bundle)
     cheapest = min(kvs, key=lambda item: item.token_s).type
-    sizes = measure_sizes(model, modes[0], "fp16", stride)
+    sizes = measure_sizes(model, modes[0], "fp16", bundle)
     settings = _make_settings(wish, modes[0], rates, "fp16")
     bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
     listed = []
@@ -175,11 +182,11 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
             shares = [0.0, STREAM_SHARE]
         for share in shares:
             own = activities[mode][0]
-            listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, stride))
+            listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, bundle))
     return Problem(
         wish=wish,
         rates=rates,
-        stride=stride,
+        bundle=bundle,
         neurons=model.layer_neurons,
         groups=groups,
         modes=tuple(listed),
@@ -189,7 +196,7 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
                 tokens=min(chunk, wish.context),
                 workspace_bytes=round_up(
                     _resolve(
-                        wish, modes[0], kvs[0].type, min(chunk, wish.context), stride
+                        wish, modes[0], kvs[0].type, min(chunk, wish.context), bundle
                     ).needs.workspace.bytes,
                     MIB,
                 ),
@@ -199,7 +206,7 @@ def pose_problem(wish: Wish, rates: Rates, stride: int | None = None) -> Problem
         ios=ios,
         look_aheads=ahead,
         attention_s=bare.attention_s,
-        embeddings=_list_embeddings(wish, rates, modes[0], stride),
+        embeddings=_list_embeddings(wish, rates, modes[0], bundle),
         head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads) + rates.token_s,
         activities=activities,
         by_expert=_lies_by_expert(wish),
@@ -227,16 +234,16 @@ def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, 
     return modes, ahead
 
 
-def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
+def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice, ...]:
     """fp16, and int8 unless the result may not change."""
     types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
     model = wish.model
     mode: PredictorMode = "none"
     found = []
     for kind in types:
-        resolved = _resolve(wish, mode, kind, CHUNKS[0], stride)
+        resolved = _resolve(wish, mode, kind, CHUNKS[0], bundle)
         unused = describe_context(resolved).count_unused(min(POSITION, wish.context))
-        size = measure_sizes(model, mode, kind, stride).kv_token
+        size = measure_sizes(model, mode, kind, bundle).kv_token
         tokens = wish.batch * min(POSITION, wish.context)
         own = rates.choose(kind)
         layer_s = own.project.call_s + tokens * size / own.attend.bytes_s
@@ -254,7 +261,7 @@ def _list_kvs(wish: Wish, rates: Rates, stride: int) -> tuple[KvChoice, ...]:
 
 
 def _list_embeddings(
-    wish: Wish, rates: Rates, mode: PredictorMode, stride: int
+    wish: Wish, rates: Rates, mode: PredictorMode, bundle: BundleLayout
 ) -> tuple[EmbeddingChoice, ...]:
     """In memory; or from flash, unless it is the head too, or nobody measured reads."""
     model = wish.model
@@ -265,7 +272,7 @@ def _list_embeddings(
     for place in places:
         # A chunk's rows have to fit.
         values = make_plan_values(
-            wish, predictor=mode, kv="fp16", chunk=min(max(CHUNKS), wish.context), stride=stride
+            wish, predictor=mode, kv="fp16", chunk=min(max(CHUNKS), wish.context), bundle=bundle
         )
         values["memory"]["embedding"] = place
         resolved = resolve_values(values, wish.device, model)
@@ -280,9 +287,14 @@ def _list_embeddings(
 
 
 def _resolve(
-    wish: Wish, mode: PredictorMode, kv: KvType, chunk: int, stride: int, hot: float = 0.0
+    wish: Wish,
+    mode: PredictorMode,
+    kv: KvType,
+    chunk: int,
+    bundle: BundleLayout,
+    hot: float = 0.0,
 ) -> Resolved:
-    values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, stride=stride)
+    values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, bundle=bundle)
     values["layers"]["hot"] = hot
     return resolve_values(values, wish.device, wish.model)
 
@@ -308,14 +320,14 @@ def _pose_mode(
     cache_share: float,
     activities: Sequence[LayerActivity],
     groups: Sequence[LayerGroup],
-    stride: int,
+    bundle: BundleLayout,
 ) -> Mode:
     model = wish.model
-    sizes = measure_sizes(model, mode, "fp16", stride)
+    sizes = measure_sizes(model, mode, "fp16", bundle)
     rates = rates.choose(kv)
     settings = _make_settings(wish, mode, rates, kv)
-    cheap = measure_sizes(model, mode, settings.kv, stride)
-    resolved = _resolve(wish, mode, "fp16", CHUNKS[0], stride)
+    cheap = measure_sizes(model, mode, settings.kv, bundle)
+    resolved = _resolve(wish, mode, "fp16", CHUNKS[0], bundle)
     lines, fixed, compute, dense = [], [], [], []
     for group in groups:
         activity = activities[group.layers[len(group.layers) // 2]]
@@ -350,7 +362,7 @@ def _pose_mode(
         compute_s=tuple(compute),
         dense_lines=tuple(dense),
         missing_s=0.0 if mode == "none" else 1.0 / rates.look_up.bytes_s,
-        neuron_s=stride / find_stream_rate(rates.flash) if stream and rates.flash else 0.0,
+        neuron_s=bundle.stride / find_stream_rate(rates.flash) if stream and rates.flash else 0.0,
     )
 
 

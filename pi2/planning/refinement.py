@@ -143,7 +143,7 @@ def _has_two_reads(problem: Problem, values: Values) -> bool:
     splits = [layers["split"], *(item.get("split", {}) for item in layers.get("overrides", ()))]
     if all(units[name].kind == "cpu" for split in splits for name in split):
         return False
-    bundle = problem.wish.model.lay_out_bundle(problem.stride)
+    bundle = problem.bundle
     block = find_block_bytes(problem.wish.device)
     return bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
+from pi2.plan.layout import BundleLayout
 from pi2.plan.model import Model
 from pi2.plan.plan import Plan, Segments
 from pi2.plan.quantities import format_bytes
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_plan_values(
-    wish: Wish, *, predictor: str, kv: str, chunk: int, stride: int
+    wish: Wish, *, predictor: str, kv: str, chunk: int, bundle: BundleLayout
 ) -> dict[str, Any]:
     """A plan without sizes; UserError P026 for a device without a CPU."""
     unit = next((name for name, item in wish.device.units.items() if item.kind == "cpu"), None)
@@ -34,7 +35,8 @@ def make_plan_values(
         "model": wish.model.id,
         "store": f"stores/{wish.model.id}",
         "memory": {"budget": "1 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
-        "bundle": {"stride": format_bytes(stride)},
+        "bundle": {"stride": format_bytes(bundle.stride)}
+        | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),
         "layers": {"split": {unit: 1.0}, "hot": 0.0},
         "prefill": {"chunk": chunk},
         "decode": {"predictor": predictor, "batch": wish.batch},

@@ -96,8 +96,7 @@ def read_inputs(resolved: ResolvedPlan, rates: Rates | None = None) -> Simulatio
 def _time_steps(resolved: ResolvedPlan, rates: Rates, settings: Settings, missing: float) -> float:
     """Fixed parts of a layer's steps, in seconds."""
     mode = resolved.plan.decode.predictor
-    bundle = resolved.bundle
-    sizes = measure_sizes(resolved.model, mode, settings.kv, bundle.stride, bundle.scales)
+    sizes = measure_sizes(resolved.model, mode, settings.kv, resolved.bundle)
     seconds = time_norm(rates, sizes, settings) + rates.python_s
     seconds += rates.project.call_s + rates.gather.call_s
     seconds += sizes.predictors * rates.predict.call_s
@@ -152,10 +151,7 @@ def _measure_workload(resolved: ResolvedPlan, inputs: SimulationInput, rates: Ra
     """Bytes as if everything went at the read bandwidth: each step has a rate of its own."""
     plan, workload = resolved.plan, inputs.workload
     bandwidth = inputs.machine.cpu_bytes_s
-    bundle = resolved.bundle
-    sizes = measure_sizes(
-        resolved.model, plan.decode.predictor, plan.kv.type, bundle.stride, bundle.scales
-    )
+    sizes = measure_sizes(resolved.model, plan.decode.predictor, plan.kv.type, resolved.bundle)
     neuron = float(sizes.neuron)
     found = replace(
         workload,

@@ -41,6 +41,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     used = planned.resolved.bundle.used_bytes
     lines += ["", "[bundle]"]
     lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
+    if "scales" in values["bundle"]:
+        lines.append(f"scales = {write_value(values['bundle']['scales'])}  # in memory")
     lines += _write_layers(values["layers"])
     for table in ("io", "pipeline", "threads", "prefill", "decode", "kv"):
         if table not in values:

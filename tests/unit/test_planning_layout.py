@@ -17,7 +17,7 @@ from pi2.planning.bundle_layout import (
     StoredLayout,
     describe_layout,
     find_touched_bytes,
-    list_strides,
+    list_bundles,
     read_stored,
 )
 from pi2.planning.documents import read_document
@@ -77,15 +77,44 @@ def test_neurons_that_begin_anywhere_touch_more_pages(stride: int, touched: floa
     assert find_touched_bytes(stride) == touched
 
 
+def list_layouts(
+    device: Device, model: Model, stored: StoredLayout | None
+) -> list[tuple[int, str]]:
+    found = list_bundles(device, model, stored)
+    return [(bundle.stride, bundle.scales) for bundle in found]
+
+
 def test_distances_are_multiples_of_the_devices_blocks() -> None:
     model = read("model", "bamboo-7b")  # 6912 bytes a neuron
-    assert list_strides(make_device({"8 KiB": "1 GB/s"}), model, None) == [7168, 8192]
-    ufs = make_device({"8 KiB": "1 GB/s"}, block="4 KiB")
-    assert list_strides(ufs, model, None) == [8192]
+    box, ufs = (make_device({"8 KiB": "1 GB/s"}, block) for block in ("512 B", "4 KiB"))
+    assert list_layouts(box, model, None) == [(7168, "inline"), (8192, "inline")]
+    assert list_layouts(ufs, model, None) == [(8192, "inline")]
     stored = StoredLayout(stride=7168, order="hotness")
-    assert list_strides(ufs, model, stored) == [8192], "the device cannot read what the store has"
+    assert list_layouts(ufs, model, stored) == [(8192, "inline")], "it cannot read the store's"
     demo = read("model", "pi2-demo")  # 432 bytes: whole pages would be mostly empty
-    assert list_strides(make_device({"8 KiB": "1 GB/s"}), demo, None) == [512]
+    assert list_layouts(box, demo, None) == [(512, "inline")]
+
+
+def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
+    ufs = make_device({"8 KiB": "1 GB/s", "12 KiB": "1.2 GB/s"}, block="4 KiB")
+    model = read("model", "relullama-13b")  # 8640 bytes a neuron, 7680 without scales
+    both = [(12288, "inline"), (8192, "resident")]
+    assert list_layouts(ufs, model, None) == both
+    planned = plan(make_wish(ufs, model=model, memory_bytes=5 * GIB))
+    bundle = planned.resolved.bundle
+    assert (bundle.stride, bundle.scales) == (8192, "resident")
+    text = "\n".join(describe_choices(planned))
+    assert "neurons lie 8 KiB apart, 7680 bytes are used" in text
+    assert "Their scales are apart, in memory." in text
+    assert "`pi2 convert` leaves scales in the bundles" in text
+    assert f"repack {planned.layout and planned.layout.store} --scales resident --stride" in text
+    assert "neurons 12 KiB apart makes" in text
+    small = read("model", "bamboo-7b")
+    stored = StoredLayout(stride=8192, order="hotness", scales="resident")
+    assert list_layouts(ufs, small, stored) == [(8192, "inline"), (8192, "resident")]
+    assert planned.layout is not None
+    kept = dataclasses.replace(planned.layout, stored=stored)
+    assert "as in the store" in "\n".join(describe_layout(kept))
 
 
 @pytest.mark.parametrize(
