@@ -69,6 +69,14 @@ class LayoutDecision:
     """Whether neurons of a mixture are read one by one."""
 
 
+def find_range_bytes(model: Model, stride: int, store: Path | None = None) -> int:
+    """Stretch of the file that reads of a token's neurons fall into: a layer, of a mixture the
+    neurons of one expert, unless a store has them in another order."""
+    stored = read_stored(store) if model.moe is not None else None
+    apart = stored is not None and stored.order != "expert"
+    return (model.layer_neurons if apart else model.shape.ffn) * stride
+
+
 def read_stored(store: Path | None) -> StoredLayout | None:
     """Layout of a store; None where there is none, or one that cannot be read."""
     if store is None:

@@ -32,7 +32,7 @@ from pi2.planning.activity import (
     describe_activity,
     describe_cut_activity,
 )
-from pi2.planning.bundle_layout import read_stored
+from pi2.planning.bundle_layout import find_range_bytes, read_stored
 from pi2.planning.cost_layer import LayerCost, Settings, cost_layer, time_head, time_row
 from pi2.planning.cost_memory import POSITION, count_memory
 from pi2.planning.cost_sizes import measure_sizes
@@ -189,12 +189,13 @@ def read_settings(
         reads = find_reads(
             check_flash(rates, resolved.device),
             resolved.bundle.stride,
-            resolved.model.layer_neurons * resolved.bundle.stride,
+            find_range_bytes(resolved.model, resolved.bundle.stride, store),
             engine=plan.io.engine,
             threads=plan.io.threads,
             depth=plan.io.depth,
             cluster=plan.pipeline.cluster,
             overlap=rates.overlap,
+            place_s=rates.room_s,
             phases=_divide_bundle(resolved, rates),
             merge_gap=_find_merge_gap(resolved, store),
         )

@@ -148,7 +148,8 @@ def cost_layer(
         if reads.merge_gap is not None:
             merged = activity.merge_reads(hot, cold, reads.merge_gap)
         read = chance * reads.time(missing / chance, merged)
-        hidden = _find_hidden(settings, attention_s, busy, missing * per_neuron / parts)
+        last_s = missing * per_neuron / slow / parts  # when the dense unit has done its part
+        hidden = _find_hidden(settings, attention_s, norm_s + predict / speed, busy, last_s)
         wait = read - reads.overlap * min(read, max(hidden, 0.0))
         # Threads that have waited for a part have to be woken.
         compute += chance * parts * rates.wake_s * wait / read
@@ -225,11 +226,13 @@ def _count_neuron_bytes(
     return sizes.neuron * (1.0 + activity.opened + activity.fired) / 3
 
 
-def _find_hidden(settings: Settings, attention_s: float, compute_s: float, last_s: float) -> float:
+def _find_hidden(
+    settings: Settings, attention_s: float, predict_s: float, compute_s: float, last_s: float
+) -> float:
     """Seconds of reading during which the processor has something to do.
 
     The last part of what is read is computed, in ``last_s``, when reading is over.  Looking ahead,
-    attention goes on meanwhile, or everything of a layer does.
+    attention goes on meanwhile, or everything of a layer does, finding the next one's neurons, too.
     """
     match settings.look_ahead:
         case "none":
@@ -237,4 +240,4 @@ def _find_hidden(settings: Settings, attention_s: float, compute_s: float, last_
         case "attention":
             return attention_s + compute_s - last_s
         case "layer":
-            return attention_s + compute_s
+            return attention_s + predict_s + compute_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import get_args
 
 from pi2.plan.device import KernelFigure, KernelName, Unit
@@ -149,7 +150,7 @@ class KernelTimes:
         found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
         if not found:
             constants = self._constants
-            return Linear(call_s=constants.barrier_s, bytes_s=1.0 / constants.place_s), 0.0, 0.0
+            return Linear(call_s=constants.barrier_s, bytes_s=inf), 0.0, 0.0
         lines = [(width, _draw_look_up(items)) for width, items in found]
         call_s, neuron_s, place_s = (
             self._interpolate([(width, line[number]) for width, line in lines])

@@ -22,7 +22,7 @@ from pi2.plan.plan import KvType
 from pi2.plan.resolved import Resolved
 from pi2.plan.sizes import find_block_bytes
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
-from pi2.planning.bundle_layout import read_stored
+from pi2.planning.bundle_layout import find_range_bytes, read_stored
 from pi2.planning.cost import Activity
 from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
 from pi2.planning.cost_memory import POSITION, count_runtime
@@ -79,6 +79,8 @@ class Mode:
     """Per group: (slope, offset) of the CPU's time over the share that a dense unit computes."""
     missing_s: float
     """What a missing neuron costs besides reading: its place in the cache."""
+    ahead_s: float
+    """Norms and predictor of a layer: reads that begin a layer ahead are hidden behind them."""
     neuron_s: float
     """Reading where neurons stream by, whatever the engine; 0 where the engine's choice counts."""
 
@@ -168,8 +170,8 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
     groups = _group_layers(activities[modes[0]][0])
     ios: tuple[IoChoice, ...] = (_STREAMS,)
     if rates.flash is not None:
-        layer_bytes = model.layer_neurons * bundle.stride
-        ios = tuple(list_io_choices(rates.flash, bundle.stride, layer_bytes))
+        range_bytes = find_range_bytes(model, bundle.stride, wish.store)
+        ios = tuple(list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s))
     kvs = _list_kvs(wish, rates, bundle)
     cheapest = min(kvs, key=lambda item: item.token_s).type
     sizes = measure_sizes(model, modes[0], "fp16", bundle)
@@ -329,6 +331,7 @@ def _pose_mode(
     cheap = measure_sizes(model, mode, settings.kv, bundle)
     resolved = _resolve(wish, mode, "fp16", CHUNKS[0], bundle)
     lines, fixed, compute, dense = [], [], [], []
+    ahead_s = 0.0
     for group in groups:
         activity = activities[group.layers[len(group.layers) // 2]]
         # With a dense unit, attention is divided between both, whatever its share of neurons.
@@ -336,6 +339,7 @@ def _pose_mode(
         all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0, dense=helped)
         fixed.append(all_hot.total_s - max(all_hot.compute_s, all_hot.dense_s))
         compute.append(all_hot.compute_s)
+        ahead_s = all_hot.norm_s + all_hot.predict_s
         missing = [
             0.0
             if cache_share == 0.0
@@ -362,6 +366,7 @@ def _pose_mode(
         compute_s=tuple(compute),
         dense_lines=tuple(dense),
         missing_s=0.0 if mode == "none" else 1.0 / rates.look_up.bytes_s,
+        ahead_s=ahead_s,
         neuron_s=bundle.stride / find_stream_rate(rates.flash) if stream and rates.flash else 0.0,
     )
 

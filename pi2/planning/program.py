@@ -18,8 +18,12 @@ only holds for some choices is relaxed by a large number where they are not made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -143,13 +147,14 @@ class Program:
         low, high = self._find_bounds()
         integrality = np.zeros(size)
         integrality[self._continuous :] = 1
-        result = optimize.milp(
-            objective,
-            integrality=integrality,
-            bounds=optimize.Bounds(low, high),
-            constraints=optimize.LinearConstraint(matrix, rows.lows, rows.highs),
-            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
-        )
+        with _mute_output():
+            result = optimize.milp(
+                objective,
+                integrality=integrality,
+                bounds=optimize.Bounds(low, high),
+                constraints=optimize.LinearConstraint(matrix, rows.lows, rows.highs),
+                options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+            )
         return None if result.x is None else self._read(result.x)
 
     def _time_prompt_token(self, chunk: ChunkChoice) -> float:
@@ -323,6 +328,7 @@ class Program:
                 )
                 for ahead, ahead_place in zip(problem.look_aheads, self._aheads, strict=True):
                     hidden = problem.attention_s if ahead != "none" else 0.0
+                    hidden += mode.ahead_s if ahead == "layer" else 0.0
                     late_s = 0.0
                     if ahead == "none" and mode.predictor != "none":
                         # The last of two clusters is computed when reading is over.
@@ -368,6 +374,24 @@ _MIB = float(1 << 20)
 def _count_used(mode: Mode, number: int) -> float:
     """Neurons that a token uses: what is missing with nothing in memory."""
     return max((offset for _, offset in mode.lines[number]), default=0.0)
+
+
+@contextmanager
+def _mute_output() -> Iterator[None]:
+    """HiGHS prints a line about its inner solver to the process's output, whatever it is told."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError, AttributeError):  # there is no output
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _import_solver() -> tuple[Any, Any]:

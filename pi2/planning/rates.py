@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isinf
 from typing import get_args
 
 from pi2.diagnostics import Diagnostic, Span, UserError
@@ -78,6 +79,9 @@ class Rates:
     """The same of a layer whose neurons all stay."""
     wake_s: float
     """What a call takes more after threads had nothing to do."""
+    room_s: float
+    """Finding room for a neuron that was read: what the thread that reads does where nobody
+    measured look-ups, as in PowerInfer-2 and in the simulator."""
     touch_s: float
     """Each neuron that is found in the cache: its use is counted."""
     dense_many: tuple[float, float] | None
@@ -214,6 +218,7 @@ class _Reader:
             token_s=self._times.find_time("engine-token", 0.0),
             look_up=look_up,
             place_s=place_s,
+            room_s=self._constants.place_s if isinf(look_up.bytes_s) else 0.0,
             touch_s=touch_s,
             find_s=self._times.find_time("find", 0.0, most=True),
             find_hot_s=find_hot_s,

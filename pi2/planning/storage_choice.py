@@ -104,8 +104,13 @@ class Phases:
     """Part of the neurons that need the second."""
 
 
-def list_io_choices(flash: Flash, stride: int, range_bytes: int) -> list[IoChoice]:
+def list_io_choices(
+    flash: Flash, stride: int, range_bytes: int, place_s: float = 0.0
+) -> list[IoChoice]:
     """The settings that somebody measured, each with a neuron's time, the fastest first.
+
+    ``range_bytes``: stretch of the file that a layer's reads fall into; ``place_s``: finding room
+    for a neuron, where the thread that reads does it.
 
     A device whose figures state neither depth nor threads has one choice: one thread with
     io_uring's usual depth.
@@ -117,6 +122,7 @@ def list_io_choices(flash: Flash, stride: int, range_bytes: int) -> list[IoChoic
     found: dict[tuple[str, int, int], IoChoice] = {}
     for depth, threads in settings:
         choice = _make_choice(flash, stride, range_bytes, depth, threads)
+        choice = replace(choice, neuron_s=choice.neuron_s + place_s)
         key = (choice.engine, choice.threads, choice.depth)
         if key not in found or choice.neuron_s < found[key].neuron_s:
             found[key] = choice
@@ -133,6 +139,7 @@ def find_reads(
     depth: int,
     cluster: int,
     overlap: float,
+    place_s: float = 0.0,
     phases: Phases | None = None,
     merge_gap: int | None = None,
 ) -> Reads:
@@ -141,9 +148,10 @@ def find_reads(
     ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two;
     ``merge_gap``: where neighbours share a read.
     """
-    choices = list_io_choices(flash, stride, range_bytes)
-    if phases is not None:
-        choices = _divide_reads(flash, choices, stride, range_bytes, phases)
+    if phases is None:
+        choices = list_io_choices(flash, stride, range_bytes, place_s)
+    else:
+        choices = _divide_reads(flash, stride, range_bytes, place_s, phases)
     same = [item for item in choices if item.engine == engine] or choices
 
     def distance(item: IoChoice) -> tuple[int, int]:
@@ -174,29 +182,18 @@ def _find_request_share(flash: Flash, stride: int, range_bytes: int) -> float:
 
 
 def _divide_reads(
-    flash: Flash,
-    whole: Iterable[IoChoice],
-    stride: int,
-    range_bytes: int,
-    phases: Phases,
+    flash: Flash, stride: int, range_bytes: int, place_s: float, phases: Phases
 ) -> list[IoChoice]:
-    """The same settings where every neuron takes a read, and most of them a second one."""
-    first, rest = phases.gate_bytes, stride - phases.gate_bytes
+    """The settings where every neuron takes a read, and most of them a second one."""
+    firsts = list_io_choices(flash, phases.gate_bytes, range_bytes, place_s)
+    rests = list_io_choices(flash, stride - phases.gate_bytes, range_bytes)
+    rest_s = {(item.engine, item.threads, item.depth): item.neuron_s for item in rests}
     found = []
-    for item in whole:
-        gate_s, rest_s = (
-            next(
-                other.neuron_s
-                for other in list_io_choices(flash, size, range_bytes)
-                if (other.engine, other.threads, other.depth)
-                == (item.engine, item.threads, item.depth)
-            )
-            for size in (first, rest)
-        )
-        seconds = gate_s + phases.open_share * rest_s
-        found.append(
-            replace(item, neuron_s=seconds, call_s=2.0 * item.call_s, single_s=2.0 * item.single_s)
-        )
+    for item in firsts:
+        second_s = rest_s[(item.engine, item.threads, item.depth)]
+        neuron_s = item.neuron_s + phases.open_share * second_s
+        call_s, single_s = 2.0 * item.call_s, 2.0 * item.single_s
+        found.append(replace(item, neuron_s=neuron_s, call_s=call_s, single_s=single_s))
     return found
 
 

@@ -86,7 +86,8 @@ def test_twice_the_flash_rates_wait_less_and_nothing_else_changes() -> None:
 
     resolved = load_half()
     before, after = cost_plan(resolved), change_device(resolved, change)
-    assert after.layers[0].read_s == pytest.approx(before.layers[0].read_s / 2, rel=0.1)
+    # Finding room for what was read takes as long as before.
+    assert 0.5 * before.layers[0].read_s < after.layers[0].read_s < 0.65 * before.layers[0].read_s
     assert after.layers[0].wait_s < before.layers[0].wait_s
     assert after.layers[0].attention_s == before.layers[0].attention_s
 

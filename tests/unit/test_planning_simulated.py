@@ -138,16 +138,24 @@ def test_a_phone_is_simulated_with_the_plans_cache() -> None:
     assert speeds[0] < speeds[1] < 1.3 * speeds[0]
 
 
-@pytest.mark.parametrize(("memory", "apart"), [(3, 0.3), (4, 0.1), (8, 0.1)])
-def test_planner_and_simulator_agree_about_a_phone(memory: int, apart: float) -> None:
-    """With much to read, the planner is the slower one: finding room for what comes is the
-    computing threads' work for it, and the reading thread's for the simulator."""
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("bamboo-7b", 3),
+        ("bamboo-7b", 4),
+        ("turbosparse-mixtral-47b", 7),
+        ("turbosparse-mixtral-47b", 14),
+    ],
+)
+def test_planner_and_simulator_agree_about_a_phone(name: str, memory: int) -> None:
+    """Both take reads to fall into an expert's stretch of a layer's file, and the thread that reads
+    to find room for what comes."""
     pytest.importorskip("scipy")
     from pi2.planning.planner import plan
 
     device, model = (
-        read_document(name, kind).document  # type: ignore[arg-type]
-        for name, kind in (("oneplus-12", "device"), ("bamboo-7b", "model"))
+        read_document(reference, kind).document  # type: ignore[arg-type]
+        for reference, kind in (("oneplus-12", "device"), (name, "model"))
     )
     assert isinstance(device, Device) and isinstance(model, Model)
     planned = plan(Wish(device=device, model=model, memory_bytes=memory << 30))
@@ -162,4 +170,4 @@ def test_planner_and_simulator_agree_about_a_phone(memory: int, apart: float) ->
         store_path=Path("none"),
     )
     simulated = simulate(read_inputs(resolved), tokens=64).tokens_s
-    assert simulated == pytest.approx(planned.cost.tokens_s, rel=apart)
+    assert simulated == pytest.approx(planned.cost.tokens_s, rel=0.1)

@@ -20,6 +20,14 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return code, capsys.readouterr().err
 
 
+def make_small(folder: Path) -> str:
+    """Path of a phone with 12 GiB."""
+    phone = (PHONES / "xiaomi-14.device.toml").read_text().replace('"16 GiB"', '"12 GiB"')
+    path = folder / "small.device.toml"
+    path.write_text(phone.replace('"xiaomi-14"', '"small"'))
+    return str(path)
+
+
 def test_usable_memory_counts_before_installed() -> None:
     found = {}
     for name in ("oneplus-12", "xiaomi-14", "host"):
@@ -37,23 +45,25 @@ def test_more_memory_than_the_device_has_is_refused(capsys: pytest.CaptureFixtur
     assert run(["plan", *wish, "--memory", "18119 MiB"]) == 0
 
 
-def test_a_speed_that_needs_more_than_the_device_has(capsys: pytest.CaptureFixture[str]) -> None:
-    wish = ["--device", "xiaomi-14", "--model", "turbosparse-mixtral-47b"]
-    code, told = plan(capsys, *wish, "--speed", "13tok/s")
-    assert code == 2 and "13 tokens/s take" in told and "has 16 GiB" in told
+def test_a_speed_that_needs_more_than_the_device_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = ["--device", make_small(tmp_path), "--model", "turbosparse-mixtral-47b"]
+    code, told = plan(capsys, *wish, "--speed", "12tok/s")
+    assert code == 2 and "12 tokens/s take" in told and "has 12 GiB" in told
     nearest = told.split("--speed ")[1].split()[0]
     assert plan(capsys, *wish, "--speed", nearest)[0] == 0, "what is offered exists"
 
 
 def test_a_curve_ends_where_the_devices_memory_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi2.cli.plan.POINTS", 2)
-    wish = ["--device", "xiaomi-14", "--model", "turbosparse-mixtral-47b", "--pareto"]
+    wish = ["--device", make_small(tmp_path), "--model", "turbosparse-mixtral-47b", "--pareto"]
     assert run(["plan", *wish]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| 16 GiB |")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| 12 GiB |")
     code, told = plan(capsys, *wish, "--context", "10000000")
-    assert code == 2 and "16 GiB are not enough" in told
+    assert code == 2 and "12 GiB are not enough" in told
 
 
 def test_a_figure_of_zero_is_a_finding_and_no_division(
