@@ -26,6 +26,7 @@ from pi2.store.writer import StoreWriter
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
 from tests.helpers.plans import write_plan
+from tests.unit.test_batch import check
 from tests.unit.test_engine_forward import TOKENS
 
 INLINE, RESIDENT = 1536, 1024
@@ -104,6 +105,14 @@ def test_hot_neurons_come_and_go_with_their_scales(tiny: TinyModel, phases: int)
     with load(tiny, "resident", {"layers.hot": 1.0}) as model:
         expected = model.logits(TOKENS[:16], mode="decode")
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("predictor", ["none", "gate", "low-rank"])
+def test_several_sequences_have_what_each_has_alone(tiny: TinyModel, predictor: str) -> None:
+    plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.125}})
+    apart = {"store": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
+    phases = {"pipeline.phases": 2, "cache.fill": False} if predictor == "low-rank" else {}
+    check(plan, {**apart, **phases, "decode.predictor": predictor})
 
 
 def copy_store(source: Path, target: Path) -> Path:
