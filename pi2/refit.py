@@ -111,8 +111,7 @@ def _save_memory(resolved: Resolved) -> tuple[Resolved, list[tuple[str, object, 
             resolved, plan = smaller, smaller.plan
             reason = f"rows are read when their tokens come: {approximate_bytes(saved)} for neurons"
             found.append(("memory.embedding", "flash", f"resident -> flash, {reason}"))
-    cached = plan.decode.predictor != "none" and plan.decode.batch == 1
-    if cached and "lend" not in plan.kv.model_fields_set:
+    if plan.decode.predictor != "none" and "lend" not in plan.kv.model_fields_set:
         kv = plan.kv.model_copy(update={"lend": True})
         resolved = replace(resolved, plan=plan.model_copy(update={"kv": kv}))
         lent = approximate_bytes(describe_context(resolved).count_unused(0))

@@ -64,7 +64,7 @@ def plan(wish: Wish) -> PlannedPlan:
     programs: list[tuple[Problem, Program]] = []
     best: list[PlannedPlan] = []
     for bundle in list_bundles(wish.device, wish.model, stored):
-        found: list[tuple[Problem, PlannedPlan]] = []
+        found: list[PlannedPlan] = []
         for choice in list_units(rates):
             problem = pose_problem(wish, choice, bundle)
             program = Program(problem)
@@ -73,9 +73,9 @@ def plan(wish: Wish) -> PlannedPlan:
                 choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
             )
             if solution is not None:
-                found.append((problem, finish_plan(problem, solution)))
+                found.append(refine_plan(problem, finish_plan(problem, solution)))
         if found:
-            best.append(refine_plan(*min(found, key=lambda item: score_plan(wish, item[1]))))
+            best.append(min(found, key=lambda item: score_plan(wish, item)))
     if not best:
         raise _explain_impossible(*programs[0])
     return _choose_layout(wish, best, stored)

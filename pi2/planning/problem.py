@@ -244,9 +244,9 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
     found = []
     for kind in types:
         resolved = _resolve(wish, mode, kind, CHUNKS[0], bundle)
-        unused = describe_context(resolved).count_unused(min(POSITION, wish.context))
-        size = measure_sizes(model, mode, kind, bundle).kv_token
         tokens = wish.batch * min(POSITION, wish.context)
+        unused = describe_context(resolved).count_unused(tokens)
+        size = measure_sizes(model, mode, kind, bundle).kv_token
         own = rates.choose(kind)
         layer_s = own.project.call_s + tokens * size / own.attend.bytes_s
         seconds = model.shape.layers * layer_s
@@ -255,7 +255,7 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
                 type=kind,
                 bytes=round_up(resolved.needs.kv.bytes, MIB),
                 token_s=seconds,
-                lent_bytes=unused if wish.batch == 1 else 0,
+                lent_bytes=unused,
             )
         )
     cheapest = min(item.token_s for item in found)

@@ -86,8 +86,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
     if cost.batch > 1:
         yield (
-            f"For {cost.batch} sequences at a time: what any of them uses is read and kept for "
-            "all.  The engine runs one; `pi2 simulate` runs this."
+            f"For {cost.batch} sequences at a time: what any of them uses is read and kept for all."
         )
     yield from describe_cost(cost)
     if planned.full_tokens_s is not None:

@@ -106,10 +106,11 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
         for layer in range(3):
             executor.attend(layer, 0)
             executor.begin_ffn(layer)
-            active = executor._activate(parts.store.layers[layer].bundles) != 0
+            bundles = parts.store.layers[layer].bundles
+            active = executor._activate(bundles, slice(None)) != 0
             named = compute_scores(executor._request, layer, executor._u) >= 0
             counts[layer] = active.mean(), named.mean(), (active & named).sum() / active.sum()
-            executor.add_dense(layer, parts.store.layers[layer].bundles)
+            executor.add_dense(layer, bundles)
             executor.end_ffn(layer)
     for counted, (active, named, recall) in zip(found.layers, counts, strict=True):
         assert counted.active == pytest.approx(active)

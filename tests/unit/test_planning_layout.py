@@ -203,7 +203,7 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     phone = read("device", "oneplus-12")
     assert isinstance(phone, Device)
     slow = [
-        item.model_copy(update={"rate": item.rate / 30}) if item.block > 4096 else item
+        item.model_copy(update={"rate": item.rate / 10}) if item.block > 4096 else item
         for item in phone.storage.reads
     ]
     storage = phone.storage.model_copy(update={"reads": tuple(slow)})
