@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner, Result
 
 import pi2
+from pi2.cli.run import command
 from pi2.engine.loaded_model import LoadedModel
+from pi2.plan.sizes import compute_needs
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -231,3 +235,48 @@ def test_positions_that_depend_on_the_length_are_for_one_sequence(tmp_path: Path
         pi2.load(plan, set={"decode.batch": 2})
     with pi2.load(plan, set={"decode.batch": 2, "kv.context": 32}) as model:
         assert len(model._parts.forward.positions) == 2
+
+
+def test_kernels_give_every_sequence_its_text_within_the_segments(tmp_path: Path) -> None:
+    # More sequences than a chunk has tokens; misses, and gates that are known.
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"prefill": {"chunk": 2}})
+    settings = {"backends.cpu": "cpu", "decode.predictor": "gate", "decode.batch": 3}
+    with pi2.load(plan, set=settings) as model:
+        found = model.generate_batch(PROMPTS, max_tokens=8, temperature=0).result.sequences
+        for prompt, item in zip(PROMPTS, found, strict=True):
+            alone = model.generate(prompt, max_tokens=8, temperature=0).result
+            assert item.token_ids == alone.token_ids
+        assert model.stats.cache_misses > 0
+        used = model._parts.budget.used_bytes
+        for name, need in compute_needs(model.plan).items():
+            assert name == "cold" or used[name] <= need.bytes, name
+
+
+def run_command(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def test_several_prompts_are_shown_in_their_order(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"decode": {"batch": 2}})
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("one\n\ntwo\nthree\n", "utf-8")
+    common = (str(plan), "--max-tokens", "5", "--temperature", "0", "--ignore-eos")
+    shown = run_command(*common, "--prompts", str(lines))
+    assert shown.exit_code == 0, shown.output
+    assert [line for line in shown.stdout.splitlines() if line.startswith("---")] == [
+        "--- 1",
+        "--- 2",
+        "--- 3",
+    ]
+    assert "3 sequences" in shown.stderr
+    found = json.loads(run_command(*common, "--json", "--prompts", str(lines)).stdout)
+    given = [value for text in ("one", "two", "three") for value in ("--prompt", text)]
+    again = json.loads(run_command(*common, "--json", *given).stdout)
+    texts = [item["text"] for item in found["sequences"]]
+    assert texts == [item["text"] for item in again["sequences"]]
+    for text, prompt in zip(texts, ("one", "two", "three"), strict=True):
+        alone = json.loads(run_command(*common, "--json", "--prompt", prompt).stdout)
+        assert alone["text"] == text
+    lines.write_text("\n \n", "utf-8")
+    assert "P603" in str(run_command(*common, "--prompts", str(lines)).exception)
+    assert run_command(*common, "--prompts", str(lines), "--prompt", "a").exit_code == 2
