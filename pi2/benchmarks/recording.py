@@ -272,31 +272,34 @@ def record_run(
     greedily; the summary is of these alone.
 
     With random weights the tokens are those of the vocabulary in order, as `pi2 bench` has them:
-    greedily they would soon repeat, and their neurons be in the cache.
+    greedily they would soon repeat, and their neurons be in the cache.  As many sequences go on
+    after the prompt as the plan has at a time, each with another token.
     """
     model._check_ids(prompt, answer=tokens)
     parts = model._parts
     forward, context = parts.forward, model.plan.plan.kv.context
     warm_up = max(0, min(warm_up, context - len(prompt) - tokens))
     choose = _choose_tokens(model)
+    sequences = range(len(forward.positions))
     forward.reset_all()
     tape = _Tape(Recorder(), model.compute_threads, time.perf_counter())
     with _recording(parts, tape):
-        logits = forward.prefill(np.array(prompt, np.int32))[0]
+        logits = [forward.prefill(np.array(prompt, np.int32), sequence=n)[0] for n in sequences]
     paused = time.perf_counter()
+    chosen = [choose(row, rank) for rank, row in enumerate(logits)]
     for _ in range(warm_up):
-        logits = forward.decode(choose(logits))
+        chosen = [choose(row, 0) for row in forward.step(chosen, sequences)]
     tape.start_s += time.perf_counter() - paused
     with _recording(parts, tape):
         before, begun = parts.reader.read_bytes, tape.now()
         tape.kernels_s = tape.wait_s = 0.0
         spans = len(tape.read_spans)
         for _ in range(tokens):
-            logits = forward.decode(choose(logits))
+            chosen = [choose(row, 0) for row in forward.step(chosen, sequences)]
         total = tape.now() - begun
         read_bytes = parts.reader.read_bytes - before
     return tape.recorder, TraceSummary(
-        tokens=tokens,
+        tokens=tokens * len(sequences),
         total_s=total,
         kernels_s=tape.kernels_s,
         wait_s=tape.wait_s,
@@ -305,14 +308,14 @@ def record_run(
     )
 
 
-def _choose_tokens(model: LoadedModel) -> Callable[[F32], int]:
-    """What names the next token, given logits [vocabulary]."""
+def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
+    """What names the next token, given logits [vocabulary]: the likeliest but for some."""
     store = model._parts.store
     if store is None or not store.manifest.synthetic:
-        return lambda logits: int(np.argmax(logits))
+        return lambda logits, rank: int(np.argsort(-logits, kind="stable")[rank])
     document = model.plan.model
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)
-    return lambda logits: int(source.take(1)[0])
+    return lambda logits, rank: int(source.take(1)[0])
 
 
 @contextmanager

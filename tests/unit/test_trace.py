@@ -78,6 +78,16 @@ def test_what_is_recorded_follows_the_tokens_that_warm_up(tmp_path: Path) -> Non
     assert summary.tokens == 2
 
 
+def test_a_trace_counts_the_tokens_of_all_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [name for *_, name in list_lanes(trace(tmp_path, "decode.batch=3"))["driver"]]
+    assert calls.count("begin_step") == 2
+    assert calls.count("attend_step 0") == 2
+    assert calls.count("embed") == 3, "each has read its prompt"
+    assert ": 6 tokens in" in capsys.readouterr().out
+
+
 def test_a_trace_of_what_is_all_in_memory_has_no_reads(tmp_path: Path) -> None:
     lanes = list_lanes(trace(tmp_path, "layers.hot=1.0"))
     assert not [name for name in lanes if name.startswith(("read ", "queue "))]
