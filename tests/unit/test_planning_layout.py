@@ -203,11 +203,11 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     phone = read("device", "oneplus-12")
     assert isinstance(phone, Device)
     slow = [
-        item.model_copy(update={"rate": item.rate / 10}) if item.block > 4096 else item
+        item.model_copy(update={"rate": item.rate / 30}) if item.block > 4096 else item
         for item in phone.storage.reads
     ]
     storage = phone.storage.model_copy(update={"reads": tuple(slow)})
-    memory = int(3.4 * GIB)
+    memory = int(3.3 * GIB)
     one = plan(make_wish(phone, memory_bytes=memory))
     two = plan(make_wish(phone.model_copy(update={"storage": storage}), memory_bytes=memory))
     assert one.resolved.plan.pipeline.phases == 1
