@@ -91,8 +91,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield from describe_cost(cost)
     if planned.full_tokens_s is not None:
         yield (
-            f"That is after {min(MEAN_TOKENS, plan.kv.context)} tokens; once the context of "
-            f"{plan.kv.context} is full, {planned.full_tokens_s:.3g} tokens/s."
+            f"These figures are for {min(MEAN_TOKENS, plan.kv.context)} tokens of context; once "
+            f"the context of {plan.kv.context} is full, {planned.full_tokens_s:.3g} tokens/s."
         )
     whole = count_ffn_bytes(resolved)
     if segments.hot >= whole:
@@ -148,7 +148,8 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
     if lent:
         yield (
             "Neurons of the cache lie in what the context does not use yet: "
-            f"{approximate_bytes(lent)} after {MEAN_TOKENS} tokens; they go as it grows."
+            f"{approximate_bytes(lent)} after {min(MEAN_TOKENS, resolved.plan.kv.context)} tokens; "
+            "they go as it grows."
         )
 
 
