@@ -49,6 +49,15 @@ def test_help_lists_the_commands_with_their_first_lines(
     }.items():
         assert f"{name} " in text
         assert line in text
+
+
+@pytest.mark.parametrize("group", ["model", "new", "predictor", "profile", "sparsity", "store"])
+def test_help_says_of_commands_within_a_command_what_they_do_in_whole_sentences(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([group, "--help"]) == 0
+    commands = capsys.readouterr().out.partition("\nCommands:\n")[2]
+    assert commands and "..." not in commands
     assert "Exit codes" in text
 
 
