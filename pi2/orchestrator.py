@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from pi2.backends.protocol import Backend, BuildRequest, Executor
+from pi2.backends.protocol import Backend, BuildRequest, Executor, LoopOwner
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
@@ -128,6 +128,8 @@ def build(
         cleanup.callback(executor.close)
         if wrap_executor is not None:
             executor = wrap_executor(executor, request)
+        if isinstance(executor, LoopOwner):
+            cache.loops = executor.loops
         reader = open_reader(resolved, store, cache, executor)
         cleanup.callback(reader.close)
         if store is not None:

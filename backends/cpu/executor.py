@@ -12,13 +12,14 @@ import numpy.typing as npt
 from pi2.backends.chunk_state import Arguments, ChunkState, name_other_arrays
 from pi2.backends.cpu.arrays import Arrays, make_arrays
 from pi2.backends.cpu.attention import bind_attention, make_rope_tables
+from pi2.backends.cpu.loops import CpuLoops
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.experts import list_chosen, route
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
-from pi2.backends.protocol import BuildRequest
+from pi2.backends.protocol import BuildRequest, CacheLoops
 from pi2.plan.layout import round_up
 from pi2.plan.sizes import LOGIT_ROWS
 from pi2.plan.tensor_names import (
@@ -81,6 +82,7 @@ class CpuExecutor:
         self._head = library.find("logits")
         self._head_logits = space.wrap(self._logits)
         self._read = library.find("read_runs")
+        self.loops: CacheLoops = CpuLoops(library)
         self._ropes = make_rope_tables(request, space, spec)
         self._now = self._bind_first_chunk(request, arrays)
         self._chunks = [self._now]

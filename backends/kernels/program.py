@@ -30,6 +30,8 @@ function                parameters: numbers, then arrays
 ``logits``              first, T; x, norm, weights, scales, [bias], qa (hidden), logits
 ``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,
                         results int64
+``find_neurons``, ...   see `kernels.residency`
+``plan_reads``, ...     see `kernels.reads`
 ======================  ==========================================================================
 
 Where scales are resident, an array of them follows every array of bundles, and one of the neurons'
@@ -67,7 +69,13 @@ from pi2.backends.kernels.ffn_block import (
 )
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.parameters import Parameters, make_function
-from pi2.backends.kernels.reads import emit_read_runs
+from pi2.backends.kernels.reads import (
+    emit_fill_entries,
+    emit_note_results,
+    emit_plan_reads,
+    emit_read_runs,
+)
+from pi2.backends.kernels.residency import emit_find_neurons, emit_place_neurons
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
 from pi2.backends.kernels.spec import KernelSpec
@@ -106,7 +114,14 @@ class Program:
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
-        bound["read_runs"] = emit_read_runs
+        bound |= {
+            "read_runs": emit_read_runs,
+            "find_neurons": emit_find_neurons,
+            "place_neurons": emit_place_neurons,
+            "plan_reads": emit_plan_reads,
+            "fill_entries": emit_fill_entries,
+            "note_results": emit_note_results,
+        }
         if spec.some_full:
             everything = Schedule(replace(spec, window=None), self.isa)
             bound["attend_all"] = partial(emit_attend, everything)

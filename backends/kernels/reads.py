@@ -1,4 +1,4 @@
-"""The kernel that reads from files: system calls in a compiled loop, without Python's lock."""
+"""The kernels that read from files, or prepare reads, in loops without Python's lock."""
 
 from __future__ import annotations
 
@@ -38,3 +38,96 @@ def emit_read_runs(take: Parameters) -> None:
             offsets[index],
         )
         v.store(results, index, size, 1)
+
+
+def emit_plan_reads(take: Parameters) -> None:
+    """Plan reads of bundles ``indices`` [count] (ascending) into ``slots`` [count]: neighbours, up
+    to ``most``, are one request.
+
+    Writes what `emit_read_runs` takes, and the bytes of each request, the request of each bundle,
+    and ``pending`` for results; ``found`` [1] becomes the number of requests.
+    """
+    count = take.take_number("count")
+    most = take.take_number("most")
+    base = take.take_number("base", "int64")
+    stride = take.take_number("stride", "int64")
+    address = take.take_number("address", "int64")
+    pending = take.take_number("pending", "int64")
+    indices = take.take_array("indices", "int32")
+    slots = take.take_array("slots", "int32")
+    vectors = take.take_array("vectors", "int64")
+    firsts = take.take_array("firsts", "int32")
+    counts = take.take_array("counts", "int32")
+    offsets = take.take_array("offsets", "int64")
+    sizes = take.take_array("sizes", "int64")
+    requests = take.take_array("requests", "int32")
+    results = take.take_array("results", "int64")
+    found = take.take_array("found", "int32")
+    request, size, next_index = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
+    with T.serial(count) as place:
+        index = v.let(indices[place])
+        begins = T.Or(T.Or(index != next_index.get(), size.get() == most), place == 0)
+        with T.If(begins), T.Then():
+            request.set(request.get() + 1)
+            size.set(T.int32(0))
+            v.store(firsts, request.get(), place, 1)
+            v.store(offsets, request.get(), base + v.wide(index) * stride, 1)
+            v.store(results, request.get(), pending, 1)
+        size.set(size.get() + 1)
+        next_index.set(index + 1)
+        v.store(counts, request.get(), size.get(), 1)
+        v.store(sizes, request.get(), v.wide(size.get()) * stride, 1)
+        v.store(requests, place, request.get(), 1)
+        v.store(vectors, v.wide(place) * 2, address + v.wide(slots[place]) * stride, 1)
+        v.store(vectors, v.wide(place) * 2 + 1, stride, 1)
+    v.store(found, 0, request.get() + 1, 1)
+
+
+def emit_fill_entries(take: Parameters) -> None:
+    """Write entries of io_uring's submission ring, ``entries`` [count, 8], for requests as
+    `emit_read_runs` takes them: ``head`` is the first word of each, the names of the requests
+    follow ``first_name``."""
+    count = take.take_number("count")
+    head = take.take_number("head", "int64")
+    address = take.take_number("address", "int64")
+    first_name = take.take_number("first_name", "int64")
+    firsts = take.take_array("firsts", "int32")
+    counts = take.take_array("counts", "int32")
+    offsets = take.take_array("offsets", "int64")
+    entries = take.take_array("entries", "int64")
+    with T.serial(count) as place:
+        words = (
+            head,
+            offsets[place],
+            address + v.wide(firsts[place]) * 16,
+            v.wide(counts[place]),
+            first_name + v.wide(place),
+            *(T.int64(0) for _ in range(3)),
+        )
+        for word, value in enumerate(words):
+            v.store(entries, v.wide(place) * 8 + word, value, 1)
+
+
+def emit_note_results(take: Parameters) -> None:
+    """Write results of the requests that are named ``first_name``, ... [number] out of ``count``
+    completions of io_uring, ``events`` [size, 2], from ``head`` on; ``size`` is a power of two.
+
+    ``found`` [1] becomes how many of them there were.
+    """
+    count = take.take_number("count")
+    head = take.take_number("head", "int64")
+    size = take.take_number("size", "int64")
+    number = take.take_number("number", "int64")
+    first_name = take.take_number("first_name", "int64")
+    events = take.take_array("events", "int64")
+    results = take.take_array("results", "int64")
+    found = take.take_array("found", "int32")
+    noted = v.Cell(T.int32(0))
+    with T.serial(count) as turn:
+        place = v.let(T.bitwise_and(head + v.wide(turn), size - T.int64(1)) * 2)
+        request = v.let(events[place] - first_name)
+        with T.If(T.And(request >= T.int64(0), request < number)), T.Then():
+            # The upper half of the word has flags.
+            v.store(results, request, v.wide(T.cast(events[place + 1], "int32")), 1)
+            noted.set(noted.get() + 1)
+    v.store(found, 0, noted.get(), 1)

@@ -134,7 +134,9 @@ def open_reader(
         verify=io.verify == "first-read",
         gate_bytes=count_gate_read_bytes(resolved),
     )
-    return FlashReader(files, cache.arena, settings, read_runs=executor.read_runs)
+    return FlashReader(
+        files, cache.arena, settings, read_runs=executor.read_runs, loops=cache.loops
+    )
 
 
 def load_neurons(

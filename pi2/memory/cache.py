@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from pi2.memory.frequency import LeastFrequentlyUsed
 from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import CacheLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -83,6 +88,8 @@ class NeuronCache:
         """
         self.arena = arena
         self.neurons = neurons
+        self.loops: CacheLoops | None = None
+        """What looks neurons up in compiled code, where a backend has it."""
         self._give_back = give_back
         layers = len(hot)
         self._most_hot = tuple(hot if most_hot is None else most_hot)
@@ -93,7 +100,9 @@ class NeuronCache:
         self.cold_capacity = len(arena) - bases[-1] if cold is None else cold
         assert bases[-1] + self.cold_capacity <= len(arena), (bases[-1], len(arena))
         self._slot_of = np.full((layers, neurons), ABSENT, np.int32)
+        # Views of one layer, and take and compress, are twice as fast as general indexing.
         self._rows = list(self._slot_of)
+        self._keys = self._slot_of.reshape(-1)
         for layer, slots in enumerate(self.hot_slots):
             self._slot_of[layer, : len(slots)] = np.arange(slots.start, slots.stop)
         self._owner = np.full(self.cold_capacity, ABSENT, np.int64)
@@ -168,17 +177,13 @@ class NeuronCache:
             none = indices[:0]
             resident = indices + np.int32(hot.start)
             return Lookup(resident_slots=resident, missing=none, missing_slots=none, cold=none)
-        # Hot ones come first, and are in memory.  Views of one layer, and take and compress, are
-        # twice as fast as general indexing.
+        # Hot ones come first, and are in memory.
         first = int(indices.searchsorted(len(hot)))
         others = indices[first:]
-        slots = self._rows[layer].take(others)
-        present = slots >= 0
-        slots = slots.compress(present)
-        resident = np.concatenate([indices[:first] + np.int32(hot.start), slots])
-        cold = slots - np.int32(self._first_cold)
-        self._policy.touch(cold, self._owner.take(cold))
-        missing = others.compress(~present)
+        cold, missing = self._find(layer, others)
+        resident = np.empty(first + len(cold), np.int32)
+        np.add(indices[:first], hot.start, out=resident[:first])
+        np.add(cold, self._first_cold, out=resident[first:])
         counters.hits += len(resident)
         counters.misses += len(missing)
         if len(missing) == 0:
@@ -195,14 +200,40 @@ class NeuronCache:
             cold=np.concatenate([cold, given]),
         )
 
+    def _find(self, layer: int, indices: I32) -> tuple[I32, I32]:
+        """Return cold slots of those of ``indices`` [n] that are in memory, and the others."""
+        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
+            return self._policy.find(
+                self.loops,
+                self._rows[layer],
+                indices,
+                first_key=layer * self.neurons,
+                first_cold=self._first_cold,
+            )
+        slots = self._rows[layer].take(indices)
+        present = slots >= 0
+        cold = slots.compress(present) - np.int32(self._first_cold)
+        self._policy.touch(cold, self._owner.take(cold))
+        return cold, indices.compress(~present)
+
     def _place(self, layer: int, missing: I32) -> tuple[I32, int]:
         """Give cold slots to ``missing`` [m]: the slots, counted from the first cold one, and how
         many neurons left for them."""
+        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
+            return self._policy.place(
+                self.loops,
+                missing,
+                self._held,
+                self._keys,
+                self._owner,
+                first_key=layer * self.neurons,
+                first_cold=self._first_cold,
+            )
         keys = missing.astype(np.int64) + layer * self.neurons
         cold = self._policy.replace(keys, self._held)
         owners = self._owner.take(cold)
         evicted = owners.compress(owners >= 0)
-        self._slot_of.reshape(-1)[evicted] = ABSENT
+        self._keys[evicted] = ABSENT
         self._owner[cold] = keys
         self._rows[layer][missing] = cold + np.int32(self._first_cold)
         return cold, len(evicted)
@@ -305,7 +336,7 @@ class NeuronCache:
         self.cold_capacity = len(source)
         self._held = np.zeros(len(source), bool)
         taken = np.flatnonzero(owner != ABSENT)
-        self._slot_of.reshape(-1)[owner[taken]] = taken + self._first_cold
+        self._keys[owner[taken]] = taken + self._first_cold
         self._policy.renumber(source, owner, rare=rare)
 
     def hold(self, found: Lookup) -> None:

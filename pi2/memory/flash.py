@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,15 @@ from pi2.memory.requests import (
     ReadBatch,
     divide_clusters,
     divide_requests,
+    find_addresses,
     keep_gates,
     make_batch,
     make_rest,
 )
 from pi2.memory.uring import RingUnavailable, UringEngine
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import CacheLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -109,11 +114,14 @@ class FlashReader:
         settings: ReadSettings,
         *,
         read_runs: RunRead,
+        loops: CacheLoops | None = None,
     ) -> None:
-        """``read_runs``: ``Executor.read_runs``."""
+        """``read_runs``: ``Executor.read_runs``; ``loops`` prepare reads in compiled code, where a
+        backend has them."""
         self._files = files
         self._arena = arena
         self._address: int = arena.ctypes.data
+        self._loops = loops
         self._settings = settings
         self.fallback: str | None = None
         """Why direct reads were given up, if they were."""
@@ -204,7 +212,7 @@ class FlashReader:
     ) -> tuple[IoEngine, EngineName]:
         if settings.engine == "io_uring":
             try:
-                return UringEngine(self._fds, settings.depth), "io_uring"
+                return UringEngine(self._fds, settings.depth, self._loops), "io_uring"
             except RingUnavailable as reason:
                 self.engine_fallback = str(reason)
         if settings.engine == "mmap":
@@ -228,10 +236,12 @@ class FlashReader:
         batch = make_batch(
             layer,
             indices,
-            self._find_addresses(slots),
+            slots,
+            address=self._address,
             base=file.bundles_offset,
             stride=file.stride,
             merging=self._merging,
+            loops=self._loops,
         )
         clusters = divide_clusters(len(indices), self._settings.cluster, 2 * self._settings.threads)
         gates = None
@@ -245,12 +255,6 @@ class FlashReader:
             clusters, batch.parts = divide_requests(clusters, batch.requests)
             self._submit(batch)
         return PendingRead(layer, indices, slots, clusters, batch, gates)
-
-    def _find_addresses(self, slots: I32) -> I64:
-        """Where ``slots`` [n] begin in memory."""
-        addresses: I64 = np.multiply(slots, self._arena.shape[1], dtype=np.int64)
-        addresses += self._address
-        return addresses
 
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
         """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
@@ -266,7 +270,7 @@ class FlashReader:
         batch = make_rest(
             pending.layer,
             indices,
-            self._find_addresses(slots),
+            find_addresses(slots, self._address, file.stride),
             base=file.bundles_offset,
             stride=file.stride,
             gate_bytes=self._gate_bytes,

@@ -8,9 +8,14 @@ in a store ordered by hotness makes likely.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from pi2.memory.policy import ABSENT, F32, I32, I64, Bits, carry_over
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import CacheLoops
 
 _HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half, where a token uses the expected number of neurons."""
@@ -20,6 +25,8 @@ _UNKNOWN_USE = 0.1
 """Share of the neurons that a token uses, where nothing is known."""
 _CANDIDATES = 64
 """One slot of so many is a candidate for the next evictions."""
+_SAMPLE = 4096
+"""Slots, at least, whose scores tell what a low one is."""
 _MOST_WEIGHT = 1e6
 _TRIFLE = 1e-3
 _EMPTY = -1.0
@@ -59,8 +66,6 @@ class LeastFrequentlyUsed:
         """Counts of what is in the slots."""
         self._used_at = np.zeros(capacity, np.int64)
         self._clock = 1
-        self._in_use: list[I32] = []
-        """Slots of the current request."""
         self._candidates = np.empty(0, np.int32)
         self._listed_at = 0
 
@@ -78,31 +83,103 @@ class LeastFrequentlyUsed:
         self._clock += 1
         self._scores[slots] = self._count(keys)
         self._used_at[slots] = self._clock
-        self._in_use = [slots]
+        self._let_weight_grow(len(slots))
 
     def _count(self, keys: I64) -> F32:
         """Count a use of ``keys`` [n]; return their counts [n]."""
         counts = self._counts.take(keys)
         counts += np.float32(self._weight)
         self._counts[keys] = counts
-        self._weight *= 1.0 + self._growth * len(keys)
+        return counts
+
+    def _let_weight_grow(self, uses: int) -> None:
+        """Let what comes count more than the last ``uses``."""
+        self._weight *= 1.0 + self._growth * uses
         if self._weight > _MOST_WEIGHT:
             scale = np.float32(1.0 / self._weight)
             self._counts *= scale
             self._scores[self._scores > 0] *= scale
-            counts *= scale
             self._weight = 1.0
-        return counts
 
     def replace(self, keys: I64, held: Bits) -> I32:
         """Return the slots with the lowest counts."""
-        count = len(keys)
+        count, counts = len(keys), self._count(keys)
         taken = self._take(count, held)
+        self._scores[taken] = counts[: len(taken)]
         if len(taken) < count:
             self._list_candidates(count - len(taken), held)
-            taken = np.concatenate([taken, self._take(count - len(taken), held)])
-        self._scores[taken] = self._count(keys)
+            others = self._take(count - len(taken), held)
+            self._scores[others] = counts[len(taken) :]
+            taken = np.concatenate([taken, others])
+        self._let_weight_grow(count)
         return taken
+
+    def find(
+        self, loops: CacheLoops, row: I32, indices: I32, *, first_key: int, first_cold: int
+    ) -> tuple[I32, I32]:
+        """Look for ``indices`` [n] (distinct, none of them hot) in ``row`` [neurons], and begin a
+        request with what is there, as ``touch`` does.
+
+        Returns cold slots of what is there, and the others.
+        """
+        self._clock += 1
+        cold, missing = loops.find_neurons(
+            row,
+            indices,
+            first_key=first_key,
+            first_cold=first_cold,
+            clock=self._clock,
+            weight=self._weight,
+            counts=self._counts,
+            scores=self._scores,
+            used_at=self._used_at,
+        )
+        self._let_weight_grow(len(cold))
+        return cold, missing
+
+    def place(
+        self,
+        loops: CacheLoops,
+        missing: I32,
+        held: Bits,
+        slot_of: I32,
+        owner: I64,
+        *,
+        first_key: int,
+        first_cold: int,
+    ) -> tuple[I32, int]:
+        """Give cold slots to ``missing`` [m], as ``replace`` does, and bring ``slot_of`` [keys] and
+        ``owner`` [capacity] up to date.
+
+        Returns the slots, and how many neurons left.
+        """
+        given = np.empty(len(missing), np.int32)
+        placed = evicted = 0
+        while True:
+            more, seen, left = loops.place_neurons(
+                missing[placed:],
+                self._candidates,
+                held,
+                given[placed:],
+                first_key=first_key,
+                first_cold=first_cold,
+                clock=self._clock,
+                listed_at=self._listed_at,
+                weight=self._weight,
+                slot_of=slot_of,
+                owner=owner,
+                counts=self._counts,
+                scores=self._scores,
+                used_at=self._used_at,
+            )
+            self._candidates = self._candidates[seen:]
+            placed += more
+            evicted += left
+            if placed == len(missing):
+                break
+            self._list_candidates(len(missing) - placed, held)
+        self._let_weight_grow(len(missing))
+        return given, evicted
 
     def _take(self, count: int, held: Bits) -> I32:
         """Take up to ``count`` slots from the list."""
@@ -118,23 +195,25 @@ class LeastFrequentlyUsed:
             count -= len(fit)
         taken: I32 = parts[0] if len(parts) == 1 else np.concatenate([_NO_SLOTS, *parts])
         self._used_at[taken] = self._clock
-        self._in_use.append(taken)
         return taken
 
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
-        scores = self._scores.copy()
-        np.putmask(scores, held, np.inf)
-        for slots in self._in_use:
-            scores[slots] = np.inf
-        size = min(max(least, len(scores) // _CANDIDATES), len(scores))
-        # Partitioning values takes a tenth of the time that partitioning places takes.
-        limit = np.partition(scores, size - 1)[size - 1] if size else np.inf
-        lower = np.flatnonzero(scores < limit).astype(np.int32)
-        lower = lower[np.argsort(scores[lower], kind="stable")]
-        equal = np.flatnonzero(scores == limit)[: size - len(lower)] if limit < np.inf else ()
-        self._candidates = np.concatenate([lower, np.asarray(equal, np.int32)])
-        assert len(self._candidates) >= least, "more slots are wanted than may be given away"
+        scores, size = self._scores, max(least, len(self._scores) // _CANDIDATES)
+        # Where they end need not be known exactly: some of the slots tell.
+        sample = scores[:: max(1, len(scores) // _SAMPLE)]
+        while True:
+            is_all = size >= len(scores)
+            place = -(-min(size, len(scores)) * len(sample) // max(1, len(scores))) - 1
+            limit = np.inf if is_all else np.partition(sample, place)[place]
+            lowest = (scores <= limit).nonzero()[0].astype(np.int32)
+            unused = self._used_at.take(lowest) < self._clock
+            lowest = lowest.compress(np.greater(unused, held.take(lowest)))
+            if len(lowest) >= least:
+                break
+            assert not is_all, "more slots are wanted than may be given away"
+            size *= 4
+        self._candidates = lowest.take(np.argsort(scores.take(lowest), kind="stable"))
         self._listed_at = self._clock
 
     def drop(self, slots: I32) -> None:
@@ -162,5 +241,4 @@ class LeastFrequentlyUsed:
         self._scores = np.full(len(source), _EMPTY, np.float32)
         self._scores[full] = self._counts[keys[full]]
         self._used_at = carry_over(self._used_at, source, 0)
-        self._in_use = []
         self._candidates = np.empty(0, np.int32)

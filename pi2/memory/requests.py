@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import CacheLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -71,18 +74,32 @@ class Merging:
 def make_batch(
     file: int,
     indices: I32,
-    addresses: I64,
+    slots: I32,
     *,
+    address: int,
     base: int,
     stride: int,
     merging: Merging | None = None,
+    loops: CacheLoops | None = None,
 ) -> ReadBatch:
-    """Plan reads of the bundles ``indices`` [b] (ascending) into ``addresses`` [b].
+    """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
+    at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
 
     Bundle i lies at byte ``base + i stride``.
     """
     merging = merging or Merging()
-    count = len(indices)
+    if loops is not None and not merging.gap:
+        arrays = loops.plan_reads(
+            indices,
+            slots,
+            most=MOST_BUNDLES,
+            base=base,
+            stride=stride,
+            address=address,
+            pending=PENDING,
+        )
+        return ReadBatch(file, *arrays)
+    count, addresses = len(indices), find_addresses(slots, address, stride)
     # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
     begins = np.ones(count, bool)
     np.greater(indices[1:] - indices[:-1], merging.gap + 1, out=begins[1:])
@@ -107,6 +124,13 @@ def make_batch(
         requests=np.arange(number, dtype=np.int32).repeat(counts),
         results=np.full(number, PENDING, np.int64),
     )
+
+
+def find_addresses(slots: I32, address: int, stride: int) -> I64:
+    """Return where ``slots`` [n] begin, of which slot 0 is at ``address``."""
+    addresses: I64 = np.multiply(slots, stride, dtype=np.int64)
+    addresses += address
+    return addresses
 
 
 def _measure_runs(begins: Bits) -> tuple[I64, I64]:

@@ -18,11 +18,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.memory.requests import I64, PENDING, ReadBatch
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import CacheLoops
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
@@ -64,6 +68,8 @@ class _Job:
     """For the ring, [n, 8]."""
     first_name: int
     """Name of its first request: those of a job follow each other, and none is used again."""
+    pending: int
+    """Requests whose results are not known."""
     queued: int = 0
     """Requests that have been handed over."""
 
@@ -74,8 +80,10 @@ class UringEngine:
     What is under way has to be waited for by the thread that has begun it.
     """
 
-    def __init__(self, files: Sequence[int], depth: int) -> None:
-        """``files``: descriptors.  Raises `RingUnavailable`."""
+    def __init__(self, files: Sequence[int], depth: int, loops: CacheLoops | None = None) -> None:
+        """``files``: descriptors; ``loops``: compiled code for what is done per request.  Raises
+        `RingUnavailable`."""
+        self._loops = loops
         self._files = files
         self._depth = depth
         self._ring = self._open_ring()
@@ -103,18 +111,35 @@ class UringEngine:
             return
         if self._thread != threading.get_ident():
             self._follow_caller()
+        job = _Job(batch, self._make_entries(batch), self._next_name, count)
+        self._next_name += count
+        self._jobs[id(batch)] = job
+        self._waiting.append(job)
+        self._enter(0)
+
+    def _make_entries(self, batch: ReadBatch) -> I64:
+        """Entries of all requests, [n, 8]."""
+        count, head = len(batch.firsts), _READV | _FIXED_FILE | batch.file << 32
+        if self._loops is not None:
+            entries = np.empty((count, _ENTRY_WORDS), np.int64)
+            self._loops.fill_entries(
+                entries,
+                head=head,
+                first_name=self._next_name,
+                vectors=batch.vectors,
+                firsts=batch.firsts,
+                counts=batch.counts,
+                offsets=batch.offsets,
+            )
+            return entries
         entries = np.zeros((count, _ENTRY_WORDS), np.int64)
-        entries[:, 0] = _READV | _FIXED_FILE | batch.file << 32
+        entries[:, 0] = head
         entries[:, 1] = batch.offsets
         np.multiply(batch.firsts, 16, out=entries[:, 2])
         entries[:, 2] += batch.vectors.ctypes.data
         entries[:, 3] = batch.counts
         entries[:, 4] = np.arange(self._next_name, self._next_name + count)
-        job = _Job(batch, entries, self._next_name)
-        self._next_name += count
-        self._jobs[id(batch)] = job
-        self._waiting.append(job)
-        self._enter(0)
+        return entries
 
     def _follow_caller(self) -> None:
         """Make a ring for the calling thread, since another one's refuses it."""
@@ -142,6 +167,7 @@ class UringEngine:
                 # An interrupt came while they were being queued: they never will be.
                 results = batch.results[part]
                 results[results == PENDING] = -errno.ECANCELED
+                self._jobs[id(batch)].pending -= pending
                 self._forget_ended()
                 return
             self._enter(pending)
@@ -152,6 +178,7 @@ class UringEngine:
         if job is not None and job in self._waiting:
             self._waiting.remove(job)
             batch.results[job.queued :] = -errno.ECANCELED
+            job.pending -= len(batch.results) - job.queued
             self._forget_ended()
         self._wait(batch, slice(None))
 
@@ -189,20 +216,26 @@ class UringEngine:
     def _reap(self) -> None:
         """Note results.  Completions are taken off the ring at the end: after an interrupt they
         are noted again."""
-        events = self._ring.peek()
-        if len(events) == 0:
+        ring, loops = self._ring, self._loops
+        head, count = ring.find_completions()
+        if count == 0:
             return
-        names, results = events[:, 0], events.view(np.int32)[:, 2]
         for job in self._jobs.values():
-            places = names - job.first_name
-            mine = places.view(np.uint64) < len(job.entries)
-            job.batch.results[places.compress(mine)] = results.compress(mine)
+            name, results = job.first_name, job.batch.results
+            if loops is not None:
+                noted = loops.note_results(
+                    ring.events, results, head=head, count=count, first_name=name
+                )
+            else:
+                noted = note_results(ring.events, results, head=head, count=count, first_name=name)
+            job.pending -= noted
         self._forget_ended()
-        self._ring.advance(len(events))
+        ring.advance(count)
 
     def _forget_ended(self) -> None:
         for job in list(self._jobs.values()):
-            if not job.batch.count_pending():
+            # Those that were noted twice count twice.
+            if job.pending <= 0 and not job.batch.count_pending():
                 del self._jobs[id(job.batch)]
 
     def close(self) -> None:
@@ -269,7 +302,8 @@ class _Ring:
         np.frombuffer(rings, np.uint32, entries, array)[:] = np.arange(entries)
         self._entries: I64 = np.frombuffer(table, np.int64).reshape(entries, _ENTRY_WORDS)
         raw = np.frombuffer(rings, np.uint8, 16 * completions, events)
-        self._events: I64 = raw.view(np.int64).reshape(completions, 2)
+        self.events: I64 = raw.view(np.int64).reshape(completions, 2)
+        """Ring of completions: names, and results in the lower halves of the second words."""
 
     def register_files(self, files: Sequence[int]) -> None:
         """Let entries name ``files`` by their numbers."""
@@ -316,14 +350,10 @@ class _Ring:
                 raise
             least = hidden = 0
 
-    def peek(self) -> I64:
-        """All completions [n, 2]: names, and results in the lower halves of the second words."""
+    def find_completions(self) -> tuple[int, int]:
+        """Number of the first completion, and how many there are."""
         head, tail = self._words[self._done_head], self._words[self._done_tail]
-        size = len(self._events)
-        place, count = head % size, (tail - head) & 0xFFFFFFFF
-        if place + count <= size:
-            return self._events[place : place + count]
-        return np.concatenate([self._events[place:], self._events[: place + count - size]])
+        return head, (tail - head) & 0xFFFFFFFF
 
     def advance(self, count: int) -> None:
         """Take ``count`` completions off the ring."""
@@ -341,6 +371,20 @@ class _Ring:
     def close(self) -> None:
         """Let go of the ring."""
         os.close(self._fd)
+
+
+def note_results(events: I64, results: I64, *, head: int, count: int, first_name: int) -> int:
+    """See `pi2.backends.protocol.CacheLoops.note_results`."""
+    place, size = head % len(events), len(events)
+    if place + count <= size:
+        taken = events[place : place + count]
+    else:
+        taken = np.concatenate([events[place:], events[: place + count - size]])
+    places = taken[:, 0] - first_name
+    mine = places.view(np.uint64) < len(results)
+    places = places.compress(mine)
+    results[places] = taken.view(np.int32)[:, 2].compress(mine)
+    return len(places)
 
 
 def _explain_refusal(error: OSError) -> str:

@@ -1,0 +1,128 @@
+"""Compiled loops over the neuron cache's arrays: `pi2.backends.protocol.CacheLoops`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.kernels.runtime import Library
+
+_I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+_F32 = npt.NDArray[np.float32]
+_Bits = npt.NDArray[np.bool_]
+
+
+class CpuLoops:
+    """One call of a kernel per method; none where there is nothing to do, since kernels refuse
+    the strides that numpy gives some empty arrays."""
+
+    def __init__(self, library: Library) -> None:
+        self._find = library.find("find_neurons")
+        self._place = library.find("place_neurons")
+        self._plan = library.find("plan_reads")
+        self._fill = library.find("fill_entries")
+        self._note = library.find("note_results")
+        self._found = np.zeros(3, np.int32)
+
+    def find_neurons(
+        self,
+        row: _I32,
+        indices: _I32,
+        *,
+        first_key: int,
+        first_cold: int,
+        clock: int,
+        weight: float,
+        counts: _F32,
+        scores: _F32,
+        used_at: _I64,
+    ) -> tuple[_I32, _I32]:
+        """Divide ``indices`` into cold slots and what is missing."""
+        count, found = len(indices), self._found
+        if count == 0 or len(scores) == 0:
+            return indices[:0], indices
+        cold, missing = np.empty(count, np.int32), np.empty(count, np.int32)
+        numbers = (count, first_key, first_cold, clock, weight)
+        self._find(*numbers, row, indices, counts, scores, used_at, cold, missing, found)
+        present = int(found[0])
+        return cold[:present], missing[: count - present]
+
+    def place_neurons(
+        self,
+        missing: _I32,
+        candidates: _I32,
+        held: _Bits,
+        given: _I32,
+        *,
+        first_key: int,
+        first_cold: int,
+        clock: int,
+        listed_at: int,
+        weight: float,
+        slot_of: _I32,
+        owner: _I64,
+        counts: _F32,
+        scores: _F32,
+        used_at: _I64,
+    ) -> tuple[int, int, int]:
+        """Give candidates to what is missing."""
+        sizes = (len(missing), len(candidates))
+        if 0 in sizes:
+            return 0, 0, 0
+        numbers = (*sizes, first_key, first_cold, clock, listed_at, weight)
+        arrays = (missing, candidates, held.view(np.uint8), slot_of, owner, counts, scores, used_at)
+        self._place(*numbers, *arrays, given, self._found)
+        placed, seen, left = self._found.tolist()
+        return placed, seen, left
+
+    def plan_reads(
+        self,
+        indices: _I32,
+        slots: _I32,
+        *,
+        most: int,
+        base: int,
+        stride: int,
+        address: int,
+        pending: int,
+    ) -> tuple[_I64, _I32, _I32, _I64, _I64, _I32, _I64]:
+        """Plan reads of bundles into slots."""
+        count = len(indices)
+        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
+        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
+        offsets, sizes, results = (np.empty(count, np.int64) for _ in range(3))
+        if count == 0:
+            return vectors, firsts, counts, offsets, sizes, requests, results
+        numbers = (count, most, base, stride, address, pending)
+        arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests, results)
+        self._plan(*numbers, indices, slots, *arrays, self._found)
+        n = int(self._found[0])
+        return vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests, results[:n]
+
+    def fill_entries(
+        self,
+        entries: _I64,
+        *,
+        head: int,
+        first_name: int,
+        vectors: _I64,
+        firsts: _I32,
+        counts: _I32,
+        offsets: _I64,
+    ) -> None:
+        """Write entries of io_uring."""
+        if len(entries) == 0:
+            return
+        numbers = (len(entries), head, vectors.ctypes.data, first_name)
+        self._fill(*numbers, firsts, counts, offsets, entries.reshape(-1))
+
+    def note_results(
+        self, events: _I64, results: _I64, *, head: int, count: int, first_name: int
+    ) -> int:
+        """Write results of completions of io_uring."""
+        if count == 0 or len(results) == 0:
+            return 0
+        numbers = (count, head, len(events), len(results), first_name)
+        self._note(*numbers, events.reshape(-1), results, self._found)
+        return int(self._found[0])

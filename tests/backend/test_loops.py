@@ -1,0 +1,159 @@
+"""Compiled loops over the neuron cache's arrays do what `pi2.memory` does with numpy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pi2.backends.cpu.loops import CpuLoops
+from pi2.backends.kernels import reads, residency
+from pi2.memory.budget import Budget
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.frequency import expect_uses
+from pi2.memory.requests import make_batch
+from pi2.memory.uring import note_results
+from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
+
+LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
+ISAS = list_runnable_isas()
+pytestmark = pytest.mark.skipif(not ISAS, reason="kernels run on x86-64 only in these tests")
+
+
+@functools.cache
+def make_loops() -> CpuLoops:
+    emitters = (
+        residency.emit_find_neurons,
+        residency.emit_place_neurons,
+        reads.emit_plan_reads,
+        reads.emit_fill_entries,
+        reads.emit_note_results,
+    )
+    isa = make_isa(ISAS[0])
+    kernels = {emit.__name__: functools.partial(compile_kernel, emit, isa) for emit in emitters}
+
+    def find(name: str) -> Callable[..., None]:
+        kernel = kernels[f"emit_{name}"]()
+
+        def call(*arguments: Any) -> None:
+            arrays = [item for item in arguments if isinstance(item, np.ndarray)]
+            assert all(array.strides == (array.itemsize,) for array in arrays), "refused"
+            kernel(*arguments)
+
+        return call
+
+    return CpuLoops(SimpleNamespace(find=find))  # type: ignore[arg-type]
+
+
+def make_cache(filled: bool) -> NeuronCache:
+    arena = np.zeros((LAYERS * HOT + COLD, 8), np.uint8)
+    expected = expect_uses(LAYERS, NEURONS)
+    cache = NeuronCache(arena, [HOT] * LAYERS, NEURONS, policy="lfu", expected=expected)
+    for _ in cache.fill() if filled else ():
+        pass
+    return cache
+
+
+indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD // 2).map(sorted)
+
+
+@settings(max_examples=40)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, LAYERS - 1), indices), max_size=40),
+    filled=st.booleans(),
+    forgotten=st.sets(st.integers(0, 39)),
+)
+def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
+    requests: list[tuple[int, list[int]]], filled: bool, forgotten: set[int]
+) -> None:
+    plain, compiled = make_cache(filled), make_cache(filled)
+    compiled.loops = make_loops()
+    held = None
+    for turn, (layer, wanted) in enumerate(requests):
+        array = np.array(wanted, np.int32)
+        expected, found = plain.look_up(layer, array), compiled.look_up(layer, array)
+        for name in ("resident_slots", "missing", "missing_slots", "cold"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        for cache in (plain, compiled):
+            # What one request uses is held while the next one is looked up.
+            if held is not None:
+                cache.release(held)
+            if turn in forgotten:
+                cache.forget(layer, expected.missing)
+            else:
+                cache.hold(expected)
+        held = None if turn in forgotten else expected
+    assert np.array_equal(plain._slot_of, compiled._slot_of)
+    assert np.array_equal(plain._owner, compiled._owner)
+    assert plain.counters == compiled.counters
+    for name in ("_counts", "_scores", "_used_at", "_candidates"):
+        left, right = (getattr(cache._policy, name) for cache in (plain, compiled))
+        assert np.array_equal(left, right), name
+
+
+@settings(max_examples=40)
+@given(wanted=st.sets(st.integers(0, 120)).map(sorted))
+def test_compiled_read_lists_are_those_of_numpy(wanted: list[int]) -> None:
+    array = np.array(wanted, np.int32)
+    slots = np.arange(len(wanted), dtype=np.int32)[::-1].copy()
+    place = {"address": 1 << 40, "base": 4096, "stride": 7168}
+    expected = make_batch(3, array, slots, **place)
+    batch = make_batch(3, array, slots, **place, loops=make_loops())
+    for name in ("vectors", "firsts", "counts", "offsets", "sizes", "requests", "results"):
+        left, right = getattr(expected, name), getattr(batch, name)
+        assert left.dtype == right.dtype and np.array_equal(left, right), name
+
+
+@pytest.mark.parametrize("head", [0, 5, 2**32 - 3])
+def test_completions_are_noted_around_the_end_of_their_ring(head: int) -> None:
+    size, count, first = 8, 6, 1000
+    names = np.arange(first - 2, first - 2 + count)  # the first two are of another batch
+    events = np.zeros((size, 2), np.int64)
+    events[(head + np.arange(count)) % size, 0] = names
+    events[(head + np.arange(count)) % size, 1] = np.arange(count) - 3 & 0xFFFFFFFF | 1 << 40
+    answers: list[Any] = []
+    for note in (note_results, make_loops().note_results):
+        results = np.full(5, 77, np.int64)
+        noted = note(events, results, head=head, count=count, first_name=first)
+        answers.append((noted, results.tolist()))
+    assert answers[0] == answers[1] == (4, [-1, 0, 1, 2, 77])
+
+
+def test_neurons_are_read_with_compiled_lists_and_entries(tmp_path: Path) -> None:
+    stride, count = 512, 200
+    content = np.repeat(np.arange(count, dtype=np.uint8), stride).reshape(count, stride)
+    path = tmp_path / "layer.bin"
+    path.write_bytes(bytes(4096) + content.tobytes())
+    file = BundleFile(path=path, bundles_offset=4096, stride=stride, count=count)
+    arena = Budget({"cold": 128 * stride}).allocate("cold", 128 * stride).reshape(-1, stride)
+    reader = FlashReader(
+        [file],
+        arena,
+        ReadSettings(engine="io_uring", depth=4, cluster=8),
+        read_runs=_read_nothing,
+        loops=make_loops(),
+    )
+    if reader.engine != "io_uring":
+        pytest.skip(str(reader.engine_fallback))
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        wanted = np.sort(random.choice(count, 100, replace=False)).astype(np.int32)
+        slots = random.permutation(128)[:100].astype(np.int32)
+        pending = reader.start(0, wanted, slots)
+        for number in range(len(pending.clusters)):
+            reader.finish(pending, number)
+        assert (arena[slots] == wanted[:, None]).all()
+        arena[:] = 255
+    reader.close()
+
+
+def _read_nothing(*arguments: Any) -> None:
+    raise AssertionError("io_uring reads")
