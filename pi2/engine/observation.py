@@ -72,6 +72,10 @@ class ObservedExecutor:
         """Whether the observer is called."""
 
     if TYPE_CHECKING:
+        select_sequence: Any
+        begin_step: Any
+        attend_step: Any
+        select_token: Any
         embed: Any
         attend: Any
         list_experts: Any

@@ -41,7 +41,7 @@ def observe_plainly(plan: Path, tokens: list[int]) -> np.ndarray:
         for layer, stored in enumerate(model.store.layers):
             executor.attend(layer, 0)
             executor.begin_ffn(layer)
-            fired.append(executor._activate(stored.bundles) != 0)
+            fired.append(executor._activate(stored.bundles, slice(None)) != 0)
             executor.add_dense(layer, stored.bundles)
             executor.end_ffn(layer)
     return np.stack(fired)
