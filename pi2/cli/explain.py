@@ -89,7 +89,9 @@ def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> N
     cost = cost_plan(resolved)
     click.echo("\n".join(write_cost(cost)))
     if plot is not None:
-        write_atomically(plot, draw_cost(cost, plot.suffix.lstrip(".") or "png"))
+        model, device = resolved.model, resolved.device
+        title = f"{model.name or model.id} on {device.name or device.id}"
+        write_atomically(plot, draw_cost(cost, plot.suffix.lstrip(".") or "png", title))
 
 
 def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:

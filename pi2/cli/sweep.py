@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Iterator
 from glob import glob
@@ -81,10 +82,14 @@ def command(
     or starts one on this machine; a worker that is lost loses nothing.
     """
     from pi2.cli.progress import ProgressBar
+    from pi2.pictures import check_form
     from pi2.planning.sweep import list_cells, run_sweep
     from pi2.planning.sweep_report import draw_matrix, draw_summary, write_matrix, write_summary
     from pi2.sharing.files import write_atomically
 
+    for path in (plot, matrix):
+        if path is not None:
+            check_form(path.suffix.lstrip(".") or "png")
     cells = list_cells(
         list(_read_devices(devices)),
         list(_read_models(models)),
@@ -133,7 +138,7 @@ def _read_devices(references: tuple[str, ...]) -> Iterator[Device]:
     from pi2.plan.device import Device
     from pi2.planning.documents import read_document
 
-    for reference in _expand(references, "device"):
+    for reference in expand_references(references, "device"):
         document = read_document(reference, "device").document
         assert isinstance(document, Device)
         yield document
@@ -143,19 +148,25 @@ def _read_models(references: tuple[str, ...]) -> Iterator[Model]:
     from pi2.plan.model import Model
     from pi2.planning.documents import read_document
 
-    for reference in _expand(references, "model"):
+    for reference in expand_references(references, "model"):
         document = read_document(reference, "model").document
         assert isinstance(document, Model)
         yield document
 
 
-def _expand(references: tuple[str, ...], kind: Kind) -> Iterator[str]:
-    """Paths of patterns, sorted; UserError P015 for a pattern that means nothing."""
+def expand_references(references: tuple[str, ...], kind: Kind) -> Iterator[str]:
+    """Paths of patterns, else short names, sorted; UserError P015 for what means nothing."""
+    from pi2.plan.references import list_shipped
+
     for reference in references:
         if not any(sign in reference for sign in "*?["):
             yield reference
             continue
-        found = sorted(glob(reference))
+        found = [
+            path if os.path.isabs(path) else os.path.join(".", path)
+            for path in sorted(glob(reference))
+        ]
+        found = found or sorted(fnmatch.filter(list_shipped(kind), reference))
         if not found:
             raise UserError.of("P015", f"no {kind} is called {reference!r}")
-        yield from (path if os.path.isabs(path) else os.path.join(".", path) for path in found)
+        yield from found

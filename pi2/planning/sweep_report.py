@@ -12,7 +12,10 @@ from pi2.planning.sweep import Outcome
 def write_summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A Markdown table: simulated tokens per second by device and model over memory."""
     memories = sorted({item.memory_bytes for item in outcomes})
-    yield "Simulated tokens/s, not measured; `-`: no plan fits."
+    absent = ""
+    if len(outcomes) < len(memories) * len({(item.device, item.model) for item in outcomes}):
+        absent = "; empty: more than the device has"
+    yield f"Simulated tokens/s, not measured; `-`: no plan fits{absent}."
     yield ""
     yield "| device | model | " + " | ".join(approximate_bytes(size) for size in memories) + " |"
     yield "|" + " --- |" * (len(memories) + 2)
@@ -101,6 +104,8 @@ def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
     """Speed over memory, a picture per device; UserError P632 without matplotlib."""
     devices = list(dict.fromkeys(item.device for item in outcomes))
     figure = make_figure(7.0, 3.0 * len(devices))
+    memories = [item.memory_bytes / 2**30 for item in outcomes]
+    room = 0.03 * (max(memories) - min(memories)) or 0.5
     for number, device in enumerate(devices):
         axes = figure.add_subplot(len(devices), 1, number + 1)
         own = [item for item in outcomes if item.device == device]
@@ -114,5 +119,8 @@ def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
         axes.set_title(f"{device}, simulated")
         axes.set_xlabel("memory (GiB)")
         axes.set_ylabel("tokens/s")
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlim(min(memories) - room, max(memories) + room)
+        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     return save_figure(figure, form)

@@ -23,6 +23,8 @@ _TERMS = {
     "wait": "wait_s",
     "total": "total_s",
 }
+_SEEN = 1e-3
+"""Part of a layer's time below which a term cannot be seen in a picture."""
 _STACKED = ("attention_s", "norm_s", "predict_s", "look_up_s", "python_s", "busy_s", "wait_s")
 
 
@@ -57,21 +59,29 @@ def _write_row(numbers: list[int], layer: LayerCost) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def draw_cost(cost: Cost, form: str) -> bytes:
-    """Terms of every layer on top of each other; UserError P632 without matplotlib, P633 for a
-    type of picture that it does not draw."""
+def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
+    """Terms of every layer on top of each other, those that take any time; UserError P632 without
+    matplotlib, P633 for a type of picture that it does not draw."""
     figure = make_figure(9.0, 4.0)
     axes = figure.add_subplot()
     places = range(len(cost.layers))
     base = [0.0] * len(cost.layers)
-    for name in _STACKED:
-        values = [_read_term(layer, name) * 1e6 for layer in cost.layers]
-        label = {"busy_s": "compute"}.get(name, name.removesuffix("_s").replace("_", " "))
-        axes.bar(places, values, bottom=base, label=label)
+    most_ms = max((layer.total_s for layer in cost.layers), default=0.0) * 1e3
+    for number, name in enumerate(_STACKED):
+        values = [_read_term(layer, name) * 1e3 for layer in cost.layers]
+        if max(values, default=0.0) < _SEEN * most_ms:
+            continue
+        label = {"busy_s": "compute", "wait_s": "wait for flash"}.get(
+            name, name.removesuffix("_s").replace("_", " ")
+        )
+        axes.bar(places, values, bottom=base, label=label, color=f"C{number}")
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_xlabel("layer")
-    axes.set_ylabel("microseconds of a token, predicted")
-    axes.legend()
+    axes.set_ylabel("milliseconds of a token, predicted")
+    axes.set_title(f"{title}: {cost.tokens_s:.3g} tokens/s, predicted".removeprefix(": "))
+    axes.set_xlim(-0.7, len(cost.layers) - 0.3)
+    # Beside the bars, and in their order.
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)
     return save_figure(figure, form)
 
 

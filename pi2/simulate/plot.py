@@ -15,11 +15,15 @@ def draw_run(result: SimulationResult, file_format: str) -> bytes:
     left, right = figure.subplots(1, 2)
     left.plot(np.arange(1, len(milliseconds) + 1), milliseconds, linewidth=0.8)
     left.set_xlabel("token")
+    left.set_ylim(bottom=0.0)
     left.set_ylabel("ms per token")
     ordered = np.sort(milliseconds)
     right.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered))
     for percent in PERCENTILES:
-        right.axvline(result.find_percentile_s(percent) * 1e3, linestyle=":", linewidth=0.8)
+        place = result.find_percentile_s(percent) * 1e3
+        right.axvline(place, linestyle=":", linewidth=0.8, color="gray")
+        label = f"P{percent:g}: {place:.4g}"
+        right.text(place, 0.02, label, rotation=90, ha="right", va="bottom", fontsize="small")
     right.set_xlabel("ms per token")
     right.set_ylabel("share of tokens that take no longer")
     figure.suptitle(f"Simulated, not measured: {result.inputs.name}")

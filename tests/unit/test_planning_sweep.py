@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pi2.cli.main import run
-from pi2.cli.sweep import parse_range
+from pi2.cli.sweep import expand_references, parse_range
 from pi2.diagnostics import UserError
 from pi2.plan.device import Device
 from pi2.plan.model import Model
@@ -134,6 +134,16 @@ OUTCOMES = (
     make_outcome("phone", "large", 4 * GIB, None),
     make_outcome("board", "small", 2 * GIB, 1.0),
 )
+
+
+def test_a_pattern_names_files_or_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    names = ["oneplus-12", "oneplus-ace-2", "oneplus-ace-3"]
+    assert list(expand_references(("oneplus-*",), "device")) == names
+    paths = [f"./plans/devices/{name}.device.toml" for name in names]
+    assert list(expand_references(("plans/devices/oneplus-*",), "device")) == paths
+    with pytest.raises(UserError):
+        list(expand_references(("nothing-*",), "device"))
 
 
 def test_which_device_runs_what_is_the_fastest_cell_with_the_least_memory() -> None:
