@@ -58,7 +58,7 @@ def make_stream(cache: NeuronCache, size: int = 16) -> tuple[NeuronStream, FakeR
 def take_all(stream: NeuronStream) -> None:
     for layer in range(LAYERS):
         stream.begin(layer)
-        pieces = [piece[:, :2].copy() for piece in stream.give(layer)]
+        pieces = [piece.bundles[:, :2].copy() for piece in stream.give(layer)]
         got = np.concatenate(pieces)
         assert got[:, 0].tolist() == [layer] * NEURONS
         assert sorted(got[:, 1].tolist()) == list(range(NEURONS))
@@ -92,7 +92,7 @@ def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
     stream._shortest = 1
     for layer in range(LAYERS):
         stream.begin(layer)
-        got = np.concatenate([piece[:, :2].copy() for piece in stream.give(layer)])
+        got = np.concatenate([piece.bundles[:, :2].copy() for piece in stream.give(layer)])
         assert got[:, 0].tolist() == [layer] * NEURONS
         assert got[:, 1].tolist() == list(range(NEURONS))
 
@@ -102,9 +102,9 @@ def test_a_piece_that_lies_in_one_stretch_is_computed_where_it_is() -> None:
     bring_in(cache, 1, *range(8, 40))
     stream, reader = make_stream(cache)
     stream.begin(1)
-    assert all(np.shares_memory(piece, cache.arena) for piece in stream.give(1))
+    assert all(np.shares_memory(piece.bundles, cache.arena) for piece in stream.give(1))
     assert [layer for layer, _, _ in reader.runs] == [2, 2], "the next layer's are on their way"
-    take_all_from = [piece[:, 0].tolist() for piece in stream.give(2)]
+    take_all_from = [piece.bundles[:, 0].tolist() for piece in stream.give(2)]
     assert sum(map(len, take_all_from)) == NEURONS
 
 
@@ -112,7 +112,10 @@ def test_reads_go_on_while_a_piece_is_computed() -> None:
     stream, reader = make_stream(make_cache(8, 4))
     stream.begin(0)
     assert reader.runs == [(0, 8, 16), (0, 24, 16)], "while the first hot neurons are computed"
-    given = [(piece[0, 1].item(), len(piece), len(reader.runs)) for piece in stream.give(0)]
+    given = [
+        (piece.bundles[0, 1].item(), len(piece.bundles), len(reader.runs))
+        for piece in stream.give(0)
+    ]
     # Hot ones in three parts, with what is read in between; both buffers are filled again as soon
     # as they have been used, for the next layer in the end.
     assert [piece[:2] for piece in given] == [(0, 2), (8, 16), (2, 3), (24, 16), (5, 3)]
@@ -135,7 +138,7 @@ def test_what_is_in_memory_is_given_in_the_same_parts_every_time() -> None:
     orders = []
     for _ in range(2):
         stream.begin(1)
-        orders.append([piece[:, 1].tolist() for piece in stream.give(1)])
+        orders.append([piece.bundles[:, 1].tolist() for piece in stream.give(1)])
         list(stream.give(2))
     assert orders[0] == orders[1]
 

@@ -133,7 +133,9 @@ def test_an_order_that_says_nothing_of_hotness_needs_statistics(
         choose_orders(store, "expert", None)
     counts = np.random.default_rng(2).integers(0, 99, orders.shape)
     file = write_noted_counts(tmp_path / "counts.parquet", counts, {})
-    wanted = [group_experts(np.argsort(-row, kind="stable"), FFN) for row in counts]
+    wanted = [
+        group_experts(np.argsort(-row, kind="stable").astype(np.int32), FFN) for row in counts
+    ]
     assert np.array_equal(choose_orders(store, "expert", file), np.stack(wanted))
 
 
