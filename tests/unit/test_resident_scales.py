@@ -16,6 +16,8 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.importing.convert import convert_checkpoint
+from pi2.plan.layout import Precision, lay_out_bundle
+from pi2.plan.packing import join_scales, slice_bias, slice_experts, slice_part, split_scales
 from pi2.plan.resolve import load_plan
 from pi2.store.files import HashedFile
 from pi2.store.manifest import MANIFEST, name_layer_file, name_scales_file, read_manifest
@@ -141,8 +143,39 @@ def test_there_and_back_changes_no_byte(tmp_path: Path, tiny: TinyModel) -> None
         assert np.array_equal(whole, first.layers[0].bundles)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_scales_are_taken_out_of_any_neuron_and_put_back(gated: bool, precision: Precision) -> None:
+    options: dict[str, Any] = {"gated": gated, "bias": not gated, "mixed": gated}
+    apart = lay_out_bundle(96, precision, scales="resident", **options)
+    inline = apart.inline
+    assert inline == lay_out_bundle(96, precision, **options)
+    parts = 3 if gated else 2
+    assert apart.scales_stride == (0 if precision == "fp16" else parts * 6)
+    whole = np.random.default_rng(0).integers(1, 256, (5, inline.stride)).astype(np.uint8)
+    whole[:, inline.used_bytes :] = 0
+    bundles, scales = split_scales(whole, apart)
+    assert bundles.shape == (5, apart.stride) and not bundles[:, apart.used_bytes :].any()
+    again = join_scales(bundles, scales, apart)
+    for index in range(parts):
+        (codes, rows), (given_codes, given_rows) = (
+            slice_part(array, inline, index) for array in (again, whole)
+        )
+        assert np.array_equal(codes, given_codes)
+        assert (rows is None) == (precision == "fp16")
+        if rows is not None and given_rows is not None:
+            assert rows.tobytes() == given_rows.tobytes()
+    for index in range(len(inline.biases)):
+        found, given = (slice_bias(array, inline, index) for array in (again, whole))
+        assert found.tobytes() == given.tobytes()
+    if inline.expert_offset is not None:
+        assert np.array_equal(slice_experts(again, inline), slice_experts(whole, inline))
+
+
 def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
     store = copy_store(tiny.store.parent / "apart", tmp_path / "apart")
+    with load(tiny, "resident", {"store": str(store), "io.verify": "first-read"}) as model:
+        assert len(model.logits(FEW, mode="decode")) == len(FEW)
     file = store / name_scales_file(1)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
