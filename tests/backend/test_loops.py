@@ -104,7 +104,7 @@ def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
 def test_compiled_read_lists_are_those_of_numpy(wanted: list[int]) -> None:
     array = np.array(wanted, np.int32)
     slots = np.arange(len(wanted), dtype=np.int32)[::-1].copy()
-    place = {"address": 1 << 40, "base": 4096, "stride": 7168}
+    place: dict[str, Any] = {"address": 1 << 40, "base": 4096, "stride": 7168}
     expected = make_batch(3, array, slots, **place)
     batch = make_batch(3, array, slots, **place, loops=make_loops())
     for name in ("vectors", "firsts", "counts", "offsets", "sizes", "requests", "results"):

@@ -109,9 +109,10 @@ def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -
         wanted = np.flatnonzero(chosen & (random.random(NEURONS) < chances)).astype(np.int32)
         found = cache.look_up(0, wanted)
         if token >= warm and len(found.missing):
-            addresses = np.zeros(len(found.missing), np.int64)
-            merging = Merging(gap=gap)
-            batch = make_batch(0, found.missing, addresses, base=0, stride=1, merging=merging)
+            slots, merging = np.zeros(len(found.missing), np.int32), Merging(gap=gap)
+            batch = make_batch(
+                0, found.missing, slots, address=0, base=0, stride=1, merging=merging
+            )
             missing += len(found.missing)
             requests += len(batch.firsts)
             read += int(batch.sizes.sum())
