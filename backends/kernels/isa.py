@@ -29,6 +29,9 @@ class Isa:
     """Rows that are multiplied together with several tokens: accumulators fit the registers."""
     tile_tokens: int = 2
     """Tokens of that tile, in two planes: 4096 elements of each fit the first-level cache."""
+    few_tokens: bool = False
+    """Whether several tokens are so few that weights come from memory faster than they are computed
+    with: they are asked for ahead."""
     pairs: bool = False
     """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
 

@@ -16,7 +16,7 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import Activations, Vector
+from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.plan.layout import Precision, scale_bytes, vector_bytes, weight_bytes
 
 ROW_TILE = 32
@@ -184,7 +184,9 @@ def emit_row_tile(
             # The last tile repeats the last row, and finishes it once.
             rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
             places = named if origin is None else [token + origin for token in named]
-            dots = emit_dots(isa, [take_row(row) for row in rows], activations, places)
+            vectors = [take_row(row) for row in rows]
+            ask = _ask_for_rows(vectors, activations.length) if isa.few_tokens else None
+            dots = emit_dots(isa, vectors, activations, places, ask)
             for offset, row in enumerate(rows):
                 with T.If(top + offset < end), T.Then():
                     for index, token in enumerate(named):
@@ -192,6 +194,18 @@ def emit_row_tile(
                             finish(token, row, dots[offset][index])
 
     emit_token_tiles(isa, activations.planes, tokens, emit_tile)
+
+
+def _ask_for_rows(vectors: list[Vector], length: int) -> Prefetch:
+    """Return what asks for the weights of the rows that come after ``vectors``, at their pace."""
+    ahead = len(vectors) * weight_bytes(length, vectors[0].precision)
+
+    def ask(index: int, byte: v.Expr, size: int) -> None:
+        vector = vectors[index]
+        for line in range(0, size, LINE):
+            v.prefetch(vector.weights, vector.weights_base + byte + ahead + line)
+
+    return ask
 
 
 def emit_token_tiles(

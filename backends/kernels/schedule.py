@@ -26,7 +26,8 @@ class Schedule:
     def for_step(self) -> Schedule:
         """Return what computes a token each of several sequences: each as it is computed alone."""
         spec = replace(self.spec, chunk_planes=self.spec.planes)
-        return Schedule(spec, replace(self.isa, pairs=False), ignores_tiles=self.isa.pairs)
+        isa = replace(self.isa, pairs=False, few_tokens=True)
+        return Schedule(spec, isa, ignores_tiles=self.isa.pairs)
 
     def take_token(self, take: Parameters) -> v.Expr:
         """Declare the token that a function for one is about, where there are several."""
