@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import cast
 
-from pi2.backends.protocol import Backend, Executor
+from pi2.backends.protocol import Backend, Executor, LoopOwner
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key, Progress, collect_rounds
@@ -124,7 +124,8 @@ class KernelBench:
 
     def open_storage(self, path: str, size_bytes: int) -> None:
         """Take the file for the reads that `measure_reads` times."""
-        self._storage = StorageBench(path, size_bytes, self._executor.read_runs)
+        loops = self._executor.loops if isinstance(self._executor, LoopOwner) else None
+        self._storage = StorageBench(path, size_bytes, self._executor.read_runs, loops)
 
     def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         """Bytes per second of each kind of reads, ``rounds`` times."""

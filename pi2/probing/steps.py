@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.backends.experts import route
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import Executor, LoopOwner
 from pi2.memory.cache import NeuronCache
 from pi2.plan.model import Model, Moe
 from pi2.probing import model as synthetic
@@ -134,6 +134,8 @@ class Steps:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
         cache = NeuronCache(arena, [first], neurons, policy="lfu")
+        if isinstance(self._executor, LoopOwner):
+            cache.loops = self._executor.loops
         hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
         random = np.random.default_rng(2)
         cold = [

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from pi2.backends.protocol import CacheLoops
 from pi2.diagnostics import UserError
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName, RunRead
@@ -180,10 +181,14 @@ def _write_sample(path: Path, size: int) -> int:
 class StorageBench:
     """Reads of one file."""
 
-    def __init__(self, path: str, size_bytes: int, read_runs: RunRead) -> None:
+    def __init__(
+        self, path: str, size_bytes: int, read_runs: RunRead, loops: CacheLoops | None = None
+    ) -> None:
+        """``read_runs`` and ``loops``: the executor's, as in `pi2.memory.flash.FlashReader`."""
         self._path = Path(path)
         self._size = size_bytes
         self._read_runs = read_runs
+        self._loops = loops
         self._random = np.random.default_rng(3)
         self._readers: dict[Key, FlashReader] = {}
         self._long = allocate("", _LONG_BYTES)
@@ -363,4 +368,4 @@ class StorageBench:
             count=self._size // spec.block_bytes,
         )
         arena = allocate("", batch * spec.block_bytes).reshape(batch, spec.block_bytes)
-        return FlashReader([file], arena, settings, read_runs=self._read_runs)
+        return FlashReader([file], arena, settings, read_runs=self._read_runs, loops=self._loops)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import Executor, LoopOwner
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
@@ -94,6 +94,8 @@ class TokenSample:
         layers = min(shape.layers, len(arena) // shape.ffn)
         stay = round(hot * shape.ffn)
         cache = NeuronCache(arena[: layers * shape.ffn], [stay] * layers, shape.ffn, policy="lfu")
+        if isinstance(executor, LoopOwner):
+            cache.loops = executor.loops
         for _ in cache.fill():
             pass
         recorder = _RecordingExecutor(executor)
