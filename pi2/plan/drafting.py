@@ -18,7 +18,7 @@ from pi2.plan.model import Model
 from pi2.plan.plan import Plan, Segments
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolved import Resolved, has_packable_shape, lay_out_plan_bundle, resolve_layers
-from pi2.plan.sizes import count_ffn_bytes, find_block_bytes, round_for_people
+from pi2.plan.sizes import count_ffn_bytes, count_runtime, find_block_bytes, round_for_people
 from pi2.plan.toml_text import write_key, write_value
 
 MIB = 1 << 20
@@ -133,7 +133,8 @@ def _resolve(values: dict[str, Any], device: Device, model: Model, hot: float) -
 def _fit_segments(resolved: Resolved) -> dict[str, int]:
     """Sizes of the segments that do not depend on what is hot."""
     needs = dict(resolved.needs.items())
-    sizes = {"runtime": RUNTIME_BYTES}
+    budget = resolved.plan.memory.budget
+    sizes = {"runtime": count_runtime(resolved.model, budget, RUNTIME_BYTES)}
     for name in ("attention", "kv", "predictor", "workspace"):
         sizes[name] = round_for_people(needs[name].bytes)
     return sizes

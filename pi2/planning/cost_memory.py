@@ -7,13 +7,11 @@ from math import ceil
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.model import Model
 from pi2.plan.resolved import Resolved
+from pi2.plan.sizes import NEURON_TABLE_BYTES
 
 RUNTIME_BYTES = 81 << 20
 """Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
 set of the demo model's run, less what its segments hold."""
-NEURON_TABLE_BYTES = 36
-"""What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
-From the resident set of a 7B's run, less that of the demo model's."""
 POSITION = MEAN_TOKENS
 
 

@@ -18,6 +18,7 @@ from pi2.plan.sizes import (
     compute_needs,
     count_ffn_bytes,
     count_kv_token_bytes,
+    count_runtime,
     find_block_bytes,
     round_for_people,
 )
@@ -142,3 +143,12 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: Resolved) -> None:
         assert need(i8mm, "aarch64", chunk) == fewest + rows + padding
         assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
         assert need(None, "x86-64", chunk) == fewest
+
+
+def test_large_models_and_budgets_leave_more_for_tables(demo: Resolved) -> None:
+    least = 160 << 20
+    assert count_runtime(demo.model, 1 << 30, least) == least
+    shape = demo.model.shape.model_copy(update={"layers": 32, "ffn": 8 * 14336})
+    mixture = demo.model.model_copy(update={"shape": shape})
+    tables = 36 * 32 * 8 * 14336 + (19 << 30) // 512
+    assert 0 <= count_runtime(mixture, 19 << 30, least) - (96 << 20) - tables < 1 << 20

@@ -11,13 +11,11 @@ from pathlib import Path
 from limited.rows import Row
 from pi2.plan.quantities import format_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
-from pi2.plan.sizes import TOKENS_TOGETHER
+from pi2.plan.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
 from pi2.planning.cost_memory import count_runtime
 
 CONTEXT = 1024
 """Tokens that the KV caches of all engines hold."""
-PAGE_TABLE_PART = 512
-"""The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
 ROOT = Path(__file__).resolve().parents[2]
 
 

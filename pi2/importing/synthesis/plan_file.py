@@ -17,7 +17,7 @@ from pi2.plan.model import Model
 from pi2.plan.plan import Plan
 from pi2.plan.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolved import Resolved, resolve_layers
-from pi2.plan.sizes import Needs, compute_needs
+from pi2.plan.sizes import Needs, compute_needs, count_runtime
 
 RUNTIME_BYTES = 192 * 2**20
 """Interpreter, libraries, tokenizer."""
@@ -68,7 +68,8 @@ def write_plan(
         _shrink(document, model, device, bundle, budget)
         needs = _find_needs(document, model, device, bundle)
     segments = {name: _round_up(need.bytes) for name, need in needs.items()}
-    segments = {"runtime": RUNTIME_BYTES, **segments}
+    runtime = count_runtime(model, budget or sum(segments.values()), RUNTIME_BYTES)
+    segments = {"runtime": runtime, **segments}
     if budget is not None:
         # Whatever is left caches cold neurons.
         rest = budget - sum(segments.values()) + segments["cold"]
@@ -142,7 +143,7 @@ def _shrink(
     """Set ``layers.hot`` so that hot neurons take half of the room that ``budget`` leaves them."""
     document["layers"]["hot"] = 0.0
     needs = _find_needs(document, model, device, bundle)
-    fixed = RUNTIME_BYTES + sum(
+    fixed = count_runtime(model, budget, RUNTIME_BYTES) + sum(
         _round_up(need.bytes) for name, need in needs.items() if name not in ("hot", "cold")
     )
     every = model.shape.layers * model.layer_neurons * bundle.stride
