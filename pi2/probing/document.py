@@ -89,10 +89,10 @@ def describe_unsteady(device: Device) -> Iterator[str]:
 
 
 def find_noise(found: Measurements) -> float:
-    """Variation of equal work: how far the ninth tenth lies above the median."""
+    """Variation of equal work: how far the ninth tenth lies above the median, 1 at most."""
     ordered = sorted(found.steady_s)
     ninth = ordered[int(len(ordered) * 0.9)]
-    return round(max(ninth / statistics.median(ordered) - 1.0, 0.0), 4)
+    return round(min(max(ninth / statistics.median(ordered) - 1.0, 0.0), 1.0), 4)
 
 
 def _describe_cpu(found: Measurements) -> dict[str, Any]:
