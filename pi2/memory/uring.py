@@ -49,6 +49,8 @@ _SQ_OFFSETS, _CQ_OFFSETS = 40, 80
 _RINGS, _ENTRIES = 0, 0x10000000
 """Offsets for mmap: both rings, and the entries."""
 _SINGLE_MAP = 1
+_WORTH_A_CALL = 4
+"""What waits is handed over when one part in so many of the depth is free."""
 _ENTRY_WORDS = 8
 """64-bit words of an entry."""
 
@@ -185,24 +187,30 @@ class UringEngine:
     def _enter(self, least: int) -> None:
         """Hand over what has room, wait for ``least`` completions, and take note of all."""
         ring = self._ring
-        if self._waiting and ring.in_flight >= self._depth and not least:
+        if self._waiting and not least and not self._has_room():
             # There is room only for as many as are over.
             ring.enter(0)
             self._reap()
+            if not self._has_room():
+                return
         self._queue()
         ring.enter(min(least, ring.in_flight))
         self._reap()
-        while self._waiting and self._queue():
+        while self._waiting and self._has_room():
+            self._queue()
             ring.enter(0)
             self._reap()
 
-    def _queue(self) -> bool:
-        """Write entries of waiting requests, as many as the depth allows; whether there are any.
+    def _has_room(self) -> bool:
+        """Whether so many requests can be handed over that it is worth a system call."""
+        return self._depth - self._ring.in_flight >= max(1, self._depth // _WORTH_A_CALL)
+
+    def _queue(self) -> None:
+        """Write entries of waiting requests, as many as the depth allows.
 
         What waits is noted before entries are written: an interrupt in between loses requests, the
         other way round it would repeat them, into slots that by then are others'.
         """
-        queued = False
         while self._waiting and (room := self._depth - self._ring.in_flight) > 0:
             job = self._waiting[0]
             entries = job.entries[job.queued : job.queued + room]
@@ -210,8 +218,6 @@ class UringEngine:
             if job.queued == len(job.entries):
                 self._waiting.popleft()
             self._ring.push(entries)
-            queued = True
-        return queued
 
     def _reap(self) -> None:
         """Note results.  Completions are taken off the ring at the end: after an interrupt they
