@@ -40,6 +40,8 @@ _GET_EVENTS = 1
 _DEFERRED = 1 << 9 | 1 << 12 | 1 << 13
 """Setup flags: one thread submits, and completions are noted when it asks for them, not in the
 middle of its computations; the ring says when there are any (Linux 6.1)."""
+_NOTED_A_CALL = 20
+"""Completions that a system call notes at least, if there are as many (since Linux 6.13)."""
 _HAS_COMPLETIONS = 1 << 2
 """Flag of the submission ring: completions wait to be asked for."""
 _PARAMETERS_BYTES = 120
@@ -341,9 +343,9 @@ class _Ring:
         """Hand over all entries, wait for ``least`` completions, and let the kernel note all that
         are over."""
         words = self._words
-        # Asked for once: the kernel may set the flag after it has noted all, and leaves it then.
         hidden = self._is_deferred and words[self._flags] & _HAS_COMPLETIONS
         while True:
+            known = words[self._done_tail]
             # The ring knows what was handed over, also after an interrupt.
             queued = (words[self._tail] - words[self._head]) & 0xFFFFFFFF
             if not queued and not least and not hidden:
@@ -354,7 +356,10 @@ class _Ring:
                 if error.errno in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     continue
                 raise
-            least = hidden = 0
+            least = 0
+            # The flag tells nothing of what a call leaves over: how many it has noted does.
+            noted = (words[self._done_tail] - known) & 0xFFFFFFFF
+            hidden = self._is_deferred and noted >= _NOTED_A_CALL
 
     def find_completions(self) -> tuple[int, int]:
         """Number of the first completion, and how many there are."""
