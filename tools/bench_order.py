@@ -36,9 +36,9 @@ class Counter:
     runs: int = 0
     requests: int = 0
 
-    def __call__(self, file: int, indices: Any, addresses: Any, **options: Any) -> Any:
+    def __call__(self, file: int, indices: Any, slots: Any, **options: Any) -> Any:
         """Plan a batch of reads."""
-        batch = make_batch(file, indices, addresses, **options)
+        batch = make_batch(file, indices, slots, **options)
         self.neurons += len(indices)
         self.runs += int((np.diff(indices) > 1).sum()) + bool(len(indices))
         self.requests += len(batch.firsts)
