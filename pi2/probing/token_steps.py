@@ -66,10 +66,12 @@ class TokenSteps:
         """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without what fills it up."""
         self._model, self._sizes, self._variety = model, sizes, variety
         self._used_bytes = used_bytes
+        # Not the first token: what a block of keys holds beyond it takes time, too.
+        self._first = sizes.context // 8
         works = [
             TokenWork(position=position, named=named)
             for named in sizes.gathered
-            for position in (0, sizes.context)
+            for position in (self._first, sizes.context)
         ]
         named = TokenWork(position=0, named=round(NAMED * model.shape.ffn))
 
@@ -152,12 +154,15 @@ class TokenSteps:
         return found
 
     def _read(self, facts: StepFacts, times: TokenTimes) -> float:
-        project_s = times.average("attend", position=0)
+        context = self._sizes.context
+        early_s = times.average("attend", position=self._first)
+        late_s = times.average("attend", position=context)
+        token_s = max(late_s - early_s, 1e-9) / (context - self._first)
         match facts.kernel:
             case "project":
-                return project_s
+                return max(early_s - self._first * token_s, early_s / 2)
             case "attend":
-                return max(times.average("attend", position=facts.size) - project_s, 1e-9)
+                return context * token_s
             case "multiply":
                 return times.average("logits")
             case "predict":
