@@ -9,6 +9,8 @@ from pi2.probing.figures import Measure, list_readings, write_value
 
 TOLERANCE = 0.03
 """What equal figures may differ by even where no spread was found."""
+WORST_LINES = 12
+"""Figures that differ are listed once more at the end, the worst ones."""
 DEVIATIONS = 2.0
 """How many standard deviations of the difference count as agreement."""
 
@@ -73,5 +75,8 @@ def write_rows(rows: list[Row]) -> list[str]:
             + ("this figure differs" if len(others) == 1 else f"these {len(others)} differ")
             + " by more than both spreads explain"
         )
-        lines += [f"  {row.label}: {row.change:+.1%}" for row in others]
+        worst = sorted(others, key=lambda row: -abs(row.change))[:WORST_LINES]
+        lines += [f"  {row.label}: {row.change:+.1%}" for row in worst]
+        if len(others) > len(worst):
+            lines.append(f"  and {len(others) - len(worst)} more")
     return lines
