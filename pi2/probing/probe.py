@@ -72,12 +72,6 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
     found = _Rounds()
     begun = time.monotonic()
     with ExitStack() as stack:
-        meters = {
-            count: stack.enter_context(
-                Worker(MeterRecipe(threads=count, size_bytes=METER_BYTES), progress)
-            )
-            for count in sorted({1, threads // 2 or 1, threads})
-        }
         bench = stack.enter_context(Worker(recipe, progress))
         small = stack.enter_context(Worker(replace(recipe, sizes=SMALL), progress))
         steps: list[StepFacts] = [*bench.call("list_steps"), *small.call("list_steps")]
@@ -87,8 +81,11 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
         start = time.monotonic()
         for number in range(rounds):
             progress("rounds", number / rounds)
-            for count, meter in meters.items():
-                found.add("bandwidth", {(str(count),): [max(meter.call("measure"))]})
+            for count in sorted({1, threads // 2 or 1, threads}):
+                # A new process each time: threads that slept may stay together on one core.
+                meter_recipe = MeterRecipe(threads=count, size_bytes=METER_BYTES)
+                with Worker(meter_recipe) as meter:
+                    found.add("bandwidth", {(str(count),): [max(meter.call("measure"))]})
             for worker in (bench, small):
                 found.add("steps", worker.call("measure", 1))
             found.add("reads", bench.call("measure_reads", reads, 1))
