@@ -153,7 +153,7 @@ def test_text_is_streamed_as_it_is_made() -> None:
         (["--prompt", "x", "--set", 'memory.segments.workspace="64 KiB"'], 1, "workspace"),
         (["--prompt", "x", "--set", 'memory.budget="8 MiB"'], 1, "budget"),
         (["--prompt", "x", "--set", "decode.predictr=gate"], 1, "decode.predictor"),
-        (["--prompt", "x", "-f", "x"], 2, "not both"),
+        (["--prompt", "x", "-f", "x"], 2, "give one of"),
         (["-f", str(ROOT)], 2, "P607"),
     ],
 )
