@@ -50,8 +50,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import tvm
-
 from pi2.backends.kernels.attention_block import (
     emit_attend,
     emit_attend_mix,
@@ -68,7 +66,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_find_gates,
 )
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.parameters import Parameters, make_function
+from pi2.backends.kernels.parameters import Parameters
 from pi2.backends.kernels.reads import (
     emit_fill_entries,
     emit_note_results,
@@ -144,9 +142,3 @@ class Program:
             bound["begin_step"] = partial(emit_begin_ffn, step)
             bound["add_dense_step"] = partial(emit_add_dense, step)
         return bound
-
-    def build_module(self) -> tvm.IRModule:
-        """Return all functions."""
-        return tvm.IRModule(
-            {name: make_function(name, emit) for name, emit in self.list_functions().items()}
-        )

@@ -179,12 +179,13 @@ def read_prompts(prompts: tuple[str, ...], file: Path | None, list_file: Path | 
 
 def read_text(file: Path | None) -> str:
     """Return the text of a file, or of standard input; UserError P603 or P607."""
-    if file is None and sys.stdin.isatty():
-        raise UserError.of(
-            "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
-        )
     try:
-        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        if file is not None:
+            data = file.read_bytes()
+        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
+            raise UserError.of(
+                "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
+            )
         return data.decode("utf-8")
     except OSError as error:
         raise UserError.of("P607", f"cannot read the prompt {file}: {error.strerror}") from None

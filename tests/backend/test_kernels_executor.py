@@ -15,7 +15,7 @@ import pytest
 from pi2.backends import cpu, reference
 from pi2.backends.protocol import Executor
 from pi2.plan.packing import split_scales
-from tests.helpers.kernels import RandomModel, align, allocate, measure_error
+from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, allocate, measure_error
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,22 +51,8 @@ def feed(
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "demo-like": {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 4, "head_dim": 32},
-    "odd": {
-        "hidden": 352,
-        "ffn": 77,
-        "heads": 5,
-        "kv_heads": 1,
-        "head_dim": 96,
-        "activation": "silu",
-        "bias": True,
-        "tied_head": False,
-        "window": 6,
-        "rank": None,
-        "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
-        "threads": 1,
-        "limits": (0.15, 0.05),
-    },
+    "demo-like": DEMO_LIKE,
+    "odd": ODD,
     "int8 cache": {"kv_type": "int8", "heads": 6, "kv_heads": 2, "window": 7, "context": 90},
     "halves": {
         "activation": "fatrelu",

@@ -12,27 +12,15 @@ import pytest
 
 from pi2.backends import cpu, reference
 from pi2.backends.protocol import Executor
-from tests.helpers.kernels import F32, RandomModel, measure_error
+from tests.helpers.kernels import DEMO_LIKE, F32, ODD, RandomModel, measure_error
 
 PROMPTS = ([1, 2, 3, 4, 5], [17], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 """Of different lengths."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    "demo-like": {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 4, "head_dim": 32},
+    "demo-like": DEMO_LIKE,
     "odd": {
-        "hidden": 352,
-        "ffn": 77,
-        "heads": 5,
-        "kv_heads": 1,
-        "head_dim": 96,
-        "activation": "silu",
-        "bias": True,
-        "tied_head": False,
-        "window": 6,
-        "rank": None,
-        "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
-        "threads": 1,
-        "limits": (0.15, 0.05),
+        **ODD,
         "kv_type": "int8",
         # A chunk may hold fewer tokens than a step, and rounds them more.
         "chunk_type": "int8",

@@ -155,6 +155,7 @@ def test_text_is_streamed_as_it_is_made() -> None:
         (["--prompt", "x", "--set", "decode.predictr=gate"], 1, "decode.predictor"),
         (["--prompt", "x", "-f", "x"], 2, "give one of"),
         (["-f", str(ROOT)], 2, "P607"),
+        ([], 2, "P603"),
     ],
 )
 def test_a_mistake_is_a_diagnostic(arguments: list[str], code: int, words: str) -> None:

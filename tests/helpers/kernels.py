@@ -35,6 +35,33 @@ X86_FEATURES: Mapping[str, frozenset[str]] = {
 """Features by the name of the schedule that they choose."""
 
 
+DEMO_LIKE: dict[str, Any] = {
+    "hidden": 256,
+    "ffn": 200,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 32,
+}
+"""Of a `RandomModel`."""
+
+ODD: dict[str, Any] = {
+    "hidden": 352,
+    "ffn": 77,
+    "heads": 5,
+    "kv_heads": 1,
+    "head_dim": 96,
+    "activation": "silu",
+    "bias": True,
+    "tied_head": False,
+    "window": 6,
+    "rank": None,
+    "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
+    "threads": 1,
+    "limits": (0.15, 0.05),
+}
+"""One whose sizes fill no block."""
+
+
 def find_own_features() -> frozenset[str]:
     """Return what this machine's processor has."""
     return frozenset(detect_cpu().features)
