@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from pi2.backends.protocol import Backend
+from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import find_plan_misfits, list_backends
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
@@ -86,7 +87,7 @@ def examine_machine() -> Checkup:
         linkers=find_programs(LINKERS),
         emulators=find_programs(EMULATORS),
         opencl=detect_opencl(),
-        kernel_cache=inspect_folder(find_kernel_cache()),
+        kernel_cache=inspect_folder(find_cache_folder("kernels")),
         backends=backends,
         plans=tuple(
             judge_plan(path, path.relative_to(folder).as_posix(), machine, backends)
@@ -134,13 +135,6 @@ def judge_plan(
     return PlanVerdict(
         name=name, verdict="runs" if sound else "cannot run", findings=tuple(findings)
     )
-
-
-def find_kernel_cache() -> Path:
-    """Folder of compiled kernels."""
-    from pi2.backends.kernels import cache
-
-    return cache.find_cache_folder()
 
 
 def inspect_folder(path: Path) -> Folder:

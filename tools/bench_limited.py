@@ -35,7 +35,8 @@ from limited.rows import ROWS
 from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
 from pi2.benchmarks.gguf_file import find_gguf, write_gguf
-from pi2.benchmarks.llama_cpp import check_installed, find_peer_folder
+from pi2.benchmarks.llama_cpp import check_installed
+from pi2.caches import find_cache_folder
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.machine import detect_machine
@@ -70,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("row", nargs="?", choices=ROWS, help="which figure")
     parser.add_argument("--list", action="store_true", help="name the rows and their goals")
     parser.add_argument("--skew", type=float, default=0.26, help="of a store that is made (0.26)")
-    parser.add_argument("--cache", type=Path, default=find_peer_folder().parent / "limited")
+    parser.add_argument("--cache", type=Path, default=find_cache_folder("peers").parent / "limited")
     parser.add_argument("--store", type=Path, help="a store that is there already")
     parser.add_argument(
         "--beside",
@@ -168,7 +169,7 @@ def prepare_peer(
 ) -> dict[str, Any]:
     """Write llama.cpp's file of the same shape."""
     check_installed()
-    folder = find_peer_folder()
+    folder = find_cache_folder("peers")
     path = find_gguf(resolved.model, folder)
     if not path.exists():
         with ProgressBar() as progress:

@@ -7,10 +7,12 @@ and built again.  Entries appear by rename: processes may compile the same kerne
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,23 +22,15 @@ from pathlib import Path
 
 import pi2
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.caches import VARIABLE, find_cache_folder
 from pi2.diagnostics import UserError
+from pi2.logging import get_logger
 
 Progress = Callable[[str, float], None]
 
 LABEL = "compiling kernels"
 _DIGITS = 32
 _NO_LINKER = 3
-
-
-def find_cache_folder() -> Path:
-    """Return where compiled kernels are kept: the user's cache folder for pi2."""
-    own = os.environ.get("PI2_CACHE_DIR")
-    if own:
-        return Path(own) / "kernels"
-    common = os.environ.get("XDG_CACHE_HOME")
-    base = Path(common) if common and Path(common).is_absolute() else Path.home() / ".cache"
-    return base / "pi2" / "kernels"
 
 
 def compute_key(spec: KernelSpec) -> str:
@@ -56,16 +50,23 @@ def compute_key(spec: KernelSpec) -> str:
 def load_or_compile(spec: KernelSpec, progress: Progress) -> Path:
     """Return the library of ``spec``, compiled now unless an intact one is cached."""
     key = compute_key(spec)
-    folder = find_cache_folder()
+    folder = find_cache_folder("kernels")
     cached = _find_intact(folder, key)
     if cached is not None:
         return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
-    except OSError:
+    except OSError as error:
         # A read-only home: compile for this process only.
+        get_logger().warning(
+            "compiled kernels cannot be kept: every start will compile them again",
+            folder=str(folder),
+            reason=error.strerror,
+            help=f"set {VARIABLE} to a folder that you may write to",
+        )
         folder = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
     os.close(probe)
     temporary = Path(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +19,6 @@ from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.plan.model import Model
-
-
-def find_peer_folder() -> Path:
-    """Where GGUF files are kept: the user's cache folder for pi2."""
-    own = os.environ.get("PI2_CACHE_DIR")
-    if own:
-        return Path(own) / "peers"
-    common = os.environ.get("XDG_CACHE_HOME")
-    base = Path(common) if common and Path(common).is_absolute() else Path.home() / ".cache"
-    return base / "pi2" / "peers"
 
 
 def check_installed() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pi2.benchmarks.bandwidth import BUFFER_BYTES, BandwidthLimit
 from pi2.benchmarks.contestant import RemoteContestant
-from pi2.benchmarks.llama_cpp import LlamaRecipe, check_installed, find_peer_folder
+from pi2.benchmarks.llama_cpp import LlamaRecipe, check_installed
 from pi2.benchmarks.plan_contestant import PlanRecipe
 from pi2.benchmarks.session import Outcome, run_session
 from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import Workload
+from pi2.caches import find_cache_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
 
@@ -47,7 +48,7 @@ def measure_plan(
                 model=resolved.model,
                 context=resolved.plan.kv.context,
                 threads=threads,
-                folder=find_peer_folder(),
+                folder=find_cache_folder("peers"),
             )
             contestants.append(stack.enter_context(RemoteContestant(other, progress)))
         limit = stack.enter_context(BandwidthLimit(threads, size_bytes=buffer_bytes))

@@ -5,6 +5,9 @@ a finding without one (a syntax error) is anchored by the text of its line witho
 it, and where there is no text by its message.  Line numbers and values take no part: lines may be
 added above, and a value changed from one wrong one to another, and it is still the same finding.
 Equal findings of one report are told apart by a number, in their order.
+
+The file is its path in its repository, so that the folder in which pi2 was started takes no part;
+outside of any repository it is the file's name alone.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
 from pi2.diagnostics.diagnostic import Diagnostic
+from pi2.diagnostics.repository import name_in_repository
 
 
 def compute_fingerprints(
@@ -25,7 +30,8 @@ def compute_fingerprints(
     found = []
     for item in diagnostics:
         file = "" if item.span is None else item.span.file
-        key = (file, item.code, _find_anchor(item, lines))
+        place = name_in_repository(file) or PurePath(file).name
+        key = (place if file else "", item.code, _find_anchor(item, lines))
         text = "\0".join([*key, str(seen[key])])
         seen[key] += 1
         found.append(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics.diagnostic import Diagnostic, label_note
+from pi2.diagnostics.repository import name_in_repository
 from pi2.diagnostics.text import escape_controls
 
 if TYPE_CHECKING:
@@ -48,12 +49,13 @@ def _list_place(item: Diagnostic) -> dict[str, str]:
     span = item.span
     if span is None:
         return {}
+    file = name_in_repository(span.file) or span.file  # paths begin at the repository's top
     if span.is_whole_file:
-        return {"file": span.file}
+        return {"file": file}
     if span.line != span.end_line:
-        return {"file": span.file, "line": str(span.line), "endLine": str(span.end_line)}
+        return {"file": file, "line": str(span.line), "endLine": str(span.end_line)}
     return {
-        "file": span.file,
+        "file": file,
         "line": str(span.line),
         "col": str(span.column),
         "endLine": str(span.end_line),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics.diagnostic import Diagnostic
 from pi2.diagnostics.fingerprints import compute_fingerprints
+from pi2.diagnostics.repository import name_in_repository
 
 if TYPE_CHECKING:
     from pi2.diagnostics.page import FindPage
@@ -36,6 +37,11 @@ def render(
     return json.dumps(items, indent=2) + "\n"
 
 
+def _name_file(file: str) -> str:
+    """GitLab's paths begin at the top of the repository."""
+    return name_in_repository(file) or file.removeprefix("./")
+
+
 def _describe(item: Diagnostic, fingerprint: str) -> dict[str, Any]:
     span = item.span
     help_text = f" ({item.help})" if item.help is not None else ""
@@ -45,7 +51,7 @@ def _describe(item: Diagnostic, fingerprint: str) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "severity": _SEVERITIES[item.severity],
         "location": {
-            "path": _NOWHERE if span is None else span.file.removeprefix("./"),
+            "path": _NOWHERE if span is None else _name_file(span.file),
             "lines": {
                 "begin": 1 if span is None else span.line,
                 "end": 1 if span is None else span.end_line,

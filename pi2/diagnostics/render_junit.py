@@ -1,9 +1,9 @@
 """JUnit format: one test case per file, which CI services show as a list of tests.
 
-A case fails if its file has errors; what does not change the exit code (warnings, notes) is in its
-``system-out``.  Files without findings are cases that pass, as are the devices and models that
-plans name.  The report is ASCII, whatever the terminal's encoding, and control characters, which
-XML cannot hold, are written visibly.
+A case whose file has errors fails once, with all of them in its text; what does not change the exit
+code (warnings, notes) is in its ``system-out``.  Files without findings are cases that pass, as are
+the devices and models that plans name.  The report is ASCII, whatever the terminal's encoding, and
+control characters, which XML cannot hold, are written visibly.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ def render(
     for file, items in cases.items():
         names = {"classname": SUITE, "name": _make_visible(file)}
         case = ElementTree.SubElement(suite, "testcase", names)
-        for item in items:
-            if item.severity == "error":
-                message = f"{item.code}: {item.message}"
-                about = {"type": item.code, "message": _make_visible(message)}
-                failure = ElementTree.SubElement(case, "failure", about)
-                failure.text = _make_visible(render_full([item], sources=sources))
+        errors = [item for item in items if item.severity == "error"]
+        if errors:
+            about = {"type": errors[0].code, "message": _make_visible(_summarise(errors))}
+            failure = ElementTree.SubElement(case, "failure", about)
+            failure.text = _make_visible(render_full(errors, sources=sources))
         remarks = [item for item in items if item.severity != "error"]
         if remarks:
             output = ElementTree.SubElement(case, "system-out")
@@ -58,6 +57,12 @@ def render(
     ElementTree.indent(root)
     report: bytes = ElementTree.tostring(root, encoding="us-ascii")
     return report.decode("ascii") + "\n"
+
+
+def _summarise(errors: Sequence[Diagnostic]) -> str:
+    """The first error, and how many there are besides: a case has one failure at most."""
+    text = f"{errors[0].code}: {errors[0].message}"
+    return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more)"
 
 
 def _make_visible(text: str) -> str:

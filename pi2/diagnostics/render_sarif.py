@@ -1,6 +1,7 @@
 """SARIF 2.1.0, the format that code scanning services read.
 
-Files below the working directory are named relative to ``%SRCROOT%``, others by ``file:`` URIs.
+Files of a repository are named relative to its top, ``%SRCROOT%``, others by ``file:`` URIs or as
+they were given.
 The report is ASCII, whatever the terminal's encoding.  Source: OASIS standard "Static Analysis
 Results Interchange Format (SARIF) Version 2.1.0".
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span
 from pi2.diagnostics.fingerprints import compute_fingerprints
+from pi2.diagnostics.repository import name_in_repository
 
 if TYPE_CHECKING:
     from pi2.diagnostics.page import FindPage, Page
@@ -136,7 +138,7 @@ def _name_file(file: str) -> dict[str, str]:
     from pathlib import Path
     from urllib.parse import quote
 
-    path = Path(file)
+    path = Path(name_in_repository(file) or file)
     if path.is_absolute():
         return {"uri": path.as_uri()}
     return {"uri": quote(path.as_posix(), errors="surrogateescape"), "uriBaseId": "%SRCROOT%"}

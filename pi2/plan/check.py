@@ -12,6 +12,7 @@ from pi2.plan.device import Device
 from pi2.plan.documents import Document
 from pi2.plan.findings import Fact
 from pi2.plan.inspection import Inspection
+from pi2.plan.listing import list_documents
 from pi2.plan.model import Model
 from pi2.plan.plan import Plan
 from pi2.plan.references import Located, Resolver
@@ -80,6 +81,14 @@ def check_file(
 
 
 def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
+    if path.is_dir() and list_documents([path]) == [path]:
+        yield Diagnostic(
+            code="P002",
+            message="there is no document in this folder, nor in those below it",
+            help="documents are called *.plan.toml, *.device.toml or *.model.toml",
+            span=Span.of_file(name),
+        )
+        return
     source = read_source(path, name)
     unread = isinstance(source, list) and source[0].code in CANNOT_READ
     if unread and isinstance(source, list):

@@ -91,7 +91,8 @@ def write_description(found: dict[str, Any]) -> str:
         lines += ["", f"{len(found['figures'])} figures"]
     for item in found["figures"]:
         value = item.get("value") or item.get("rate") or f"{item.get('giga_ops')} GOP/s"
-        spread = f", spread {item['spread']:.1%} of {item.get('samples', '?')}"
-        tail = spread if "spread" in item else ""
+        tail = ""
+        if "spread" in item:
+            tail = f", spread {item['spread']:.1%} of {item.get('samples', '?')}"
         lines.append(f"  {item['figure']}: {value} ({item['status']}{tail}): {item['source']}")
     return "".join(f"{escape_controls(line)}\n" for line in lines)

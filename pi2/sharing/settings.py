@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pi2.caches import find_cache_folder
+
 TAP = "PI2_TAP"
 GITHUB = "PI2_GITHUB"
-CACHE = "PI2_CACHE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,14 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings of the environment's variables ``PI2_TAP``, ``PI2_GITHUB`` and ``PI2_CACHE``.
+    """Settings of the environment's variables ``PI2_TAP``, ``PI2_GITHUB`` and ``PI2_CACHE_DIR``.
 
     Empty variables count as not set.
     """
     values = os.environ if environment is None else environment
-    common = values.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = values.get(CACHE) or os.path.join(common, "pi2", "profiles")
     github = values.get(GITHUB) or Settings.github
     return Settings(
-        cache=Path(cache).absolute(), github=github.rstrip("/"), tap=values.get(TAP) or None
+        cache=find_cache_folder("profiles", values),
+        github=github.rstrip("/"),
+        tap=values.get(TAP) or None,
     )

@@ -14,6 +14,7 @@ import pytest
 from pi2.backends.kernels import cache
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
+from pi2.logging import configure_logging
 from tests.helpers.kernels import make_spec
 
 ROOT = Path(__file__).parents[2]
@@ -92,36 +93,23 @@ def test_the_key_depends_on_the_spec(spec: KernelSpec) -> None:
     assert cache.compute_key(spec) != cache.compute_key(other)
 
 
-@pytest.mark.parametrize(
-    ("own", "common", "expected"),
-    [
-        ("/a", "/b", "/a/kernels"),
-        (None, "/b", "/b/pi2/kernels"),
-        (None, None, "/home/u/.cache/pi2/kernels"),
-        ("", "relative", "/home/u/.cache/pi2/kernels"),
-    ],
-)
-def test_the_folder_follows_the_platform(
-    own: str | None, common: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("PI2_CACHE_DIR", own), ("XDG_CACHE_HOME", common)):
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", "/home/u")
-    assert cache.find_cache_folder() == Path(expected)
-
-
-def test_a_read_only_cache_folder_does_not_stop_a_run(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
+    spec: KernelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # A file where the folder should be: even root cannot make a folder there.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "file"))
+    configure_logging()
     path = cache.load_or_compile(spec, lambda _label, _share: None)
     assert path.exists()
     assert tmp_path not in path.parents
+    line = json.loads(capsys.readouterr().err)
+    assert line["level"] == "warning"
+    assert line["folder"] == str(tmp_path / "file" / "kernels")
+    assert "PI2_CACHE_DIR" in line["help"]
 
 
 def test_a_machine_without_a_linker_is_told_so(

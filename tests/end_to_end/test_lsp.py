@@ -30,7 +30,7 @@ class Editor:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pi2", "lsp"],
             cwd=folder,
-            env={**os.environ, "PI2_CACHE": str(folder / "cache")},
+            env={**os.environ, "PI2_CACHE_DIR": str(folder / "cache")},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

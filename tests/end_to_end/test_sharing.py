@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from pi2.plan.references import list_shipped
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
@@ -369,6 +370,13 @@ class TestPublish:
         assert row["codes"] == []
         shown = json.loads(bob.succeed("profile", "show", refer(tap), "--json"))
         assert shown["sha256"] == row["sha256"]
+
+
+@pytest.mark.parametrize("name", list_shipped("device"))
+def test_every_shipped_profile_can_be_shown(name: str, bob: User) -> None:
+    shown = bob.succeed("profile", "show", name)
+    assert shown.startswith(f"{name}: ")
+    assert "comes with pi2" in shown
 
 
 class TestTheGuide:

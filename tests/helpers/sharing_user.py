@@ -21,7 +21,7 @@ class User:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.folder = folder / "project"
-        self.cache = folder / "cache"
+        self.cache = folder / "cache" / "profiles"
         self.folder.mkdir(parents=True)
         self._home = folder
         self._monkeypatch = monkeypatch
@@ -33,7 +33,7 @@ class User:
         values = {
             "HOME": str(self._home),
             "XDG_CACHE_HOME": "",
-            "PI2_CACHE": str(self.cache),
+            "PI2_CACHE_DIR": str(self.cache.parent),
             "PI2_TAP": "",
             "PI2_GITHUB": "",
             "GIT_CONFIG_GLOBAL": os.devnull,

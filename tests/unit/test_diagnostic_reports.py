@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -122,6 +123,32 @@ def test_different_findings_have_different_fingerprints() -> None:
     prints = compute_fingerprints(items, {"f": TEXT})
     assert len(set(prints)) == len(items)
     assert all(re.fullmatch("[0-9a-f]{64}", item) for item in prints)
+
+
+@pytest.mark.parametrize("name", ["github", "gitlab", "sarif"])
+def test_the_working_directory_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "plans/deep").mkdir(parents=True)
+    reports = set()
+    for folder, file in ((".", "plans/a"), ("plans", "a"), ("plans/deep", "../a")):
+        monkeypatch.chdir(tmp_path / folder)
+        item = make_finding(span=Span(file, 2, 1, 2, 2))
+        reports.add(find_renderer(name)([item], sources={file: TEXT}))
+    (report,) = reports
+    assert '"plans/a"' in report or "file=plans/a," in report
+
+
+def test_outside_of_a_repository_the_file_s_name_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi2.diagnostics.repository.MARKS", ())
+    prints = {
+        compute_fingerprints([make_finding(span=Span(file, 2, 1, 2, 2))])[0]
+        for file in ("a", "deep/../a", str(tmp_path / "a"))
+    }
+    assert len(prints) == 1
 
 
 # SARIF
@@ -309,6 +336,14 @@ def test_junit_is_accepted_by_its_schema(findings: tuple[Diagnostic, ...]) -> No
     schema.validate(report)
     with pytest.raises(xmlschema.XMLSchemaValidationError):
         schema.validate(report.replace("classname", "class"))
+
+
+def test_junit_has_one_failure_of_a_file_with_several_errors() -> None:
+    text = render("junit", make_finding(message="first"), make_finding(message="second"))
+    (failure,) = ElementTree.fromstring(text).iter("failure")
+    assert failure.get("message") == "P100: first (and 1 more)"
+    assert "first" in (failure.text or "")
+    assert "second" in (failure.text or "")
 
 
 def test_junit_without_findings_passes() -> None:

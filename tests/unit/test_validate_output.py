@@ -57,6 +57,16 @@ def test_a_pipe_gets_the_report() -> None:
     assert os.path.lexists("/dev/stdout")
 
 
+def test_a_folder_without_documents_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep").mkdir()
+    assert run(["validate", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "error[P002]: there is no document in this folder" in out
+    assert "*.plan.toml, *.device.toml or *.model.toml" in out
+
+
 def test_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     assert validate("-o", str(tmp_path / "file/report.json")) == 2

@@ -5,8 +5,9 @@ the rate of the interface or of an empty device; `pi2 simulate` takes it for wha
 
 Example: a plan for a device whose only random read rate has ``status = "vendor-claimed"``.
 
-Fix: measure the device with `pi2 doctor` and `pi2 bench`, and write what was measured into a copy
-of its file. For memory, what an interface can do is ``peak_bandwidth``.
+Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device; or
+look for somebody else's measurements with ``pi2 profile search``. For memory, what an interface can
+do is ``peak_bandwidth``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         path=("device",),
         message=f"the plan rests on {count} that only the vendor claims",
-        help="measure it, and take what is predicted for too good until then",
+        help="`pi2 probe -o FILE` measures it; until then, what is predicted is too good",
         origins=places,
     )
 
