@@ -1,6 +1,6 @@
-"""Compare the simulator with published figures, and write the tables of docs/simulator.md.
+"""Compare the simulator with published figures, and write the tables of the documents.
 
-    python tools/validate_simulator.py            # rewrite the tables of docs/simulator.md
+    python tools/validate_simulator.py            # rewrite the tables of docs
     python tools/validate_simulator.py --check    # exit 1 if they are out of date
     python tools/validate_simulator.py --print    # print the comparison only
     python tools/validate_simulator.py --print --budget 8.5 --system LLMFlash
@@ -14,16 +14,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise
-from paper.document import make_tables, render_document
+from paper.document import find_tables, make_tables, render_document
 from paper.points import OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, SYSTEMS, Scenario
 from pi2.simulate.constants import Constants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENT = REPOSITORY / "docs" / "simulator.md"
+DOCUMENTS = tuple(
+    REPOSITORY / "docs" / name
+    for name in (
+        "simulator.md",
+        "lab/simulator-errors.md",
+        "lab/simulator-model.md",
+        "lab/simulator-points.md",
+    )
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,18 +55,31 @@ def main(arguments: list[str] | None = None) -> int:
         print_table(held_out)
         return 0
     predictions = predict(list_predictions(), tokens=tokens)
-    old = DOCUMENT.read_text("utf-8")
-    new = render_document(old, make_tables(rows, held_out, predictions, Constants()))
-    if options.check:
-        print(f"{DOCUMENT.name}: {'current' if new == old else 'not current'}", file=sys.stderr)
-        return int(new != old)
-    DOCUMENT.write_text(new, "utf-8")
-    return 0
+    tables = make_tables(rows, held_out, predictions, Constants())
+    return update_documents(DOCUMENTS, tables, check=options.check)
+
+
+def update_documents(
+    documents: Sequence[Path], tables: Mapping[str, Iterable[str]], *, check: bool
+) -> int:
+    """Write the tables into the documents; with ``check`` only compare: 1 where one is old."""
+    texts = {path: path.read_text("utf-8") for path in documents}
+    missing = tables.keys() - {name for text in texts.values() for name in find_tables(text)}
+    assert not missing, f"no document has a place for {', '.join(sorted(missing))}"
+    outdated = 0
+    for path, old in texts.items():
+        new = render_document(old, tables)
+        if check:
+            print(f"{path.name}: {'current' if new == old else 'not current'}", file=sys.stderr)
+            outdated |= new != old
+        else:
+            path.write_text(new, "utf-8")
+    return int(outdated)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare the simulator with published figures; write docs/simulator.md."
+        description="Compare the simulator with published figures; write the documents' tables."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if old")
     parser.add_argument("--print", action="store_true", help="print the comparison only")

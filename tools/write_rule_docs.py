@@ -1,6 +1,6 @@
-"""Write docs/rules: an index, and a page per code, from the rules and pi2/diagnostics/pages.
+"""Write docs/rules: an index and a page per hundred codes, from rules and pi2/diagnostics/pages.
 
-``python tools/write_rule_docs.py`` writes the files and removes those of codes that are gone;
+``python tools/write_rule_docs.py`` writes the files and removes those that no code belongs to;
 ``--check`` writes nothing and fails if something would change.
 """
 
@@ -33,17 +33,32 @@ NOTICE = "<!-- Written by tools/write_rule_docs.py: change the rule's docstring 
 def make_files() -> dict[str, str]:
     """Texts of all files by their names."""
     pages = load_pages()
-    files = {f"{page.code}.md": NOTICE + write_markdown(page) for page in pages.values()}
+    assert {code[:2] for code in pages} <= RANGES.keys(), "a code lies outside of all ranges"
+    files = {name_page(prefix): NOTICE + write_page(pages, prefix) for prefix in RANGES}
     return {INDEX: NOTICE + write_index(pages), **files}
+
+
+def name_page(prefix: str) -> str:
+    """File name of the page that has all codes of a hundred: ``P2xx.md``."""
+    return f"{prefix}xx.md"
+
+
+def write_page(pages: Mapping[str, Page], prefix: str) -> str:
+    """One hundred of codes, a section each."""
+    own = [write_markdown(page) for code, page in sorted(pages.items()) if code.startswith(prefix)]
+    return "\n".join([f"# {prefix}xx: {RANGES[prefix]}\n", *own])
 
 
 def write_index(pages: Mapping[str, Page]) -> str:
     """List of the codes in their ranges."""
-    parts = ["# Codes\n", "Every finding has a code; `pi2 explain CODE` prints its page.\n"]
+    parts = ["# Findings\n", "Every finding has a code; `pi2 explain CODE` explains it.\n"]
     for prefix, title in RANGES.items():
         own = [page for code, page in pages.items() if code.startswith(prefix)]
         if own:
-            rows = "".join(f"| [{page.code}]({page.code}.md) | {page.what} |\n" for page in own)
+            link = name_page(prefix) + "#"
+            rows = "".join(
+                f"| [{page.code}]({link}{page.code.lower()}) | {page.what} |\n" for page in own
+            )
             parts.append(f"## {title}\n\n| code | what is right |\n|---|---|\n{rows}")
     return "\n".join(parts)
 

@@ -54,10 +54,10 @@ def parse_page(code: str, text: str) -> Page:
 
 
 def write_markdown(page: Page) -> str:
-    """The page as a Markdown document."""
-    parts = [f"# {page.code}", page.what]
+    """The page as a section of a Markdown document."""
+    parts = [f"## {page.code}", page.what]
     for heading, text in page.sections:
-        parts += [f"## {heading}", begin_sentence(text)]
+        parts.append(f"**{heading}:** {begin_sentence(text)}")
     return "\n\n".join(parts) + "\n"
 
 

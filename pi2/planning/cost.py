@@ -1,6 +1,6 @@
 """Time of a generated token and of a prompt, as a sum of terms that can be looked at.
 
-Every term names where it comes from; docs/planning.md explains them.  A layer of a token:
+Every term names where it comes from; docs/lab/cost-model.md explains them.  A layer of a token:
 
     attention  weights of the projections, and keys and values of the context
     norm       what the FFN begins and ends with, and a mixture's router
@@ -216,7 +216,7 @@ def _find_merge_gap(resolved: Resolved, store: Path | None) -> int | None:
     """The plan's, where a mixture's neurons lie by expert.
 
     In other orders neighbours are missing together so rarely that rates of reads, which differ by
-    more, say as much: 2 to 10 % of the requests (docs/performance.md).
+    more, say as much: 2 to 10 % of the requests (docs/lab/io.md).
     """
     plan = resolved.plan
     if resolved.model.moe is None or plan.pipeline.phases != 1:

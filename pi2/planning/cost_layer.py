@@ -1,4 +1,4 @@
-"""Time of one layer of a generated token: the terms that docs/planning.md explains."""
+"""Time of one layer of a generated token: the terms that docs/lab/cost-model.md explains."""
 
 from __future__ import annotations
 

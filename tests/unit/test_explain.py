@@ -79,9 +79,9 @@ def test_a_docstring_without_a_section_is_refused() -> None:
         parse_page("P1", "A.\n\nWhy: b.\n\nFix: c.\n")
 
 
-def test_a_page_as_markdown() -> None:
+def test_a_page_as_a_section_of_markdown() -> None:
     assert write_markdown(PAGE) == (
-        "# P210\n\nA `b`.\n\n## Why\n\nC.\n\n## Example\n\nD.\n\n## Fix\n\nE.\n"
+        "## P210\n\nA `b`.\n\n**Why:** C.\n\n**Example:** D.\n\n**Fix:** E.\n"
     )
 
 
@@ -162,9 +162,14 @@ def test_documents_are_as_the_rules_say() -> None:
     assert differing == [], "run `python tools/write_rule_docs.py` and commit docs/rules"
 
 
-def test_the_index_has_every_code_in_a_range() -> None:
+def test_the_index_links_to_the_section_of_every_code() -> None:
     index = write_rule_docs.write_index(PAGES)
-    assert re.findall(r"^\| \[(P\d+)\]\(\1\.md\)", index, re.MULTILINE) == sorted(PAGES)
+    links = re.findall(r"^\| \[(P\d+)\]\((P\dxx\.md)#(p\d+)\)", index, re.MULTILINE)
+    assert [code for code, _, _ in links] == sorted(PAGES)
+    files = write_rule_docs.make_files()
+    for code, name, anchor in links:
+        assert anchor == code.lower()
+        assert f"\n## {code}\n" in files[name]
 
 
 def test_documents_are_written_and_checked(tmp_path: Path) -> None:
@@ -183,5 +188,6 @@ def test_documents_are_written_and_checked(tmp_path: Path) -> None:
     assert (tmp_path / "P999.md").exists()
     assert start().returncode == 0
     assert not (tmp_path / "P999.md").exists()
-    assert len(list(tmp_path.iterdir())) == len(PAGES) + 1
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"README.md", *(f"{code[:2]}xx.md" for code in PAGES)}
     assert (start("--check").returncode, start("--check").stdout) == (0, "")

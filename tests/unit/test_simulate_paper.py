@@ -1,4 +1,4 @@
-"""The simulator against published figures, in a short form; docs/simulator.md has the long one."""
+"""The simulator against published figures, in a short form of docs/lab/simulator-points.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_errors_are_within_the_goals(rows: list[Comparison]) -> None:
 
 
 def test_points_that_nothing_was_fitted_to_are_near() -> None:
-    """docs/simulator.md says of each that is further off than 20 % why."""
+    """docs/lab/simulator-errors.md says of each that is further off than 20 % why."""
     rows = compare(list_held_out(), tokens=32)
     assert [row.reason for row in rows if row.simulated is None] == []
     summary = summarise(rows)

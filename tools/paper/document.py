@@ -1,7 +1,8 @@
-"""The tables of docs/simulator.md."""
+"""The tables of docs/simulator.md and of the pages of docs/lab about the simulator."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from paper.comparison import Comparison, Prediction, summarise
@@ -13,14 +14,24 @@ DEVICES = {"oneplus-12": "OnePlus 12", "oneplus-ace-2": "OnePlus Ace 2"}
 
 
 def render_document(text: str, tables: Mapping[str, Iterable[str]]) -> str:
-    """``text`` with what stands between ``<!-- name -->`` and the next end made anew."""
-    for name, table in tables.items():
-        start = f"<!-- {name} -->\n"
-        assert start in text, f"the document needs {start.strip()} ... {END}"
+    """``text`` with new tables between each ``<!-- name -->`` and the next end marker.
+
+    A document holds the tables that it has markers for; ``find_tables`` names them.
+    """
+    for name in find_tables(text):
+        assert name in tables, f"there is no table {name!r}"
+        start, table = f"<!-- {name} -->\n", tables[name]
         before, rest = text.split(start, 1)
         after = rest[rest.index(END) :]
         text = "".join([before, start, *(f"{row}\n" for row in table), after])
     return text
+
+
+def find_tables(text: str) -> list[str]:
+    """Names of the tables that a document has markers for, in its order."""
+    return [
+        name for name in re.findall(r"^<!-- ([\w-]+) -->$", text, re.MULTILINE) if name != "end"
+    ]
 
 
 def make_tables(
@@ -65,7 +76,7 @@ def write_comparison(rows: list[Comparison]) -> Iterator[str]:
     """Every scored point, group by group."""
     scored = [row for row in rows if row.point.scored]
     for group in dict.fromkeys(row.point.group for row in scored):
-        yield f"### {group[0].upper()}{group[1:]}"
+        yield f"## {group[0].upper()}{group[1:]}"
         yield ""
         yield from write_rows([row for row in scored if row.point.group == group])
         yield ""
