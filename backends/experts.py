@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import Tensor
-from pi2.plan.model import Moe
+from pi2.plan.documents.model import Moe
 
 F32 = npt.NDArray[np.float32]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.sizes import LOGIT_ROWS
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
 NAME = "null"
 

@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from pi2.plan.layout import BundleLayout, Precision
-from pi2.plan.model import Model
-from pi2.plan.plan import ActivationType, KvType
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.weights.layout import BundleLayout, Precision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 class Tensor:
     """A tensor of the store, in memory, not copied.
 
-    Quantised (`pi2.plan.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales`` float16
-    [rows, length / 32].  fp16: ``weights`` uint8 [rows, 2 length], no scales.  ``precision`` None
-    is float32: ``weights`` float32 [rows, length].  64-byte aligned.
+    Quantised (`pi2.plan.weights.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales``
+    float16 [rows, length / 32].  fp16: ``weights`` uint8 [rows, 2 length], no scales.
+    ``precision`` None is float32: ``weights`` float32 [rows, length].  64-byte aligned.
     """
 
     name: str
@@ -69,7 +69,7 @@ class BuildRequest:
 
     model: Model
     tensors: Mapping[str, Tensor]
-    """Dense tensors by the names of `pi2.plan.tensor_names`."""
+    """Dense tensors by the names of `pi2.plan.weights.tensor_names`."""
     bundle: BundleLayout
     neurons: int
     """FFN neurons per layer."""
@@ -211,7 +211,7 @@ class Executor(Protocol):
 
     def logits(self, first: int) -> F32:
         """Logits [n, vocab] of the chunk's tokens from ``first`` on, n at most
-        `pi2.plan.sizes.LOGIT_ROWS`;
+        `pi2.plan.arithmetic.sizes.LOGIT_ROWS`;
         valid until the next call."""
 
     def count_active(self) -> int:

@@ -1,7 +1,7 @@
 """Tables of rotary position embeddings, shared by the backends.
 
 A store keeps heads so that element i turns with element i + head_dim / 2
-(`pi2.plan.tensor_names`); pairs that are not rotated have the frequency 0.
+(`pi2.plan.weights.tensor_names`); pairs that are not rotated have the frequency 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.model import Rope
+from pi2.plan.documents.model import Rope
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -28,8 +28,8 @@ from pi2.machine.software import (
     detect_tvm,
     find_programs,
 )
-from pi2.plan.plan import BackendName
-from pi2.plan.references import find_shipped_folder
+from pi2.plan.documents.plan import BackendName
+from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
 

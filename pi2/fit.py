@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Machine, list_allowed_cores
-from pi2.plan.device import Device, Unit
-from pi2.plan.quantities import approximate_bytes
-from pi2.plan.resolved import ResolvedPlan
-from pi2.plan.selectors import list_cores
-from pi2.plan.source import SourceFile, display_path, read_source
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.selectors import list_cores
+from pi2.plan.toml.source import SourceFile, display_path, read_source
 
 _PORTABLE = frozenset({"null", "reference"})
 """Backends without compiled kernels: what the processor can do does not matter to them."""

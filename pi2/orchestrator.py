@@ -40,11 +40,11 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
-from pi2.plan.device import Unit
+from pi2.plan.arithmetic.sizes import count_chunks
+from pi2.plan.documents.device import Unit
+from pi2.plan.documents.selectors import list_cores
+from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.resolve import ResolvedPlan, load_plan
-from pi2.plan.selectors import list_cores
-from pi2.plan.sizes import count_chunks
-from pi2.plan.thresholds import GivenThresholds
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.embedding_rows import EmbeddingRows

@@ -11,15 +11,15 @@ from fractions import Fraction
 
 from pi2.diagnostics import UserError
 from pi2.memory.context import describe_context
-from pi2.plan.quantities import (
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     QuantityError,
     approximate_bytes,
     format_bytes,
     parse_quantity,
 )
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import count_ffn_bytes, reads_embedding
 
 _HOT_PART = 0.5
 """Of what is left for neurons, where a plan's hot ones do not fit."""

@@ -42,7 +42,7 @@ class Figures:
 def load_kernel() -> RunRead:
     """The compiled loop, by way of the demo plan's kernels; they are compiled once and kept."""
     import pi2.orchestrator
-    from pi2.plan.references import find_shipped_folder
+    from pi2.plan.reading.references import find_shipped_folder
 
     model = pi2.orchestrator.load(find_shipped_folder() / "demo.plan.toml")
     return model._parts.executor.read_runs

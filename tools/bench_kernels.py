@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
-from pi2.plan.layout import Precision, lay_out_bundle, weight_bytes
-from pi2.plan.plan import KvType
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096
 HUGE_BYTES = 64 << 20

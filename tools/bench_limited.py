@@ -41,7 +41,7 @@ from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.machine import detect_machine
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
 
 
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_row(arguments: argparse.Namespace) -> None:
     """Prepare, run in turns, print."""
-    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.composing.overrides import parse_assignments
 
     row, settings = ROWS[arguments.row], parse_assignments(tuple(arguments.set))
     store, whole = prepare_store(row, arguments)

@@ -24,7 +24,7 @@ import pi2
 from pi2.benchmarks.workloads import TokenSource
 from pi2.memory import flash
 from pi2.memory.requests import make_batch
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 from pi2.statistics.texts import encode_windows, read_texts
 
 

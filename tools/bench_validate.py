@@ -15,11 +15,11 @@ from itertools import count
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.plan.check import check_file
-from pi2.plan.device import Device
-from pi2.plan.drafting import Wish, draft_plan
-from pi2.plan.model import Model
-from pi2.plan.references import find_shipped_folder, list_shipped
+from pi2.plan.authoring.drafting import Wish, draft_plan
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.references import find_shipped_folder, list_shipped
 
 MIB = 1 << 20
 

@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 
 from pi2.diagnostics import UserError, render
-from pi2.plan.device import Device
-from pi2.plan.drafting import Wish as DraftWish
-from pi2.plan.drafting import draft_plan
-from pi2.plan.layout import round_up
-from pi2.plan.model import Model
-from pi2.plan.plan import Plan
-from pi2.plan.quantities import BYTE_UNITS, format_bytes, parse_quantity
+from pi2.plan.authoring.drafting import Wish as DraftWish
+from pi2.plan.authoring.drafting import draft_plan
+from pi2.plan.authoring.writing import write_document
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.plan.resolve import load_plan
-from pi2.plan.writing import write_document
+from pi2.plan.weights.layout import round_up
 from pi2.planning.cost import cost_plan
 from pi2.planning.cost_memory import count_memory
 from pi2.planning.cost_stream import PROMPT

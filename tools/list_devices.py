@@ -14,10 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pi2.plan.check import check_file
-from pi2.plan.device import ComputeFigure, Device, PowerFigure, RateFigure, ReadFigure, Unit
-from pi2.plan.documents import Origin
-from pi2.plan.quantities import WATT_UNITS, format_bytes, format_quantity
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.common import Origin
+from pi2.plan.documents.device import (
+    ComputeFigure,
+    Device,
+    PowerFigure,
+    RateFigure,
+    ReadFigure,
+    Unit,
+)
+from pi2.plan.documents.quantities import WATT_UNITS, format_bytes, format_quantity
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENT = REPOSITORY / "docs" / "devices.md"

@@ -25,7 +25,7 @@ from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.machine import list_allowed_cores
-from pi2.plan.device import Device
+from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
 from pi2.planning.kernel_times import Linear
 from pi2.planning.rates import KernelRates, Rates

@@ -37,11 +37,16 @@ from pi2.importing.synthesis.statistics import (
     round_values,
     write_counts,
 )
-from pi2.plan.check import check_file
-from pi2.plan.device import Device
-from pi2.plan.model import Model
-from pi2.plan.quantities import BYTE_UNITS, QuantityError, approximate_bytes, parse_quantity
-from pi2.plan.references import find_document
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import (
+    BYTE_UNITS,
+    QuantityError,
+    approximate_bytes,
+    parse_quantity,
+)
+from pi2.plan.reading.references import find_document
 from pi2.plan.resolve import load_plan
 from pi2.planning.documents import read_document
 from pi2.store.additions import add_files

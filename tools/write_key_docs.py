@@ -13,12 +13,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pi2.plan.device import Device
-from pi2.plan.field_docs import FieldDoc, describe_field
-from pi2.plan.fields import find_type
-from pi2.plan.model import Model
-from pi2.plan.paths import KeyPath
-from pi2.plan.plan import Plan
+from pi2.plan.authoring.field_docs import FieldDoc, describe_field
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.fields import find_type
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.toml.paths import KeyPath
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-language.md"
 BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/plan instead. -->\n"

@@ -10,7 +10,7 @@ from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.rope import RopeTables
-from pi2.plan.tensor_names import name_layer_tensor
+from pi2.plan.weights.tensor_names import name_layer_tensor
 
 
 def bind_attention(

@@ -20,9 +20,9 @@ from pi2.backends.experts import list_chosen, route
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
 from pi2.backends.protocol import BuildRequest, CacheLoops
-from pi2.plan.layout import round_up
-from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import (
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.layout import round_up
+from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,

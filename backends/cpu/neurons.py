@@ -15,7 +15,7 @@ from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.packing import slice_experts
+from pi2.plan.weights.packing import slice_experts
 
 _MOST_ARENAS = 256
 """Views of arenas that are remembered."""

@@ -13,8 +13,8 @@ from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.layout import round_up
-from pi2.plan.tensor_names import name_layer_tensor
+from pi2.plan.weights.layout import round_up
+from pi2.plan.weights.tensor_names import name_layer_tensor
 
 _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]

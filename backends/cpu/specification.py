@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.model import Model
-from pi2.plan.plan import ActivationType
-from pi2.plan.tensor_names import name_layer_tensor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import ActivationType
+from pi2.plan.weights.tensor_names import name_layer_tensor
 
 PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 """Bytes of an activation."""

@@ -11,7 +11,7 @@ from pi2.backends.experts import slice_tensor
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.backends.kernels.runtime import Library
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.layout import GROUP, round_up
+from pi2.plan.weights.layout import GROUP, round_up
 
 _F32 = npt.NDArray[np.float32]
 

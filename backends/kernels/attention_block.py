@@ -33,7 +33,7 @@ from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES
-from pi2.plan.sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:

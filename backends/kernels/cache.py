@@ -37,7 +37,7 @@ def compute_key(spec: KernelSpec) -> str:
     """Return the digest of everything that the compiled code depends on."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
-    layout = Path(pi2.__file__).parent / "plan" / "layout.py"
+    layout = Path(pi2.__file__).parent / "plan" / "weights" / "layout.py"
     for path in (*sorted(folder.glob("*.py")), layout):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())

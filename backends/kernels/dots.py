@@ -1,4 +1,4 @@
-"""Dot products of packed vectors (`pi2.plan.layout`) with quantised activations.
+"""Dot products of packed vectors (`pi2.plan.weights.layout`) with quantised activations.
 
 An activation x of a group is ``scale * x16`` with x16 = 256 high + low in two int8 planes (or
 x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights enter as unsigned
@@ -24,7 +24,7 @@ from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import Unit
-from pi2.plan.layout import GROUP
+from pi2.plan.weights.layout import GROUP
 
 
 def emit_dots(

@@ -6,7 +6,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.operands import Vector, list_runs
-from pi2.plan.layout import GROUP
+from pi2.plan.weights.layout import GROUP
 
 
 def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> None:

@@ -10,7 +10,7 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.units import emit_unit, load_unit_scale
-from pi2.plan.layout import GROUP
+from pi2.plan.weights.layout import GROUP
 
 
 def emit_float_block(

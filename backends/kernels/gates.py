@@ -12,7 +12,7 @@ from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.places import TOGETHER
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.layout import vector_bytes
+from pi2.plan.weights.layout import vector_bytes
 
 
 def emit_gathered_gates(

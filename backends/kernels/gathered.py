@@ -1,6 +1,6 @@
 """The FFN of one token over gathered neurons: slot indices into an arena of bundles.
 
-Bundles of `pi2.plan.layout`, one in a slot of an arena.  Every thread takes every n-th
+Bundles of `pi2.plan.weights.layout`, one in a slot of an arena.  Every thread takes every n-th
 neuron of the list, so that all get hot and cold ones alike, and goes through its own in one of two
 ways (`KernelSpec.phases`), with the same bits as result:
 
@@ -33,7 +33,7 @@ from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
-from pi2.plan.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
+from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

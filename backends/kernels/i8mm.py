@@ -1,9 +1,9 @@
 """Several tokens with the matrix instruction of ARM's ``i8mm``: ``smmla``.
 
 ``smmla`` multiplies 2 rows of 8 weights with 2 tokens of 8 activations: 32 products, where ``sdot``
-makes 16.  It wants 8 elements of one group side by side; a packed vector (`pi2.plan.layout`) has 4
-of each of several groups.  So both sides are brought into its order beforehand, and the inner loop
-is nothing but loads and multiplications:
+makes 16.  It wants 8 elements of one group side by side; a packed vector
+(`pi2.plan.weights.layout`) has 4 of each of several groups.  So both sides are brought into its
+order beforehand, and the inner loop is nothing but loads and multiplications:
 
 - Tokens, once, when they are quantised (`quantize`): ``codes`` int8 [tokens / 2, planes, groups, 4,
   2, 8], four steps of 8 elements of a group, in each both tokens of the pair, in natural order;
@@ -32,7 +32,7 @@ from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Vector, list_runs
-from pi2.plan.layout import GROUP, Precision
+from pi2.plan.weights.layout import GROUP, Precision
 
 TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what

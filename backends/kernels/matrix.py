@@ -17,7 +17,7 @@ from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
-from pi2.plan.layout import Precision, scale_bytes, vector_bytes, weight_bytes
+from pi2.plan.weights.layout import Precision, scale_bytes, vector_bytes, weight_bytes
 
 ROW_TILE = 32
 """Rows that a thread takes through all tokens of a chunk."""

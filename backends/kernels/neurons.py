@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.layout import GROUP, PartName, Precision
+from pi2.plan.weights.layout import GROUP, PartName, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pi2.backends.kernels import vectors as v
-from pi2.plan.layout import Precision, split_lanes
+from pi2.plan.weights.layout import Precision, split_lanes
 
 FLOAT_PLANES = 4
 """Bytes of an activation that is not rounded."""

@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.matrix import Matrix
 from pi2.backends.kernels.operands import Activations
-from pi2.plan.layout import Precision
+from pi2.plan.weights.layout import Precision
 
 
 class Parameters:

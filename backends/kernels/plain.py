@@ -1,7 +1,7 @@
 """FFNs whose neurons have biases or no gate: down(act(up x + bias)).
 
 One pass over a neuron: its value from all vectors but the last, then the last one, where the value
-is not zero.  Bundles as `pi2.plan.layout` says; biases are float32 in the bundle.
+is not zero.  Bundles as `pi2.plan.weights.layout` says; biases are float32 in the bundle.
 """
 
 from __future__ import annotations

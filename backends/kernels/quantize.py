@@ -14,7 +14,7 @@ from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.floats import emit_lane_order
 from pi2.backends.kernels.i8mm import place_scale, place_steps
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, list_runs
-from pi2.plan.layout import GROUP
+from pi2.plan.weights.layout import GROUP
 
 LIMIT = {1: 127, 2: 127 * 256}
 """Largest code by number of planes."""

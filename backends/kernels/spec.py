@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.plan.layout import (
+from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
     Precision,
@@ -20,8 +22,6 @@ from pi2.plan.layout import (
     fill_groups,
     lay_out_bundle,
 )
-from pi2.plan.model import SMOOTH_ACTIVATIONS, Activation
-from pi2.plan.plan import KvType
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""

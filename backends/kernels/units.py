@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.kernels import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Vector, list_runs
-from pi2.plan.layout import GROUP, Precision
+from pi2.plan.weights.layout import GROUP, Precision
 
 
 def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:

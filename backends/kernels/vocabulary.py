@@ -12,7 +12,7 @@ from pi2.backends.kernels.operands import Vector
 from pi2.backends.kernels.parameters import Parameters, emit_each_token
 from pi2.backends.kernels.rows import emit_scale
 from pi2.backends.kernels.schedule import Schedule
-from pi2.plan.layout import scale_bytes, weight_bytes
+from pi2.plan.weights.layout import scale_bytes, weight_bytes
 
 
 def emit_embed(schedule: Schedule, take: Parameters) -> None:

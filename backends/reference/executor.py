@@ -15,9 +15,9 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import activate, cap, normalize, rotate
 from pi2.backends.rope import RopeTables
-from pi2.plan.packing import dequantize, join_scales, slice_bias, slice_experts, unpack_part
-from pi2.plan.sizes import LOGIT_ROWS
-from pi2.plan.tensor_names import (
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.packing import dequantize, join_scales, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,

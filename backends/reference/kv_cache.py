@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
 _F32 = npt.NDArray[np.float32]
 

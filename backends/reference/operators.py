@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.model import Model, Norm
+from pi2.plan.documents.model import Model, Norm
 
 _F32 = npt.NDArray[np.float32]
 

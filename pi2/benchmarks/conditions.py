@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from pi2.benchmarks.report import Conditions
 from pi2.machine import Machine, detect_machine
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 
 
 def describe_conditions(text: str | None) -> Conditions:

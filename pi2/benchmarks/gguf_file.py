@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import GROUP
-from pi2.plan.model import Model, Precision
+from pi2.plan.documents.model import Model, Precision
+from pi2.plan.weights.layout import GROUP
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

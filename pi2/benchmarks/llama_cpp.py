@@ -18,7 +18,7 @@ from pi2.benchmarks.token_bytes import count_dense_bytes
 from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 
 def check_installed() -> None:

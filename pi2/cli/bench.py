@@ -9,7 +9,7 @@ import click
 
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.benchmarks.session import Outcome

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
-    from pi2.plan.layout import ScalesPlace
-    from pi2.plan.model import Model
+    from pi2.plan.documents.model import Model
+    from pi2.plan.weights.layout import ScalesPlace
 
 MIB = 1024 * 1024
 
@@ -218,7 +218,7 @@ def write_errors(
 
 def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least."""
-    from pi2.plan.model import Quantization
+    from pi2.plan.documents.model import Quantization
 
     careful = "int8" if precision == "int4" else precision
     chosen = Quantization(
@@ -231,9 +231,9 @@ def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[st
     """A plan for this machine, or None and why there is none."""
     from pi2.importing.first_plan import draft_first_plan
     from pi2.machine import detect_machine
-    from pi2.plan.check import check_file
-    from pi2.plan.device import Device
-    from pi2.plan.references import find_document
+    from pi2.plan.checking.check import check_file
+    from pi2.plan.documents.device import Device
+    from pi2.plan.reading.references import find_document
 
     device = check_file(find_document("host", "device", Path.cwd())).document
     assert isinstance(device, Device)
@@ -246,7 +246,7 @@ def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[st
 
 def read_model(reference: str) -> Model:
     """Read a model document by path or short name; UserError with all findings."""
-    from pi2.plan.model import Model
+    from pi2.plan.documents.model import Model
     from pi2.planning.documents import read_document
 
     document = read_document(reference, "model").document

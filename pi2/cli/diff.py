@@ -14,10 +14,10 @@ from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.check import Report
-    from pi2.plan.difference import Change, LayerChange, SegmentChange
-    from pi2.plan.resolved import ResolvedPlan
-    from pi2.plan.source import Kind
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.authoring.difference import Change, LayerChange, SegmentChange
+    from pi2.plan.checking.check import Report
+    from pi2.plan.toml.source import Kind
 
 TOKENS = 256
 """Tokens that are simulated."""
@@ -45,7 +45,7 @@ def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: b
     Of plans, also what they need in every segment of memory, layer by layer what stays in memory
     and, where the device has the figures, the speed: simulated, not measured.
     """
-    from pi2.plan.difference import (
+    from pi2.plan.authoring.difference import (
         compare_documents,
         compare_layers,
         compare_plans,
@@ -81,7 +81,7 @@ def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: b
 
 
 def _read_kind(path: str) -> Kind:
-    from pi2.plan.source import detect_kind
+    from pi2.plan.toml.source import detect_kind
 
     kind = detect_kind(Path(path).name)
     if kind is None:
@@ -92,9 +92,9 @@ def _read_kind(path: str) -> Kind:
 
 def _check(path: str) -> Report:
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.check import check_file
+    from pi2.plan.checking.check import check_file
     from pi2.plan.resolve import make_error
-    from pi2.plan.source import display_path
+    from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
 
     file = Path(path)
@@ -197,7 +197,7 @@ def _write(
 
 
 def _show(value: Any) -> str:
-    from pi2.plan.toml_text import write_value
+    from pi2.plan.toml.text import write_value
 
     if value is None:
         return "(nothing)"
@@ -222,7 +222,7 @@ def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
 
 
 def _show_difference(before: int, after: int) -> str:
-    from pi2.plan.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes
 
     if before == after:
         return "the same"
@@ -231,7 +231,7 @@ def _show_difference(before: int, after: int) -> str:
 
 
 def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
-    from pi2.plan.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes
 
     rows = [(item.name, item.needs, item.sizes) for item in segments]
     needs = tuple(sum(row[1][side] for row in rows) for side in (0, 1))

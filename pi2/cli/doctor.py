@@ -112,7 +112,7 @@ def describe_cpu(machine: Machine) -> Iterator[str]:
 
 def describe_memory(machine: Machine) -> str:
     """Installed, allowed and free."""
-    from pi2.plan.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes
 
     memory = machine.memory
     parts = [f"{approximate_bytes(memory.installed_bytes)} installed"]
@@ -124,7 +124,7 @@ def describe_memory(machine: Machine) -> str:
 
 def describe_storage(storage: Storage) -> str:
     """File system, block size, direct reads, free space."""
-    from pi2.plan.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes
 
     parts = [storage.filesystem or "unknown file system"]
     if storage.device is not None:

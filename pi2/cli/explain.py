@@ -16,7 +16,7 @@ from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.diagnostics.page import Page
-    from pi2.plan.explanation import Explanation
+    from pi2.plan.authoring.explanation import Explanation
 
 COLUMNS = 88
 """Width of pages that are not written to a terminal."""
@@ -47,7 +47,7 @@ def command(
     lists all codes.
     `pi2 explain PLAN --cost` says what a plan's token costs: predicted, not measured.
     """
-    from pi2.plan.pages import load_pages
+    from pi2.plan.checking.pages import load_pages
 
     if cost or plot is not None:
         if what is None or file is not None or not cost:
@@ -63,7 +63,7 @@ def command(
         return
     page = pages.get(what.upper())
     if page is None:
-        from pi2.plan.explanation import describe_path, is_known_path
+        from pi2.plan.authoring.explanation import describe_path, is_known_path
 
         if not is_known_path(what):
             raise _report_unknown(what, pages)
@@ -77,7 +77,7 @@ def command(
 
 def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> None:
     """Print the terms of a plan's cost; UserError P351 where its device lacks figures."""
-    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.composing.overrides import parse_assignments
     from pi2.plan.resolve import load_plan
     from pi2.planning.cost import cost_plan
     from pi2.planning.table import draw_cost, write_cost
@@ -95,11 +95,11 @@ def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> N
 
 
 def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
-    from pi2.plan.check import check_file, check_plan
-    from pi2.plan.explanation import explain_value
-    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.authoring.explanation import explain_value
+    from pi2.plan.checking.check import check_file, check_plan
+    from pi2.plan.composing.overrides import parse_assignments
     from pi2.plan.resolve import make_error
-    from pi2.plan.source import detect_kind, display_path
+    from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
     path = Path(file)
@@ -119,9 +119,9 @@ def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
 
 def write_explanation(item: Explanation) -> str:
     """What is known of a value, as plain text."""
-    from pi2.plan.explanation import write_chain
-    from pi2.plan.paths import format_path
-    from pi2.plan.toml_text import write_value
+    from pi2.plan.authoring.explanation import write_chain
+    from pi2.plan.toml.paths import format_path
+    from pi2.plan.toml.text import write_value
 
     shown = format_path(item.path)
     lines = [f"{shown} (of a {item.kind})"]

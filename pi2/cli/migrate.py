@@ -17,9 +17,9 @@ def command(files: tuple[str, ...], check: bool) -> int:
     """
     from pi2.cli.main import print_diagnostics
     from pi2.diagnostics import Diagnostic, Span
-    from pi2.plan.listing import list_documents
-    from pi2.plan.migration import migrate_text
-    from pi2.plan.source import CANNOT_READ, detect_kind, display_path, read_text
+    from pi2.plan.authoring.migration import migrate_text
+    from pi2.plan.reading.listing import list_documents
+    from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
     from pi2.sharing.files import write_atomically
 
     findings: list[Diagnostic] = []

@@ -14,9 +14,9 @@ from pi2.cli.commands import Subcommands
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.check import Report
-    from pi2.plan.drafting import MachineFacts
-    from pi2.plan.source import Kind
+    from pi2.plan.authoring.drafting import MachineFacts
+    from pi2.plan.checking.check import Report
+    from pi2.plan.toml.source import Kind
 
 _SHAPE = {
     "layers": "Transformer blocks.",
@@ -62,9 +62,9 @@ def new_plan(
     force: bool,
 ) -> None:
     """Write a plan whose segments fit the model and the memory."""
-    from pi2.plan.device import Device
-    from pi2.plan.drafting import Wish, draft_plan
-    from pi2.plan.model import Model
+    from pi2.plan.authoring.drafting import Wish, draft_plan
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
     from pi2.planning.documents import read_document
 
     device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
@@ -94,7 +94,7 @@ def new_plan(
 @_output
 def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
     """Describe this machine as the device NAME, or one that is like another."""
-    from pi2.plan.drafting import draft_device, draft_like
+    from pi2.plan.authoring.drafting import draft_device, draft_like
     from pi2.planning.documents import read_document
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
@@ -126,7 +126,7 @@ def new_model(
     **sizes: int | None,
 ) -> None:
     """Write the model NAME, from a checkpoint, another model, or its sizes."""
-    from pi2.plan.drafting import draft_like, draft_model
+    from pi2.plan.authoring.drafting import draft_like, draft_model
     from pi2.planning.documents import read_document
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
@@ -180,7 +180,7 @@ def _ask(
 
 
 def _list_shipped(kind: Kind) -> list[str]:
-    from pi2.plan.references import list_shipped
+    from pi2.plan.reading.references import list_shipped
 
     return list(list_shipped(kind)) if _is_guided() else []
 
@@ -192,7 +192,7 @@ def _name(report: Report) -> str:
 
 def _refer(reference: str, folder: Path) -> str:
     """The reference as it is written in a file in ``folder``."""
-    from pi2.plan.references import has_scheme, is_path
+    from pi2.plan.reading.references import has_scheme, is_path
 
     if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
         return reference
@@ -200,7 +200,7 @@ def _refer(reference: str, folder: Path) -> str:
 
 
 def _parse_bytes(text: str) -> int:
-    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     try:
         size = parse_quantity(text, BYTE_UNITS)
@@ -219,7 +219,7 @@ def _parse_count(text: str, name: str) -> int:
 
 
 def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -> Path:
-    from pi2.plan.source import detect_kind
+    from pi2.plan.toml.source import detect_kind
 
     path = Path(default) if output is None else output
     if detect_kind(path.name) != kind or not path.name.removesuffix(f".{kind}.toml"):
@@ -240,7 +240,7 @@ def _take_name(path: Path) -> str:
 def _look_at_machine() -> MachineFacts:
     from pi2.machine.machine import detect_machine
     from pi2.machine.storage import inspect_storage
-    from pi2.plan.drafting import MachineFacts
+    from pi2.plan.authoring.drafting import MachineFacts
 
     machine = detect_machine()
     return MachineFacts(
@@ -256,7 +256,7 @@ def _look_at_machine() -> MachineFacts:
 def _write(path: Path, text: str) -> None:
     """Write a draft that was checked, whole or not at all."""
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.check import check_file
+    from pi2.plan.checking.check import check_file
     from pi2.plan.resolve import make_error
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences

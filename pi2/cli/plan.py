@@ -136,8 +136,8 @@ def _make_wish(
     exact: bool,
     store: Path | None,
 ) -> Wish:
-    from pi2.plan.device import Device
-    from pi2.plan.model import Model
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
     from pi2.planning.documents import read_document
     from pi2.planning.wish import Wish
 
@@ -158,7 +158,7 @@ def _make_wish(
 
 
 def _parse_bytes(text: str) -> int:
-    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     try:
         size = parse_quantity(text, BYTE_UNITS)
@@ -195,7 +195,7 @@ def _check_output(output: Path | None, force: bool) -> None:
 def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Path | None) -> None:
     """Write the plan after checking it, whole or not at all."""
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.check import check_plan
+    from pi2.plan.checking.check import check_plan
     from pi2.plan.resolve import make_error
     from pi2.planning.text import write_planned
     from pi2.sharing.files import write_atomically
@@ -220,7 +220,7 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
 
 def _refer(reference: str, folder: Path) -> str:
     """The reference as it is written in a file in ``folder``."""
-    from pi2.plan.references import has_scheme, is_path
+    from pi2.plan.reading.references import has_scheme, is_path
 
     if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
         return reference

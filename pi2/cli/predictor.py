@@ -10,7 +10,7 @@ import click
 
 from pi2.cli.commands import Subcommands
 from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.predictors.training import Training

@@ -12,7 +12,7 @@ import click
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.device import Device
+    from pi2.plan.documents.device import Device
 
 SUFFIX = ".device.toml"
 
@@ -72,7 +72,7 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
     """A line about each unit beside the processor: what was measured, or why it was not."""
-    from pi2.plan.quantities import format_bytes
+    from pi2.plan.documents.quantities import format_bytes
 
     for name, unit in device.units.items():
         if unit.kind == "cpu":
@@ -107,7 +107,7 @@ def _check_output(output: Path | None, force: bool) -> str:
 
 
 def _read_device(reference: str) -> Device:
-    from pi2.plan.device import Device
+    from pi2.plan.documents.device import Device
     from pi2.planning.documents import read_document
 
     document = read_document(reference, "device").document
@@ -118,7 +118,7 @@ def _read_device(reference: str) -> Device:
 def _write(path: Path, text: str) -> None:
     """Write the document after checking it, whole or not at all."""
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.check import check_file
+    from pi2.plan.checking.check import check_file
     from pi2.plan.resolve import make_error
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences

@@ -176,7 +176,7 @@ def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
 @_offline
 def vendor(into: str, offline: bool) -> None:
     """Copy every locked file into the repository, so that no cache is needed."""
-    from pi2.plan.source import display_path
+    from pi2.plan.toml.source import display_path
 
     for path in _open_project(offline=offline).vendor(into):
         click.echo(display_path(path))
@@ -198,7 +198,7 @@ def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     Checks it, takes out serial numbers, account names and home folders, and writes it to
     devices/ID.device.toml of a clone.  Prints its SHA-256 and what to do next.
     """
-    from pi2.plan.source import display_path
+    from pi2.plan.toml.source import display_path
     from pi2.sharing.publishing import prepare_profile, write_profile
 
     prepared = prepare_profile(file)
@@ -220,14 +220,14 @@ def _open_project(*, offline: bool = False, locked: bool = False) -> Project:
 
 def _complete(text: str) -> str:
     """A name alone is one of the default tap."""
-    from pi2.plan.references import has_scheme
+    from pi2.plan.reading.references import has_scheme
 
     plain = "/" not in text and not text.endswith(".toml")
     return f"tap:{text}" if plain and not has_scheme(text) else text
 
 
 def _print_outcomes(outcomes: list[Outcome], project: Project) -> None:
-    from pi2.plan.source import display_path
+    from pi2.plan.toml.source import display_path
 
     for item in outcomes:
         before = "" if item.before is None else f"{_describe(item.before)} -> "

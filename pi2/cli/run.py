@@ -13,7 +13,7 @@ import click
 
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.engine.batch import BatchResult
@@ -282,7 +282,7 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
 
 
 def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
-    from pi2.plan.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes
 
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
     verdict = "within" if peak <= budget else "ABOVE"

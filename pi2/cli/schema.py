@@ -24,7 +24,7 @@ def command(output: Path, check: bool) -> int:
     `#:schema ../schemas/plan.schema.json`.
     """
     from pi2.diagnostics import UserError
-    from pi2.plan.json_schema import make_schemas
+    from pi2.plan.authoring.json_schema import make_schemas
 
     code = 0
     for name, text in make_schemas().items():

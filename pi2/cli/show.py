@@ -35,11 +35,11 @@ def command(
     original, it resolves to the same digest.
     """
     from pi2.diagnostics import UserError
-    from pi2.plan.check import check_file, check_plan
-    from pi2.plan.overrides import parse_assignments
+    from pi2.plan.authoring.writing import write_document, write_plan
+    from pi2.plan.checking.check import check_file, check_plan
+    from pi2.plan.composing.overrides import parse_assignments
     from pi2.plan.resolve import make_error
-    from pi2.plan.source import detect_kind, display_path
-    from pi2.plan.writing import write_document, write_plan
+    from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
     del resolved

@@ -12,7 +12,7 @@ import click
 from pi2.cli.commands import Subcommands
 from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
 from pi2.diagnostics import UserError
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.sparsity.calibration import Calibration, Trial
@@ -86,7 +86,7 @@ def calibrate(
     [sparsity] says what is wanted.
     """
     from pi2.cli.progress import ProgressBar
-    from pi2.plan.writing import write_document
+    from pi2.plan.authoring.writing import write_document
     from pi2.sharing.files import write_atomically
     from pi2.sparsity.calibration import calibrate_thresholds
     from pi2.sparsity.documents import describe_changes, relate, write_plan_text

@@ -176,7 +176,7 @@ def repack(
 
 
 def _parse_stride(text: str) -> int:
-    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     try:
         size = parse_quantity(text, BYTE_UNITS)

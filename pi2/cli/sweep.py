@@ -14,9 +14,9 @@ import click
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.device import Device
-    from pi2.plan.model import Model
-    from pi2.plan.source import Kind
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
+    from pi2.plan.toml.source import Kind
     from pi2.planning.sweep import Place
 
 MOST_CELLS = 100_000
@@ -112,7 +112,7 @@ def command(
 
 def parse_range(text: str) -> list[int]:
     """Sizes of ``FIRST:LAST:STEP``, both ends included, or of one size; UserError P105."""
-    from pi2.plan.quantities import BYTE_UNITS, QuantityError, parse_quantity
+    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     try:
         parts = [int(parse_quantity(part, BYTE_UNITS)) for part in text.split(":")]
@@ -135,7 +135,7 @@ def parse_range(text: str) -> list[int]:
 
 
 def _read_devices(references: tuple[str, ...]) -> Iterator[Device]:
-    from pi2.plan.device import Device
+    from pi2.plan.documents.device import Device
     from pi2.planning.documents import read_document
 
     for reference in expand_references(references, "device"):
@@ -145,7 +145,7 @@ def _read_devices(references: tuple[str, ...]) -> Iterator[Device]:
 
 
 def _read_models(references: tuple[str, ...]) -> Iterator[Model]:
-    from pi2.plan.model import Model
+    from pi2.plan.documents.model import Model
     from pi2.planning.documents import read_document
 
     for reference in expand_references(references, "model"):
@@ -156,7 +156,7 @@ def _read_models(references: tuple[str, ...]) -> Iterator[Model]:
 
 def expand_references(references: tuple[str, ...], kind: Kind) -> Iterator[str]:
     """Paths of patterns, else short names, sorted; UserError P015 for what means nothing."""
-    from pi2.plan.references import list_shipped
+    from pi2.plan.reading.references import list_shipped
 
     for reference in references:
         if not any(sign in reference for sign in "*?["):

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pi2.cli.options import add_set_option
-from pi2.plan.overrides import parse_assignments
+from pi2.plan.composing.overrides import parse_assignments
 
 
 @click.command("trace")

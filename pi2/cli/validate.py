@@ -50,10 +50,10 @@ def command(
     References to other places are those of pi2.lock: nothing is fetched.
     Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
     """
-    from pi2.plan.check import check_file
-    from pi2.plan.listing import list_documents
-    from pi2.plan.reuse import Reuse
-    from pi2.plan.source import CANNOT_READ, display_path
+    from pi2.plan.checking.check import check_file
+    from pi2.plan.checking.reuse import Reuse
+    from pi2.plan.reading.listing import list_documents
+    from pi2.plan.toml.source import CANNOT_READ, display_path
     from pi2.sharing.resolver import LockedReferences
 
     del offline  # a promise that is kept without it
@@ -88,7 +88,7 @@ def command(
 
 def _find_page(code: str) -> Page | None:
     # Imported when a format asks: most do not.
-    from pi2.plan.pages import find_page
+    from pi2.plan.checking.pages import find_page
 
     return find_page(code)
 

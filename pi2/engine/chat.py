@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
-    from pi2.plan.model import Tokenizer as TokenizerSettings
+    from pi2.plan.documents.model import Tokenizer as TokenizerSettings
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and whatever else a template reads."""

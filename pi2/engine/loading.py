@@ -16,12 +16,12 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.null_reader import NullReader
-from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.model import Model
-from pi2.plan.packing import join_scales, slice_bias, slice_part
+from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
+from pi2.plan.documents.model import Model
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
-from pi2.plan.tensor_names import EMBEDDING
+from pi2.plan.weights.layout import scale_bytes, weight_bytes
+from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
+from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import activate
 from pi2.diagnostics import UserError
-from pi2.plan.packing import join_scales, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.packing import join_scales, slice_bias, slice_experts, unpack_part
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -12,7 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.evaluation.layerwise import score_layerwise
 from pi2.evaluation.weights import CheckpointWeights, StoreWeights
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
 

@@ -16,8 +16,8 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference import ReferenceExecutor, activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
-from pi2.plan.model import Model
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS
 from pi2.statistics.texts import Window
 
 F32 = npt.NDArray[np.float32]

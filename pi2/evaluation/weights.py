@@ -1,7 +1,7 @@
 """Weights in float32, piece by piece: those of a checkpoint, and those of a neuron store.
 
-Both give the same tensors under the same names (`pi2.plan.tensor_names`), so that one computation
-(`pi2.evaluation.layerwise`) compares them.
+Both give the same tensors under the same names (`pi2.plan.weights.tensor_names`), so that
+one computation (`pi2.evaluation.layerwise`) compares them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import FUSED, pad_columns
 from pi2.importing.rows import Rows, find_rows
-from pi2.plan.model import Model
-from pi2.plan.packing import dequantize, slice_bias, slice_experts, unpack_part
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 

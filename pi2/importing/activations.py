@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
 

@@ -29,9 +29,9 @@ from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.small_files import keep_old_notes, read_extra_files
-from pi2.plan.layout import BundleLayout, ScalesPlace
-from pi2.plan.model import Model
-from pi2.plan.packing import assemble_bundles, quantize
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout, ScalesPlace
+from pi2.plan.weights.packing import assemble_bundles, quantize
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -88,7 +88,7 @@ def convert_checkpoint(
     file is kept in the store.  ``extras``: further files to keep, by their path in the store;
     ``notes``: contents of files that people may change later, such as a plan, by their path; what
     a replaced store has there is kept with the ending ``.old``.  ``stride`` and ``scales``: how
-    bundles lie (`pi2.plan.layout`).  ``quantizer`` rounds weights; by
+    bundles lie (`pi2.plan.weights.layout`).  ``quantizer`` rounds weights; by
     default to nearest.
     ``progress`` is called with a label and the share of bytes read.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 
-from pi2.plan.device import Device
-from pi2.plan.drafting import Wish, draft_plan
-from pi2.plan.layout import ScalesPlace
-from pi2.plan.model import Model
-from pi2.plan.quantities import BYTE_UNITS, parse_quantity
+from pi2.plan.authoring.drafting import Wish, draft_plan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
+from pi2.plan.weights.layout import ScalesPlace
 
 MEMORY_SHARE = 0.8
 """Of the memory that is free now: other programs go on meanwhile."""

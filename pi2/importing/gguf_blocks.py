@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import GROUP, Precision
-from pi2.plan.packing import pack_codes
+from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.packing import pack_codes
 
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]

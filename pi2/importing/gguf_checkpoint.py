@@ -32,7 +32,7 @@ from pi2.importing.gguf_names import (
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.layout import Precision
+from pi2.plan.weights.layout import Precision
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from pi2.diagnostics import Diagnostic
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 _COMPARED_ROWS = 64
 """Rows by which a head is known to be the embedding: trained ones differ in every row."""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from pi2.importing.mlc_shards import STORAGE, Record, Shard
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.layout import GROUP, Precision
-from pi2.plan.packing import pack_codes
+from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.packing import pack_codes
 
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]

@@ -17,12 +17,12 @@ from pi2.importing.families import describe_family
 from pi2.importing.leftovers import find_leftovers
 from pi2.importing.requirements import check_checkpoint, raise_findings
 from pi2.importing.rows import fill_name
-from pi2.plan.findings import Facts
-from pi2.plan.layout import GROUP, round_up
-from pi2.plan.model import Model
-from pi2.plan.model_tensors import Tensors
-from pi2.plan.rules import load_rules
-from pi2.plan.toml_text import write_key, write_value
+from pi2.plan.checking.findings import Facts
+from pi2.plan.checking.rules import load_rules
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_tensors import Tensors
+from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.weights.layout import GROUP, round_up
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """What some checkpoints leave out at the beginning of names."""

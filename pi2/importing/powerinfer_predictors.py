@@ -19,7 +19,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.torch_file import list_torch_file
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 F32 = npt.NDArray[np.float32]
 

@@ -19,8 +19,8 @@ from pi2.importing.requirements import (
 )
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
-from pi2.plan.layout import GROUP, round_up
-from pi2.plan.model import Model, Predictor
+from pi2.plan.documents.model import Model, Predictor
+from pi2.plan.weights.layout import GROUP, round_up
 
 F32 = npt.NDArray[np.float32]
 

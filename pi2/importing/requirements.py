@@ -10,7 +10,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 _COUNTED = 1000
 """Most findings that are looked for: nonsensical sizes could contradict millions of tensors."""

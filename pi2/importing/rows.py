@@ -1,8 +1,8 @@
 """Which rows of a checkpoint's tensors become which tensor of the store, and in which order.
 
 A checkpoint may keep query, key and value (or gate and up) in one tensor, and pairs of elements
-that are rotated together elsewhere than a store does (`pi2.plan.tensor_names`).  Here both are
-numbers of rows, so that weights are still read and quantised piece by piece.
+that are rotated together elsewhere than a store does (`pi2.plan.weights.tensor_names`).  Here both
+are numbers of rows, so that weights are still read and quantised piece by piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

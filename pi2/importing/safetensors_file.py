@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import Precision
+from pi2.plan.weights.layout import Precision
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]

@@ -8,7 +8,7 @@ from pathlib import Path
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 

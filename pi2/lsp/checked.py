@@ -11,11 +11,11 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.lsp.place import contains
-from pi2.plan.check import Report, check_file
-from pi2.plan.paths import KeyPath
-from pi2.plan.references import Located, UnknownName, locate_document
-from pi2.plan.source import Kind, SourceFile, detect_kind, read_source
-from pi2.plan.spans import SpanIndex, index_spans
+from pi2.plan.checking.check import Report, check_file
+from pi2.plan.reading.references import Located, UnknownName, locate_document
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
+from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.sharing.resolver import LockedReferences
 
 MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 from pi2.lsp.checked import Checked
 from pi2.lsp.cursor import Cursor, find_cursor
-from pi2.plan.field_docs import describe_field
-from pi2.plan.fields import find_type, list_known_keys
-from pi2.plan.kinds import DOCUMENTS
-from pi2.plan.paths import KeyPath
-from pi2.plan.references import list_shipped
-from pi2.plan.source import Kind, detect_kind
-from pi2.plan.toml_text import write_text
+from pi2.plan.authoring.field_docs import describe_field
+from pi2.plan.documents.fields import find_type, list_known_keys
+from pi2.plan.reading.kinds import DOCUMENTS
+from pi2.plan.reading.references import list_shipped
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.source import Kind, detect_kind
+from pi2.plan.toml.text import write_text
 
 SUGGESTED = Literal["key", "table", "value", "file"]
 

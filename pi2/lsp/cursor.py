@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pi2.plan.paths import KeyPath
+from pi2.plan.toml.paths import KeyPath
 
 Role = Literal["key", "header", "value", "none"]
 

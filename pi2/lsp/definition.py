@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pi2.diagnostics import Span
 from pi2.lsp.checked import Checked
-from pi2.plan.paths import KeyPath
-from pi2.plan.source import Kind
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.source import Kind
 
 MANIFEST = "manifest.json"
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from pi2.diagnostics import Span
 from pi2.lsp.checked import Checked
-from pi2.plan.costs import list_costs
-from pi2.plan.explanation import write_chain
-from pi2.plan.field_docs import FieldDoc, describe_field
-from pi2.plan.history import trace_value
-from pi2.plan.kinds import DOCUMENTS
-from pi2.plan.paths import KeyPath, format_path
+from pi2.plan.arithmetic.costs import list_costs
+from pi2.plan.authoring.explanation import write_chain
+from pi2.plan.authoring.field_docs import FieldDoc, describe_field
+from pi2.plan.composing.history import trace_value
+from pi2.plan.reading.kinds import DOCUMENTS
+from pi2.plan.toml.paths import KeyPath, format_path
 
 
 def explain_place(checked: Checked, line: int, column: int) -> tuple[Span, str] | None:

@@ -16,8 +16,8 @@ from pi2.lsp.completion import SUGGESTED, complete
 from pi2.lsp.definition import find_definition
 from pi2.lsp.hover import explain_place
 from pi2.lsp.place import Encoding, Lines
-from pi2.plan.pages import find_page
-from pi2.plan.source import detect_kind
+from pi2.plan.checking.pages import find_page
+from pi2.plan.toml.source import detect_kind
 
 _SEVERITIES = {
     "error": types.DiagnosticSeverity.Error,

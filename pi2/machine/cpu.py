@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pi2.machine.cgroups import find_cpu_quota, read_int, read_text
 
 if TYPE_CHECKING:
-    from pi2.plan.device import IsaFeature
+    from pi2.plan.documents.device import IsaFeature
 
 _ARCHITECTURES: Mapping[str, str] = {
     "x86_64": "x86-64",

@@ -11,7 +11,7 @@ from pi2.machine.cpu import Cpu, detect_cpu
 from pi2.machine.memory import Memory, detect_memory
 
 if TYPE_CHECKING:
-    from pi2.plan.device import IsaFeature
+    from pi2.plan.documents.device import IsaFeature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}

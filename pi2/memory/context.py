@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pi2.memory.budget import PAGE
-from pi2.plan.resolved import Resolved
+from pi2.plan.arithmetic.resolved import Resolved
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""

@@ -3,7 +3,7 @@
     read      plan, then the device and model that it names: text, values, schema
     compose   each of them with the documents that it extends
     resolve   the layers one by one, the bundle
-    validate  the rules of `pi2.plan.rules`
+    validate  the rules of `pi2.plan.checking.rules`
 
 Every phase reports all that it finds; a phase whose input is unsound does not run.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.plan.check import Report, check_plan
-from pi2.plan.references import Resolver
-from pi2.plan.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.source import CANNOT_READ
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.checking.check import Report, check_plan
+from pi2.plan.reading.references import Resolver
+from pi2.plan.toml.source import CANNOT_READ
 
 if TYPE_CHECKING:
-    from pi2.plan.thresholds import GivenThresholds
+    from pi2.plan.reading.thresholds import GivenThresholds
 
 __all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pi2.plan.model import Model
-from pi2.plan.thresholds import Thresholds
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.thresholds import Thresholds
 from pi2.planning.counted import make_counted, read_counts
 from pi2.simulate.activations import (
     CLASSES,

@@ -17,11 +17,11 @@ from math import gcd
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.layout import BundleLayout, ScalesPlace, round_up
-from pi2.plan.model import Model
-from pi2.plan.quantities import approximate_bytes, format_bytes
-from pi2.plan.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
+from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.store.manifest import Order, read_manifest
 
 PAGE_BYTES = 4096

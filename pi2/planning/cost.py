@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.memory.context import count_lent_bytes
-from pi2.plan.layout import round_up
-from pi2.plan.resolved import Resolved, ResolvedPlan
-from pi2.plan.sizes import find_block_bytes, reads_embedding
+from pi2.plan.arithmetic.resolved import Resolved, ResolvedPlan
+from pi2.plan.arithmetic.sizes import find_block_bytes, reads_embedding
+from pi2.plan.weights.layout import round_up
 from pi2.planning.activity import (
     LayerActivity,
     PredictorMode,

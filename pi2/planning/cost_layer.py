@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import exp
 from typing import Literal
 
-from pi2.plan.layout import scale_bytes
-from pi2.plan.model import Model
-from pi2.plan.plan import KvType
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import scale_bytes
 from pi2.planning.activity import LayerActivity, Policy, PredictorMode
 from pi2.planning.cost_memory import POSITION
 from pi2.planning.cost_sizes import Sizes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import ceil
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
-from pi2.plan.model import Model
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import NEURON_TABLE_BYTES
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import NEURON_TABLE_BYTES
+from pi2.plan.documents.model import Model
 
 RUNTIME_BYTES = 81 << 20
 """Python and libraries of a run with the cpu backend whose kernels are compiled already: resident

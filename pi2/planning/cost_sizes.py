@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.plan.layout import BundleLayout, matrix_bytes, weight_bytes
-from pi2.plan.model import Model
-from pi2.plan.plan import KvType
-from pi2.plan.sizes import count_kv_token_bytes
+from pi2.plan.arithmetic.sizes import count_kv_token_bytes
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import BundleLayout, matrix_bytes, weight_bytes
 from pi2.planning.activity import PredictorMode
 
 

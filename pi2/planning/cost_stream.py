@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import STAGED_NEURONS, count_chunks
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
 from pi2.planning.activity import LayerActivity
 from pi2.planning.cost_sizes import Sizes
 from pi2.planning.rates import Rates, check_flash, find_stream_overlap, find_stream_rate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.wish import Wish
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.plan.check import check_file
-from pi2.plan.kinds import DOCUMENTS
-from pi2.plan.references import UnknownName, locate_document
+from pi2.plan.checking.check import check_file
+from pi2.plan.reading.kinds import DOCUMENTS
+from pi2.plan.reading.references import UnknownName, locate_document
 from pi2.plan.resolve import make_error
 from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
-    from pi2.plan.check import Report
-    from pi2.plan.source import Kind
+    from pi2.plan.checking.check import Report
+    from pi2.plan.toml.source import Kind
 
 
 def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Report:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from math import inf
 from typing import get_args
 
-from pi2.plan.device import KernelFigure, KernelName, Unit
-from pi2.plan.plan import ActivationType, KvType
+from pi2.plan.documents.device import KernelFigure, KernelName, Unit
+from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.simulate.constants import Constants
 
 USUAL_WIDTH = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pi2.pictures import make_figure, save_figure
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.planning.planner import PlannedPlan
 
 

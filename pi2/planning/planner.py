@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import round_up
-from pi2.plan.quantities import approximate_bytes, format_bytes
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import find_block_bytes
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.weights.layout import round_up
 from pi2.planning.bundle_layout import (
     REWRITE_GAIN,
     LayoutDecision,

@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 
 from pi2.memory.context import describe_context
-from pi2.plan.layout import BundleLayout, round_up
-from pi2.plan.model import Model
-from pi2.plan.plan import KvType
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import find_block_bytes
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
 from pi2.planning.bundle_layout import find_range_bytes, read_stored
 from pi2.planning.cost import Activity

@@ -12,8 +12,8 @@ from math import isinf
 from typing import get_args
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.device import Device, Unit
-from pi2.plan.plan import ActivationType, KvType
+from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.planning.kernel_times import KernelTimes, Linear
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, keep_core, list_bursts, list_points

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.layout import BundleLayout
-from pi2.plan.model import Model
-from pi2.plan.plan import Plan, Segments
-from pi2.plan.quantities import format_bytes
-from pi2.plan.resolved import Resolved, lay_out_plan_bundle, resolve_layers
+from pi2.plan.arithmetic.resolved import Resolved, lay_out_plan_bundle, resolve_layers
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.weights.layout import BundleLayout
 
 if TYPE_CHECKING:
     from pi2.planning.wish import Wish

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pi2.plan.resolved import ResolvedPlan
-from pi2.plan.sizes import STAGED_NEURONS
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS
 from pi2.planning.activity import (
     LayerActivity,
     MergedReads,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.model import Model
-from pi2.plan.resolved import Resolved, ResolvedPlan
+from pi2.plan.arithmetic.resolved import Resolved, ResolvedPlan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.planning.workers import WorkersLost, run_in_processes, run_on_ray
 from pi2.sharing.files import write_atomically
 

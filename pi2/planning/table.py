@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from pi2.pictures import make_figure, save_figure
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.planning.cost import Cost
 from pi2.planning.cost_layer import LayerCost
 from pi2.planning.text import describe_cost

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
-from pi2.plan.drafting import SEGMENT_REMARKS
-from pi2.plan.layout import scale_bytes, weight_bytes
-from pi2.plan.quantities import approximate_bytes
-from pi2.plan.sizes import count_ffn_bytes, reads_embedding
-from pi2.plan.toml_text import write_key, write_value
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.authoring.drafting import SEGMENT_REMARKS
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.bundle_layout import describe_layout
 from pi2.planning.cost import Cost
 from pi2.planning.planner import PlannedPlan

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pi2.plan.device import Device
-from pi2.plan.model import Model
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 
 Objective = Literal["speed", "memory", "energy"]
 

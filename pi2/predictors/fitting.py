@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.layout import GROUP, Precision, round_up
-from pi2.plan.packing import dequantize, quantize
+from pi2.plan.weights.layout import GROUP, Precision, round_up
+from pi2.plan.weights.packing import dequantize, quantize
 from pi2.predictors.guessing import guess_weights
 from pi2.predictors.samples import Bools, LayerSamples
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.layout import GROUP, Precision, matrix_bytes, round_up
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.sizes import count_ffn_bytes
+from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.predictors.fitting import Fit, Recipe, Weights, fit_layer, start_rank
 from pi2.predictors.samples import LayerSamples
 from pi2.statistics.counting import measure_skew

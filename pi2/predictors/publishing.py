@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from pi2.diagnostics import UserError
-from pi2.plan.model import Model, Predictor
-from pi2.plan.packing import quantize
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.authoring.writing import write_document
+from pi2.plan.documents.model import Model, Predictor
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.resolved import Resolved
-from pi2.plan.writing import write_document
+from pi2.plan.weights.packing import quantize
 from pi2.predictors.layers import LayerFit
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import Routing
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.statistics.texts import Window
 
 F32 = npt.NDArray[np.float32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.plan.device import Device
+from pi2.plan.documents.device import Device
 from pi2.probing.figures import Measure, list_readings, write_value
 
 TOLERANCE = 0.03

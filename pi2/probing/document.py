@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pi2.machine import Machine
-from pi2.plan.device import Device, IsaFeature
-from pi2.plan.layout import round_up
-from pi2.plan.quantities import (
+from pi2.plan.authoring.writing import write_document
+from pi2.plan.documents.device import Device, IsaFeature
+from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
     RATE_UNITS_OUT,
     format_bytes,
     format_quantity,
 )
-from pi2.plan.writing import write_document
+from pi2.plan.weights.layout import round_up
 from pi2.probing.accelerators import UnitMeasurements
 from pi2.probing.figures import list_readings
 from pi2.probing.probe import Measurements

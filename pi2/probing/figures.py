@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from pi2.plan.device import (
+from pi2.plan.checking.figures import walk_figures
+from pi2.plan.documents.device import (
     ComputeFigure,
     Device,
     KernelFigure,
@@ -16,8 +17,7 @@ from pi2.plan.device import (
     ReadFigure,
     ThreadsFigure,
 )
-from pi2.plan.figures import walk_figures
-from pi2.plan.quantities import format_bytes
+from pi2.plan.documents.quantities import format_bytes
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 

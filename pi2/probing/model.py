@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.plan.layout import Precision, scale_bytes, weight_bytes
-from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Shape
-from pi2.plan.tensor_names import EMBEDDING
+from pi2.plan.documents.model import Attention, Ffn, Model, Predictor, Quantization, Shape
+from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.store.tensors import DenseTensor, list_tensors
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from pi2.plan.device import KernelName
+from pi2.plan.documents.device import KernelName
 from pi2.probing.opencl_kernels import GROUP, find_family, write_kernel
 from pi2.probing.series import Key, Progress
 

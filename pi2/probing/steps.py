@@ -11,7 +11,7 @@ import numpy as np
 from pi2.backends.experts import route
 from pi2.backends.protocol import Executor, LoopOwner
 from pi2.memory.cache import NeuronCache
-from pi2.plan.model import Model, Moe
+from pi2.plan.documents.model import Model, Moe
 from pi2.probing import model as synthetic
 from pi2.probing.timing import Step
 

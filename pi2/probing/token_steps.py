@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.plan.device import KernelName
-from pi2.plan.layout import matrix_bytes
-from pi2.plan.model import Model
-from pi2.plan.plan import ActivationType, KvType
-from pi2.plan.sizes import count_kv_token_bytes
+from pi2.plan.arithmetic.sizes import count_kv_token_bytes
+from pi2.plan.documents.device import KernelName
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key
 from pi2.probing.timing import StepFacts

@@ -24,7 +24,7 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
 from pi2.memory.null_reader import NullReader
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import display_path
+from pi2.plan.toml.source import display_path
 from pi2.sharing.cache import Cache, read_regular, report_tampering
 from pi2.sharing.files import hash_bytes
 from pi2.sharing.lock import Lock, Source

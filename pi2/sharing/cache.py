@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import MAX_BYTES
+from pi2.plan.toml.source import MAX_BYTES
 from pi2.sharing.files import hash_bytes, write_atomically
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.diagnostics.text import escape_controls
-from pi2.plan.references import list_shipped
-from pi2.plan.source import parse_source
+from pi2.plan.reading.references import list_shipped
+from pi2.plan.toml.source import parse_source
 from pi2.sharing.fetching import Place, find_tap, refuse_network
 from pi2.sharing.git import read_git_folder
 from pi2.sharing.project import Project

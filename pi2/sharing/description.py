@@ -8,11 +8,11 @@ from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.diagnostics.text import escape_controls
-from pi2.plan.check import check_file
-from pi2.plan.figures import walk_figures
-from pi2.plan.paths import format_path
-from pi2.plan.references import has_scheme, list_shipped
-from pi2.plan.source import display_path
+from pi2.plan.checking.check import check_file
+from pi2.plan.checking.figures import walk_figures
+from pi2.plan.reading.references import has_scheme, list_shipped
+from pi2.plan.toml.paths import format_path
+from pi2.plan.toml.source import display_path
 from pi2.sharing.agreement import find_copy, name_in_lock
 from pi2.sharing.files import hash_bytes
 from pi2.sharing.project import Project

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import MAX_BYTES
+from pi2.plan.toml.source import MAX_BYTES
 from pi2.sharing.cache import read_regular
 from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
 from pi2.sharing.references import Reference, locate_repository, parse_tap

@@ -22,7 +22,7 @@ from typing import Literal, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import MAX_BYTES
+from pi2.plan.toml.source import MAX_BYTES
 
 RevisionKind = Literal["tag", "branch", "commit"]
 

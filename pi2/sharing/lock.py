@@ -30,10 +30,10 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, ValidationError
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.documents import Table
-from pi2.plan.paths import format_path
-from pi2.plan.source import SourceFile, display_path, read_source
-from pi2.plan.toml_text import write_value
+from pi2.plan.documents.common import Table
+from pi2.plan.toml.paths import format_path
+from pi2.plan.toml.source import SourceFile, display_path, read_source
+from pi2.plan.toml.text import write_value
 from pi2.sharing.files import write_atomically
 
 FILE_NAME = "pi2.lock"

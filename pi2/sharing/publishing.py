@@ -12,10 +12,10 @@ from pathlib import Path
 import tomli
 
 from pi2.diagnostics import UserError
-from pi2.plan.check import check_file
-from pi2.plan.device import Device
-from pi2.plan.privacy import find_private, strip_private
-from pi2.plan.source import detect_kind, display_path, read_source
+from pi2.plan.checking.check import check_file
+from pi2.plan.checking.privacy import find_private, strip_private
+from pi2.plan.documents.device import Device
+from pi2.plan.toml.source import detect_kind, display_path, read_source
 from pi2.sharing.cache import read_regular
 from pi2.sharing.files import hash_bytes, write_atomically
 

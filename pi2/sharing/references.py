@@ -22,7 +22,7 @@ from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.source import KINDS, detect_kind
+from pi2.plan.toml.source import KINDS, detect_kind
 
 Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.plan.references import Located, has_scheme
-from pi2.plan.source import Kind, detect_kind, display_path
+from pi2.plan.reading.references import Located, has_scheme
+from pi2.plan.toml.source import Kind, detect_kind, display_path
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Lock

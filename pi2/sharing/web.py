@@ -8,7 +8,7 @@ from typing import NoReturn
 from urllib.parse import urljoin, urlsplit
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import MAX_BYTES
+from pi2.plan.toml.source import MAX_BYTES
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

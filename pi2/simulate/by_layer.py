@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.plan.resolved import Resolved
+from pi2.plan.arithmetic.resolved import Resolved
 from pi2.simulate.decode import COLUMNS, add_layers, compute_attention_s, draw_work
 from pi2.simulate.inputs import SimulationInput
 from pi2.simulate.layer import LayerSimulation

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import Literal
 
-from pi2.plan.device import Storage
+from pi2.plan.documents.device import Storage
 
 Pattern = Literal["sequential", "random"]
 

@@ -6,11 +6,11 @@ from collections import Counter
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.memory.context import count_lent_bytes
-from pi2.plan.device import Device, Unit
-from pi2.plan.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
-from pi2.plan.model import Model
-from pi2.plan.resolved import ResolvedPlan
-from pi2.plan.sizes import count_kv_token_bytes, reads_embedding
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_kv_token_bytes, reads_embedding
+from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, list_points
 from pi2.simulate.inputs import (

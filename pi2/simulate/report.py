@@ -113,7 +113,7 @@ class SimulationResult:
 
     def summarise(self) -> str:
         """The same for people, in a few lines."""
-        from pi2.plan.quantities import approximate_bytes
+        from pi2.plan.documents.quantities import approximate_bytes
 
         run, decode = self.describe()["decode"], self.decode
         lines = [f"SIMULATED, not measured: {self.inputs.name}"]

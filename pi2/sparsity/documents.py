@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pi2.plan.plan import Sparsity
-from pi2.plan.quantities import format_bytes
+from pi2.plan.documents.plan import Sparsity
+from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.resolve import ResolvedPlan
-from pi2.plan.thresholds import Thresholds
-from pi2.plan.toml_text import write_key, write_value
+from pi2.plan.toml.text import write_key, write_value
 from pi2.sparsity.goals import Goal
 
 _KIB = 1024

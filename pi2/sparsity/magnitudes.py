@@ -19,9 +19,9 @@ import numpy.typing as npt
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference import activate
 from pi2.engine.observation import Routing
-from pi2.plan.packing import slice_bias, unpack_part
-from pi2.plan.plan import SparsityMethod
-from pi2.plan.thresholds import LayerThresholds
+from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.reading.thresholds import LayerThresholds
+from pi2.plan.weights.packing import slice_bias, unpack_part
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.engine.observation import Routing
-from pi2.plan.packing import dequantize
-from pi2.plan.tensor_names import name_layer_tensor
+from pi2.plan.weights.packing import dequantize
+from pi2.plan.weights.tensor_names import name_layer_tensor
 
 F32 = npt.NDArray[np.float32]
 

@@ -34,7 +34,7 @@ from pi2.engine.observation import ObservedExecutor
 from pi2.importing.activations import note_identity
 from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
 from pi2.statistics.texts import encode_windows
 

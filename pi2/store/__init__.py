@@ -13,9 +13,9 @@ Format version 1, a folder::
 Arrow files are in the IPC file format, metadata V5, and can be read as streams too.
 
 - A layer's file has one record batch with the columns ``bundle: fixed_size_binary(stride)``
-  (`pi2.plan.layout`, zeros up to the stride), ``neuron: int32`` (index in the checkpoint) and
-  ``check: uint32`` (CRC-32, as `zlib.crc32`, of all bytes of the bundle).  The bundles begin at a
-  multiple of 4096 bytes, the other columns at a multiple of 64.
+  (`pi2.plan.weights.layout`, zeros up to the stride), ``neuron: int32`` (index in the checkpoint)
+  and ``check: uint32`` (CRC-32, as `zlib.crc32`, of all bytes of the bundle).  The bundles begin at
+  a multiple of 4096 bytes, the other columns at a multiple of 64.
 - With resident scales (``bundle.scales`` in the manifest) a layer has a second file with the column
   ``scales: fixed_size_binary``: a row for each neuron, in stored order, with the scales of its
   vectors one after the other.

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pi2.plan.layout import round_up
+from pi2.plan.weights.layout import round_up
 from pi2.store.flatbuffer import Node, Scalar, Structs, Table, Tables, Text, serialize
 
 ALIGNMENT = 64

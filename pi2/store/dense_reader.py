@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.plan.layout import GROUP, round_up
+from pi2.plan.weights.layout import GROUP, round_up
 from pi2.store.manifest import DENSE_FILE, StoredTensor
 from pi2.store.reader import NeuronStore
 

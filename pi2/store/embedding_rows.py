@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.plan.tensor_names import EMBEDDING
+from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.store.dense_reader import count_bytes, read_bytes, view_tensor
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Tensor

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.documents import Count, Identifier, Table
-from pi2.plan.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
-from pi2.plan.model import Model
+from pi2.plan.documents.common import Count, Identifier, Table
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
 from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
@@ -185,7 +185,7 @@ class StoredTensor(Table):
     """A dense tensor and its place in ``dense.arrow``."""
 
     name: str
-    """Its name (`pi2.plan.tensor_names`)."""
+    """Its name (`pi2.plan.weights.tensor_names`)."""
     precision: StoredPrecision
     """Type of its elements."""
     rows: Count

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.layout import GROUP, BundleLayout
-from pi2.plan.model import Model, Tokenizer
-from pi2.plan.packing import join_scales
+from pi2.plan.documents.model import Model, Tokenizer
+from pi2.plan.weights.layout import GROUP, BundleLayout
+from pi2.plan.weights.packing import join_scales
 from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -194,7 +194,7 @@ class NeuronStore:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Dense tensors by name (`pi2.plan.tensor_names`), mapped."""
+        """Dense tensors by name (`pi2.plan.weights.tensor_names`), mapped."""
         entry = _find(self.manifest, DENSE_FILE)
         content = _map_file(self.path / DENSE_FILE, entry)
         return MappingProxyType(

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import ScalesPlace, round_up
-from pi2.plan.model import Model
-from pi2.plan.packing import join_scales
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import ScalesPlace, round_up
+from pi2.plan.weights.packing import join_scales
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor

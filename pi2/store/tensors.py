@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pi2.plan.layout import Precision, scale_bytes, weight_bytes
-from pi2.plan.model import Model
-from pi2.plan.tensor_names import (
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     FINAL_NORM_BIAS,

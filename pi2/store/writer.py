@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import BundleLayout, ScalesPlace
-from pi2.plan.model import Model
-from pi2.plan.packing import split_scales
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout, ScalesPlace
+from pi2.plan.weights.packing import split_scales
 from pi2.store.arrow_file import (
     DenseFile,
     Piece,

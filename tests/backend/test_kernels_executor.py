@@ -14,7 +14,7 @@ import pytest
 
 from pi2.backends import cpu, reference
 from pi2.backends.protocol import Executor
-from pi2.plan.packing import split_scales
+from pi2.plan.weights.packing import split_scales
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, allocate, measure_error
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
-from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
-from pi2.plan.packing import (
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
+from pi2.plan.weights.packing import (
     assemble_bundles,
     pack_codes,
     quantize,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pi2.backends.reference import activate
-from pi2.plan.layout import Precision
-from pi2.plan.packing import dequantize, quantize
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import dequantize, quantize
 from tests.helpers.kernels import (
     allocate,
     allocate_activations,

@@ -18,8 +18,8 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import ObservedExecutor
+from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.thresholds import LayerThresholds, Thresholds
 from pi2.statistics.prediction import RecallCounter
 from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error

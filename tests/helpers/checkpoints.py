@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from tests.helpers.models import make_tokenizer
 
 F32 = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pi2
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.model import Model, Quantization
+from pi2.plan.documents.model import Model, Quantization
 
 F32 = npt.NDArray[np.float32]
 FOLDER = Path(__file__).resolve().parents[1] / "golden/models"

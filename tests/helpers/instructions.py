@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pi2.backends.kernels.isa import choose_isa
-from pi2.plan.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
 from tests.helpers.aarch64 import ARM_FEATURES, Emulated, generate
 from tests.helpers.kernels import allocate, allocate_activations, allocate_tiles, make_multiply
 

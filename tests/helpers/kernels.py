@@ -13,11 +13,11 @@ from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
-from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes
-from pi2.plan.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
-from pi2.plan.packing import pack_bundles, pack_codes, quantize, slice_part
-from pi2.plan.plan import ActivationType, KvType
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.documents.model import Attention, Ffn, Model, Predictor, Quantization, Rope, Shape
+from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
+from pi2.plan.weights.packing import pack_bundles, pack_codes, quantize, slice_part
+from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

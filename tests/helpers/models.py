@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.model import Model
-from pi2.plan.packing import pack_bundles, quantize
-from pi2.plan.tensor_names import EMBEDDING, FINAL_NORM, HEAD
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.packing import pack_bundles, quantize
+from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomlkit
 
-from pi2.plan.layout import lay_out_bundle
+from pi2.plan.weights.layout import lay_out_bundle
 from tests.helpers.models import TinyModel
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint, write_safetensors
 from tests.helpers.models import draw_weights, make_model
 

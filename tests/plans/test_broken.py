@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from pi2.plan.rules import load_rules
+from pi2.plan.checking.rules import load_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
 WARNINGS = {

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tomlkit import TOMLDocument
 
 from pi2.cli.main import run
-from pi2.plan.check import check_file
-from pi2.plan.deprecations import RENAMES, Rename, find_old_keys
-from pi2.plan.documents import SCHEMA_VERSION
-from pi2.plan.fields import find_type
-from pi2.plan.kinds import DOCUMENTS
-from pi2.plan.migration import STEPS, migrate_text
-from pi2.plan.source import Kind, detect_kind
+from pi2.plan.authoring.migration import STEPS, migrate_text
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.common import SCHEMA_VERSION
+from pi2.plan.documents.fields import find_type
+from pi2.plan.reading.deprecations import RENAMES, Rename, find_old_keys
+from pi2.plan.reading.kinds import DOCUMENTS
+from pi2.plan.toml.source import Kind, detect_kind
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ROOT / "tests/plans/versions"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.plan.layout import Precision
-from pi2.plan.packing import dequantize, quantize
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import dequantize, quantize
 from tests.helpers.kernels import (
     align,
     allocate,
@@ -163,7 +163,7 @@ def join_planes(codes: Any) -> Any:
 
 def unpack_order(length: int) -> Any:
     """Place in the packed vector of each element."""
-    from pi2.plan.layout import split_lanes
+    from pi2.plan.weights.layout import split_lanes
 
     order = np.empty(length, np.int64)
     group = 0

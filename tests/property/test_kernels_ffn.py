@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.plan.layout import Precision, lay_out_bundle
-from pi2.plan.model import Activation
-from pi2.plan.packing import pack_bundles, unpack_bundles
+from pi2.plan.documents.model import Activation
+from pi2.plan.weights.layout import Precision, lay_out_bundle
+from pi2.plan.weights.packing import pack_bundles, unpack_bundles
 from tests.helpers.kernels import (
     align,
     allocate,

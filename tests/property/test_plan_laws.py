@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.render import full
-from pi2.plan.paths import KeyPath
-from pi2.plan.quantities import (
+from pi2.plan.arithmetic.sizes import round_for_people
+from pi2.plan.authoring.writing import write_plan
+from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     HERTZ_UNITS,
     RATE_UNITS,
@@ -25,12 +26,11 @@ from pi2.plan.quantities import (
     format_quantity,
     parse_quantity,
 )
+from pi2.plan.documents.selectors import list_layers
 from pi2.plan.resolve import load_plan
-from pi2.plan.selectors import list_layers
-from pi2.plan.sizes import round_for_people
-from pi2.plan.spans import index_spans
-from pi2.plan.toml_text import write_key, write_value
-from pi2.plan.writing import write_plan
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.spans import index_spans
+from pi2.plan.toml.text import write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"

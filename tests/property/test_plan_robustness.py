@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
 from pi2.diagnostics.formats import find_renderer, list_formats
-from pi2.plan.check import Report, check_file, check_plan
+from pi2.plan.checking.check import Report, check_file, check_plan
 from pi2.plan.resolve import load_plan
-from pi2.plan.source import parse_source
-from pi2.plan.toml_text import write_key, write_value
+from pi2.plan.toml.source import parse_source
+from pi2.plan.toml.text import write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()

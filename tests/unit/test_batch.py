@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import pi2
 from pi2.cli.run import command
 from pi2.engine.loaded_model import LoadedModel
-from pi2.plan.sizes import compute_needs
+from pi2.plan.arithmetic.sizes import compute_needs
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

@@ -10,7 +10,7 @@ import pytest
 from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.workloads import Workload
 from pi2.diagnostics import UserError
-from pi2.plan.layout import vector_bytes
+from pi2.plan.weights.layout import vector_bytes
 from tests.helpers.models import make_model
 
 SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}

@@ -10,8 +10,8 @@ import tomli
 
 from pi2.cli import new
 from pi2.cli.main import run
-from pi2.plan.check import check_file
-from pi2.plan.references import list_shipped
+from pi2.plan.checking.check import check_file
+from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint, list_goldens
 
 SIZES = "layers=4 hidden=64 ffn=128 heads=4 kv-heads=2 head-dim=16 vocab=100 context=128"

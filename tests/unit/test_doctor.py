@@ -17,7 +17,7 @@ from pi2.diagnostics import Diagnostic
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
 from pi2.machine.software import OpenCl, Tvm, detect_opencl, detect_tvm, find_programs
 from pi2.machine.storage import DirectReads
-from pi2.plan.references import find_shipped_folder
+from pi2.plan.reading.references import find_shipped_folder
 
 GIB = 1 << 30
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/doctor.txt"

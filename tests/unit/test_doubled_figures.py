@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pi2.plan.device import Device
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
-from pi2.plan.resolved import ResolvedPlan
 from pi2.planning.cost import cost_resolved
 from pi2.planning.rates import read_rates
 from pi2.planning.simulated import read_inputs

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pi2.plan.device import Device
-from pi2.plan.model import Model
-from pi2.plan.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.rates import read_rates

@@ -14,8 +14,8 @@ import pytest
 from pi2.cli import explain
 from pi2.cli.main import run
 from pi2.diagnostics.page import Page, parse_page, write_markdown
-from pi2.plan.pages import FOLDER, load_pages
-from pi2.plan.rules import load_rules
+from pi2.plan.checking.pages import FOLDER, load_pages
+from pi2.plan.checking.rules import load_rules
 from tests.helpers.broken_plans import validate
 from tools import write_rule_docs
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.model import Model, Quantization
+from pi2.plan.documents.model import Model, Quantization
 from tests.helpers.goldens import EXACT, FOLDER, copy_checkpoint, list_goldens, write_plan
 
 OPERATORS = (

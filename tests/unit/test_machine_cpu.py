@@ -9,7 +9,7 @@ import pytest
 
 from pi2.machine import detect_cpu
 from pi2.machine.cpu import _FEATURES
-from pi2.plan.device import IsaFeature
+from pi2.plan.documents.device import IsaFeature
 
 CASCADE_LAKE = (
     "fpu sse4_1 sse4_2 avx f16c avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"

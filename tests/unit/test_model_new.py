@@ -14,8 +14,8 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.new_model import describe_checkpoint, make_id
-from pi2.plan.check import check_file
-from pi2.plan.model import Model
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import copy_checkpoint, list_goldens
 from tests.helpers.models import MIXTURE, draw_weights, make_model

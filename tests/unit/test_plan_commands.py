@@ -15,7 +15,7 @@ import tomli
 
 from pi2.cli import commands, crash
 from pi2.cli.main import run, wants_colour
-from pi2.plan.json_schema import make_schemas
+from pi2.plan.authoring.json_schema import make_schemas
 
 ROOT = Path(__file__).parents[2]
 DEMO = "plans/demo.plan.toml"
@@ -86,8 +86,8 @@ def test_sound_files_are_not_searched_for_places() -> None:
         check=True,
     )
     modules = set(done.stdout.split())
-    assert "pi2.plan.check" in modules
-    assert {"tree_sitter", "pi2.plan.spans", "pi2.plan.syntax"}.isdisjoint(modules)
+    assert "pi2.plan.checking.check" in modules
+    assert {"tree_sitter", "pi2.plan.toml.spans", "pi2.plan.toml.syntax"}.isdisjoint(modules)
 
 
 def test_an_unknown_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,14 +239,14 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_ctrl_c_ends_with_130() -> None:
     script = f"""
 import os, signal, sys, time
-import pi2.plan.check
+import pi2.plan.checking.check
 from pi2.cli.main import main
 
 def interrupt(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
 
-pi2.plan.check.check_file = interrupt
+pi2.plan.checking.check.check_file = interrupt
 sys.argv[1:] = ["validate", {DEMO!r}]
 main()
 """

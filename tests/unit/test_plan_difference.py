@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pi2.cli.main import run
-from pi2.plan.difference import compare_layers, compare_plans, compare_segments
-from pi2.plan.quantities import approximate_bytes, format_bytes
+from pi2.plan.authoring.difference import compare_layers, compare_plans, compare_segments
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
 from pi2.simulate.by_layer import simulate_layers

@@ -10,8 +10,8 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics.render import full
-from pi2.plan.check import check_file
-from pi2.plan.rules import load_rules
+from pi2.plan.checking.check import check_file
+from pi2.plan.checking.rules import load_rules
 from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,12 @@ import pytest
 import tomli
 
 from pi2.cli.main import run
-from pi2.plan.check import check_file, check_plan
-from pi2.plan.explanation import explain_value, parse_path
-from pi2.plan.field_docs import describe_field
-from pi2.plan.history import trace_value
-from pi2.plan.kinds import DOCUMENTS
-from pi2.plan.paths import KeyPath
+from pi2.plan.authoring.explanation import explain_value, parse_path
+from pi2.plan.authoring.field_docs import describe_field
+from pi2.plan.checking.check import check_file, check_plan
+from pi2.plan.composing.history import trace_value
+from pi2.plan.reading.kinds import DOCUMENTS
+from pi2.plan.toml.paths import KeyPath
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -147,7 +147,7 @@ def test_a_plan_with_errors_is_explained_too(
 
 
 def list_fields(root: type, base: KeyPath = ()) -> list[KeyPath]:
-    from pi2.plan.fields import find_type, list_known_keys
+    from pi2.plan.documents.fields import find_type, list_known_keys
 
     found: list[KeyPath] = []
     for key in list_known_keys(root, base):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.plan.overrides import parse_assignments
-from pi2.plan.references import find_document, list_shipped
+from pi2.plan.composing.overrides import parse_assignments
+from pi2.plan.reading.references import find_document, list_shipped
 from pi2.plan.resolve import ResolvedPlan, load_plan
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.plan import inspection
-from pi2.plan.check import check_file
-from pi2.plan.listing import list_documents
-from pi2.plan.reuse import Reuse
-from pi2.plan.source import read_source
+from pi2.plan.checking import inspection
+from pi2.plan.checking.check import check_file
+from pi2.plan.checking.reuse import Reuse
+from pi2.plan.reading.listing import list_documents
+from pi2.plan.toml.source import read_source
 
 ROOT = Path(__file__).parents[2]
 BROKEN = ROOT / "tests/plans/broken"

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
-from pi2.plan.layout import GROUP
-from pi2.plan.model import Model, Predictor
-from pi2.plan.resolve import load_plan
-from pi2.plan.resolved import Resolved
-from pi2.plan.sizes import (
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.sizes import (
     UNKNOWN_THREADS,
     compute_needs,
     count_ffn_bytes,
@@ -22,6 +19,9 @@ from pi2.plan.sizes import (
     find_block_bytes,
     round_for_people,
 )
+from pi2.plan.documents.model import Model, Predictor
+from pi2.plan.resolve import load_plan
+from pi2.plan.weights.layout import GROUP
 
 DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
 

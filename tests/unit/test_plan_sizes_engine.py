@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import pi2
+from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
-from pi2.plan.sizes import compute_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import UNROUNDED, convert_golden, copy_checkpoint, read_golden
 from tests.helpers.goldens import write_plan as write_golden_plan

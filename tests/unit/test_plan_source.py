@@ -9,9 +9,9 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.check import check_file
+from pi2.plan.checking.check import check_file
 from pi2.plan.resolve import load_plan
-from pi2.plan.source import MAX_BYTES, SourceFile, display_path, read_source
+from pi2.plan.toml.source import MAX_BYTES, SourceFile, display_path, read_source
 
 
 def find_only(path: Path) -> Diagnostic:
@@ -126,7 +126,7 @@ def test_positions_wait_until_they_are_asked_for(
     def refuse(name: str, text: str) -> None:
         raise AssertionError("positions were not needed")
 
-    monkeypatch.setattr("pi2.plan.spans.index_spans", refuse)
+    monkeypatch.setattr("pi2.plan.toml.spans.index_spans", refuse)
     assert isinstance(read_source(path, "x"), SourceFile)
 
 

@@ -15,8 +15,8 @@ from pi2.importing.activations import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.frequency import expect_uses
 from pi2.memory.requests import Merging, make_batch
-from pi2.plan.check import check_file
-from pi2.plan.model import Model
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.model import Model
 from pi2.planning.activity import (
     LayerActivity,
     MergedReads,

@@ -10,9 +10,9 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
-from pi2.plan.resolved import ResolvedPlan
 from pi2.planning.cost import Cost, cost_plan, cost_resolved
 from pi2.planning.rates import read_rates
 

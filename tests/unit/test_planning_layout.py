@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pi2.plan.device import Device
-from pi2.plan.model import Model
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.planning.bundle_layout import (
     LayoutDecision,
     StoredLayout,

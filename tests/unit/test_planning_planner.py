@@ -14,9 +14,9 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.plan.check import check_plan
-from pi2.plan.device import Device
-from pi2.plan.model import Model
+from pi2.plan.checking.check import check_plan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.pareto import draw_curve
@@ -160,7 +160,7 @@ def test_the_text_validates_and_is_the_same_every_time(
     text = write(planned)
     assert text == write(plan(make_wish()))
     assert all(len(line) <= 120 for line in text.splitlines())
-    from pi2.plan.writing import write_document
+    from pi2.plan.authoring.writing import write_document
 
     (tmp_path / "box.device.toml").write_text(write_document(make_device()))
     report = check_plan(tmp_path / "my.plan.toml", text=text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pi2.plan.device import Device
+from pi2.plan.documents.device import Device
 from pi2.planning.rates import Rates, read_rates
 
 ORIGIN = {"status": "estimated", "source": "a test"}

@@ -15,8 +15,8 @@ import pytest
 from pi2.cli.main import run
 from pi2.cli.sweep import expand_references, parse_range
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.model import Model
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.planning import sweep, sweep_report, workers
 from pi2.planning.documents import read_document
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.plan.device import Device
+from pi2.plan.documents.device import Device
 from pi2.planning.device_memory import find_device_memory
 from pi2.planning.documents import read_document
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.plan.privacy import find_private, strip_private
-from pi2.plan.privacy_patterns import find_matches
+from pi2.plan.checking.privacy import find_private, strip_private
+from pi2.plan.checking.privacy_patterns import find_matches
 
 ROOT = Path(__file__).parents[2]
 

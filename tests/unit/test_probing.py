@@ -19,8 +19,8 @@ from pi2.diagnostics import UserError
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
 from pi2.machine.software import OpenCl
 from pi2.machine.storage import DirectReads
-from pi2.plan.check import check_file
-from pi2.plan.device import Device
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
 from pi2.planning.rates import read_rates
 from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
 from pi2.probing.comparison import compare_devices, write_rows

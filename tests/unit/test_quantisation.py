@@ -1,12 +1,12 @@
-"""The packed layout and the quantisers do what `pi2.plan.layout` and `pi2.plan.packing` say."""
+"""The packed layout and the quantisers do what `layout` and `packing` in `pi2.plan.weights` say."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pi2.plan.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
-from pi2.plan.packing import (
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
+from pi2.plan.weights.packing import (
     dequantize,
     pack_bundles,
     pack_codes,

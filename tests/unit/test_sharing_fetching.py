@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.plan.source import MAX_BYTES
+from pi2.plan.toml.source import MAX_BYTES
 from pi2.sharing.git import read_git_file, read_git_folder, resolve_revision
 from pi2.sharing.web import fetch_url
 from tests.helpers.sharing import (

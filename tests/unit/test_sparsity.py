@@ -16,10 +16,10 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
 from pi2.orchestrator import load
-from pi2.plan.packing import unpack_part
-from pi2.plan.plan import SparsityMethod
+from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.thresholds import read_thresholds
+from pi2.plan.weights.packing import unpack_part
 from pi2.planning.activity import describe_cut_activity
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal

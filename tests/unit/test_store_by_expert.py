@@ -18,7 +18,7 @@ from pi2.importing.activations import EXPERT_BANDS, group_experts, note_identity
 from pi2.importing.synthesis.blueprint import draw_blueprint
 from pi2.importing.synthesis.generation import write_synthetic_store
 from pi2.importing.synthesis.recipe import Recipe
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.statistics.ordering import choose_orders
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore

@@ -17,8 +17,8 @@ import pytest
 import tvm_ffi
 
 from pi2.diagnostics import UserError
-from pi2.plan.layout import Precision
-from pi2.plan.packing import dequantize, pack_bundles, quantize
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import dequantize, pack_bundles, quantize
 from pi2.store.reader import NeuronStore
 from tests.helpers.models import TinyModel, gather_rows, make_model, make_tiny
 

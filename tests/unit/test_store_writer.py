@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.plan.model import Model
-from pi2.plan.packing import pack_bundles
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.packing import pack_bundles
 from pi2.store.manifest import name_layer_file
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import DenseTensor

@@ -14,7 +14,7 @@ from pi2.importing.synthesis.generation import write_synthetic_store
 from pi2.importing.synthesis.measurement import Measurement, choose_tokens, measure_store
 from pi2.importing.synthesis.recipe import Recipe, check_recipe
 from pi2.importing.synthesis.statistics import average_layers
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore

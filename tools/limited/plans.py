@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from limited.rows import Row
-from pi2.plan.quantities import format_bytes
+from pi2.plan.arithmetic.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
+from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.resolve import ResolvedPlan, load_plan
-from pi2.plan.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
 from pi2.planning.cost_memory import count_runtime
 
 CONTEXT = 1024
@@ -42,10 +42,10 @@ def write_whole_plan(row: Row, store: Path, folder: Path) -> Path:
 def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
     """Write a plan for ``memory`` bytes, or with everything in memory."""
     from pi2.importing.synthesis.plan_file import PlanWish, write_plan
-    from pi2.plan.check import check_file
-    from pi2.plan.device import Device
-    from pi2.plan.model import Model
-    from pi2.plan.references import find_document
+    from pi2.plan.checking.check import check_file
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
+    from pi2.plan.reading.references import find_document
     from pi2.store.manifest import read_manifest
 
     model_file = find_document(row.model, "model", Path())

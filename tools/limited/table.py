@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from limited.rows import Row
-from pi2.plan.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.resolve import ResolvedPlan
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.importing.quantizers.search import BOTTOM, TOP, find_scales
-from pi2.plan.layout import GROUP
-from pi2.plan.packing import pack_codes
+from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.packing import pack_codes
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]

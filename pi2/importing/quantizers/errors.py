@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pi2.plan.layout import Precision
-from pi2.plan.packing import dequantize
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import dequantize
 
 F32 = npt.NDArray[np.float32]
 

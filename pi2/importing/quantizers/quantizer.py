@@ -13,8 +13,8 @@ from pi2.diagnostics import UserError
 from pi2.importing.quantizers.compensation import prepare_moments, quantize_with_compensation
 from pi2.importing.quantizers.errors import ErrorReport
 from pi2.importing.quantizers.search import quantize_by_search
-from pi2.plan.layout import Precision
-from pi2.plan.packing import quantize
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import quantize
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]

@@ -25,8 +25,8 @@ from pi2.importing.synthesis.randomness import (
     draw_signs,
 )
 from pi2.importing.synthesis.recipe import Recipe
-from pi2.plan.layout import GROUP
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import GROUP
 
 F64 = npt.NDArray[np.float64]
 

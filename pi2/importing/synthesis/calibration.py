@@ -25,8 +25,8 @@ from pi2.importing.synthesis.neurons import (
 )
 from pi2.importing.synthesis.randomness import F32, draw_normals
 from pi2.importing.synthesis.recipe import MOST_SKEW, Recipe, find_least_skew
-from pi2.plan.model import Model
-from pi2.plan.packing import dequantize, quantize
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.packing import dequantize, quantize
 
 _TRIAL_TOKENS = 256
 _TRIAL_NEURONS = 1024

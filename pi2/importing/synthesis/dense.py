@@ -24,10 +24,10 @@ from pi2.importing.synthesis.neurons import (
     locate_chunk,
 )
 from pi2.importing.synthesis.randomness import F32, draw_normals, draw_signs
-from pi2.plan.layout import Precision
-from pi2.plan.packing import quantize
-from pi2.plan.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
+from pi2.plan.weights.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 

@@ -18,7 +18,7 @@ from pi2.importing.synthesis.dense import make_tensor
 from pi2.importing.synthesis.neurons import count_chunks, make_bundles
 from pi2.importing.synthesis.randomness import I32, U8
 from pi2.importing.synthesis.tokenizer import make_tokenizer
-from pi2.plan.layout import ScalesPlace
+from pi2.plan.weights.layout import ScalesPlace
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces

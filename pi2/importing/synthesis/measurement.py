@@ -17,9 +17,9 @@ from pi2.importing.synthesis.statistics import (
     compute_overlap,
     compute_skew,
 )
-from pi2.plan.layout import BundleLayout
-from pi2.plan.model import Model
-from pi2.plan.packing import join_scales, slice_experts, unpack_part
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.packing import join_scales, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore, StoredLayer
 
 F32 = npt.NDArray[np.float32]

@@ -18,8 +18,8 @@ from pi2.importing.synthesis.randomness import (
     measure_int4_deviation,
     measure_int8_deviation,
 )
-from pi2.plan.layout import GROUP, BundleLayout, Precision, weight_bytes
-from pi2.plan.packing import quantize
+from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
+from pi2.plan.weights.packing import quantize
 
 CHUNK_WEIGHTS = 2**22
 """Weights of one matrix that are made together."""

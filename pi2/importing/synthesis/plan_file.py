@@ -11,13 +11,13 @@ from typing import Any
 import tomlkit
 
 from pi2.diagnostics import UserError
-from pi2.plan.device import Device
-from pi2.plan.layout import BundleLayout
-from pi2.plan.model import Model
-from pi2.plan.plan import Plan
-from pi2.plan.quantities import approximate_bytes, format_bytes
-from pi2.plan.resolved import Resolved, resolve_layers
-from pi2.plan.sizes import Needs, compute_needs, count_runtime
+from pi2.plan.arithmetic.resolved import Resolved, resolve_layers
+from pi2.plan.arithmetic.sizes import Needs, compute_needs, count_runtime
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.weights.layout import BundleLayout
 
 RUNTIME_BYTES = 192 * 2**20
 """Interpreter, libraries, tokenizer."""

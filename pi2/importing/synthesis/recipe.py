@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.layout import GROUP
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import GROUP
 
 VERSION = 1
 """Raise it when the same recipe gives other bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pi2.diagnostics import UserError
-from pi2.plan.model import Model
+from pi2.plan.documents.model import Model
 
 BYTES = 256
 

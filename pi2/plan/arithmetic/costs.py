@@ -1,0 +1,82 @@
+"""What a value of a plan costs: the bytes of the segments that it has a part in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.toml.paths import KeyPath
+
+_SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("kv",): ("kv", "workspace"),
+    ("layers", "hot"): ("hot", "cold"),
+    ("layers", "overrides"): ("hot", "cold"),
+    ("decode", "predictor"): ("predictor", "cold"),
+    ("prefill", "chunk"): ("workspace",),
+    ("bundle", "stride"): ("hot", "cold", "workspace"),
+    ("bundle", "scales"): ("attention", "workspace"),
+    ("threads",): ("workspace",),
+    ("model", "shape"): ("attention", "kv", "predictor", "hot", "cold", "workspace"),
+    ("model", "quantization", "ffn"): ("hot", "cold", "predictor", "workspace"),
+    ("model", "quantization", "attention"): ("attention",),
+    ("model", "quantization", "embedding"): ("attention",),
+    ("model", "quantization", "head"): ("attention",),
+    ("model", "quantization", "predictor"): ("predictor",),
+    ("model", "tied_head"): ("attention",),
+    ("model", "predictor"): ("predictor", "cold"),
+    ("model", "sparsity"): ("cold",),
+    ("model", "moe"): ("attention", "predictor", "hot", "cold", "workspace"),
+}
+"""Segments whose size follows from a key; keys of the model begin with ``model``."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one segment, or of a layer's part of it."""
+
+    segment: str
+    needed_bytes: int
+    text: str
+
+
+def list_costs(resolved: Resolved, path: KeyPath) -> Iterator[Cost]:
+    """Costs of the value at ``path``; keys of the model begin with ``model``."""
+    if path[:2] == ("memory", "segments") and len(path) == 3:
+        yield _describe_segment(resolved, str(path[2]))
+    elif path[:1] == ("memory",):
+        yield _describe_budget(resolved)
+    elif path[:1] == ("layers",) and len(path) > 1 and isinstance(path[1], int):
+        yield from _describe_layer(resolved, path[1])
+    else:
+        for prefix, segments in _SEGMENTS.items():
+            if path[: len(prefix)] == prefix or prefix[: len(path)] == path:
+                for name in segments:
+                    yield _describe_segment(resolved, name)
+
+
+def _describe_segment(resolved: Resolved, name: str) -> Cost:
+    size = getattr(resolved.plan.memory.segments, name)
+    needs = dict(resolved.needs.items())
+    if name not in needs:
+        return Cost(name, size, f"{name}: {format_bytes(size)}")
+    need = needs[name]
+    text = f"{name}: needs {approximate_bytes(need.bytes)} ({need.explanation}), has "
+    return Cost(name, need.bytes, text + format_bytes(size))
+
+
+def _describe_budget(resolved: Resolved) -> Cost:
+    memory = resolved.plan.memory
+    total = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
+    text = f"segments: {approximate_bytes(total)} of the budget of {format_bytes(memory.budget)}"
+    return Cost("budget", total, text)
+
+
+def _describe_layer(resolved: Resolved, number: int) -> Iterator[Cost]:
+    if number < len(resolved.layers):
+        neurons = resolved.layers[number].hot_neurons
+        size = neurons * resolved.bundle.stride
+        share = f"layer {number}: {neurons} hot neurons"
+        text = f"{share} of {resolved.bundle.stride} bytes, {approximate_bytes(size)}"
+        yield Cost("hot", size, text)

@@ -1,0 +1,116 @@
+"""A resolved plan: plan, device and model put together, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pi2.diagnostics import Diagnostic
+from pi2.plan.arithmetic.sizes import Needs, compute_needs
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.selectors import list_layers
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
+
+if TYPE_CHECKING:
+    from pi2.plan.reading.thresholds import Thresholds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedLayer:
+    """Settings of one layer, and the key path in the plan that set each of them."""
+
+    split: Mapping[str, float]
+    """Share of the layer's neurons by unit."""
+    hot: float
+    """Share of the layer's neurons that stay resident."""
+    hot_neurons: int
+    """The same as a number: the first ones in stored order."""
+    split_path: KeyPath
+    hot_path: KeyPath
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What rules and arithmetic work with."""
+
+    plan: Plan
+    device: Device
+    model: Model
+    layers: tuple[ResolvedLayer, ...]
+    bundle: BundleLayout
+    thresholds: Thresholds | None = None
+    """What ``[sparsity]`` names, if the plan has it."""
+
+    @cached_property
+    def needs(self) -> Needs:
+        """Bytes that each segment needs."""
+        return compute_needs(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Resolved):
+    """A plan that may run: everything was checked."""
+
+    path: Path
+    """The plan's file."""
+    store_path: Path
+    """The neuron store's folder."""
+    warnings: tuple[Diagnostic, ...] = ()
+    """Findings that do not keep it from running."""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
+        # Checking many plans needs no digests, and they take a tenth of the time.
+        from pi2.plan.arithmetic.digest import compute_digest
+
+        return compute_digest(self)
+
+
+def has_packable_shape(model: Model) -> bool:
+    """Whether predictors fill groups, without which no size can be computed."""
+    return model.predictor is None or model.predictor.rank % GROUP == 0
+
+
+def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:
+    """Expand ``[layers]`` and its overrides to one entry per layer; a later override wins."""
+    count = model.shape.layers
+    base = plan.layers
+    splits = [(base.split, _path("layers", "split"))] * count
+    hots = [(base.hot, _path("layers", "hot"))] * count
+    for number, override in enumerate(base.overrides):
+        for layer in list_layers(override.select, count):
+            if override.split is not None:
+                splits[layer] = (override.split, _path("layers", "overrides", number, "split"))
+            if override.hot is not None:
+                hots[layer] = (override.hot, _path("layers", "overrides", number, "hot"))
+    return tuple(
+        ResolvedLayer(
+            split=MappingProxyType(split),
+            hot=hot,
+            hot_neurons=round(hot * model.layer_neurons),
+            split_path=split_path,
+            hot_path=hot_path,
+        )
+        for (split, split_path), (hot, hot_path) in zip(splits, hots, strict=True)
+    )
+
+
+def _path(*parts: str | int) -> KeyPath:
+    return parts
+
+
+def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
+    """The plan's bundle; a stride that is too small counts as the smallest that is not."""
+    layout = model.lay_out_bundle(scales=plan.bundle.scales)
+    stride = max(plan.bundle.stride, round_up(layout.used_bytes, 512))
+    if plan.bundle.stride >= layout.used_bytes:
+        stride = plan.bundle.stride
+    return model.lay_out_bundle(stride, plan.bundle.scales)

@@ -1,0 +1,423 @@
+"""Bytes that a plan's segments need, from the model's shape and quantisation.
+
+Pure arithmetic over `pi2.plan.weights.layout`; the engine allocates by the same formulas.  Symbols:
+L layers, d hidden, f FFN neurons of a layer, or of an expert where a layer has e of them, h query
+heads, k key and value heads, w head width, V vocabulary, C tokens of a prefill chunk, S bytes from
+one neuron to the next (stride).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import (
+    GROUP,
+    matrix_bytes,
+    round_up,
+    scale_bytes,
+    weight_bytes,
+)
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import Resolved
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import KvType, Plan
+
+ALIGNMENT = 64
+"""Every allocation begins at a multiple of it, in bytes."""
+KV_TOKENS = 16
+"""The KV cache holds a multiple of this many tokens."""
+KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
+"""Bytes of an element of the KV cache."""
+KV_SCALE_BYTES = 2
+"""Of every vector of an int8 cache."""
+KV_SPANS = 16
+"""Parts of the context whose attention is added up apart, at most."""
+STAGED_NEURONS = 512
+"""Most neurons in one staging buffer of the prefill."""
+STAGING_BUFFERS = 2
+"""One is read into while the other is computed with."""
+MIN_COLD_NEURONS = 64
+"""Fewest cold neurons that a layer's decode step can work with."""
+TOKENS_TOGETHER = 512
+"""Most tokens of a prompt that go through a layer before the next, with ``layers-first``."""
+LOGIT_ROWS = 16
+"""Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
+PANEL_FLOATS = 264
+"""Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
+THREAD_BYTES = 33 << 10
+"""Scratch of a compute thread."""
+UNPACKED_ROWS_BYTES = 10
+"""Of every thread and element of a row: eight rows with their scales, unpacked for several tokens
+on cores with i8mm."""
+SMALL_BYTES = 16 << 10
+"""Alignment, counters, and the predictor's inner vector."""
+NEURON_TABLE_BYTES = 36
+"""What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
+From the resident set of a 7B's run, less that of the demo model's."""
+PAGE_TABLE_PART = 512
+"""The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
+LIBRARY_BYTES = 96 << 20
+"""Python and the libraries, with room to spare."""
+UNKNOWN_THREADS = 64
+"""Compute threads that are assumed of a device that states no cores."""
+DEFAULT_BLOCK_BYTES = 512
+"""Block of a device that states none: the smallest that drives have."""
+UNKNOWN_ACTIVE = 0.25
+"""Share of active neurons that is assumed of a model that states none."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a segment needs, and why."""
+
+    bytes: int
+    explanation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes needed per segment; ``cold`` is the smallest cache that works."""
+
+    attention: Need
+    kv: Need
+    predictor: Need
+    hot: Need
+    cold: Need
+    workspace: Need
+
+    def items(self) -> list[tuple[str, Need]]:
+        """Segments by name."""
+        return [(item.name, getattr(self, item.name)) for item in fields(self)]
+
+
+def count_runtime(model: Model, budget_bytes: int, least_bytes: int) -> int:
+    """Bytes that the segment ``runtime`` should have, at least ``least_bytes``: libraries, what the
+    cache knows of neurons, and the system's tables of the budget's pages."""
+    neurons = model.shape.layers * model.layer_neurons
+    tables = NEURON_TABLE_BYTES * neurons + budget_bytes // PAGE_TABLE_PART
+    return max(least_bytes, round_up(LIBRARY_BYTES + tables, 1 << 20))
+
+
+def compute_needs(resolved: Resolved) -> Needs:
+    """Bytes needed by every segment of a plan whose model has a packable shape."""
+    plan, model = resolved.plan, resolved.model
+    return Needs(
+        attention=_need_attention(resolved),
+        kv=_need_kv(plan, model),
+        predictor=_need_predictor(plan, model),
+        hot=_need_hot(resolved),
+        cold=_need_cold(resolved),
+        workspace=_need_workspace(resolved),
+    )
+
+
+def _need_attention(resolved: Resolved) -> Need:
+    """Dense weights, and the scales of all neurons where they are resident.
+
+    embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d, output d
+    x h w, two norms of d floats, and (h + 2k) w floats of bias, two norms of w floats for heads, d
+    floats for each other bias and each norm of outputs, routers of e x d and d floats where the
+    model has them; final norm d floats; learned positions of 2 d bytes for each token of the
+    model's context; head V x d if untied, and V floats of its bias; per layer f rows of resident
+    scales.  Every tensor is rounded up to 64 bytes.
+    """
+    plan, model = resolved.plan, resolved.model
+    shape, precision = model.shape, model.quantization
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    norm = _align(4 * shape.stored_hidden)
+    layer = _align(matrix_bytes(qkv, shape.stored_hidden, precision.attention))
+    layer += (
+        _align(matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention))
+        + 2 * norm
+    )
+    norms = 1 + model.norm.bias
+    layer += 2 * norm * (norms - 1) + norm * (model.attention.output_bias + model.ffn.bias)
+    if model.attention.qkv_bias:
+        layer += _align(4 * qkv)
+    if model.attention.head_norm:
+        layer += 2 * _align(4 * shape.head_dim)
+    if model.moe is not None:
+        layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
+    layer += 2 * norm * model.norm.outputs
+    rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
+    embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
+    head = 0
+    if not model.tied_head:
+        head = _align(matrix_bytes(shape.vocab, shape.stored_hidden, precision.head))
+    head += _align(4 * shape.vocab) * model.head_bias
+    positions = 0
+    if model.positions is not None:
+        positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
+    scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
+    total = embedding + positions + shape.layers * layer + norm * norms + head + scales
+    parts = [f"embedding {approximate_bytes(embedding)}"]
+    parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
+    if positions:
+        parts.append(f"positions {approximate_bytes(positions)}")
+    if head:
+        parts.append(f"head {approximate_bytes(head)}")
+    if scales:
+        parts.append(f"scales of neurons {approximate_bytes(scales)}")
+    return Need(total, ", ".join(parts))
+
+
+def count_kv_token_bytes(model: Model, kind: KvType) -> int:
+    """Bytes of the key and the value of one token in a layer."""
+    scale = KV_SCALE_BYTES if kind == "int8" else 0
+    return 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+
+
+def count_chunk_tokens(plan: Plan) -> int:
+    """Tokens that activations have room for: a chunk's, or one of each sequence."""
+    return max(plan.prefill.chunk, plan.decode.batch)
+
+
+def reads_embedding(plan: Plan, model: Model) -> bool:
+    """Whether a token's row of the embedding is read when the token comes."""
+    return plan.memory.embedding == "flash" and not model.tied_head
+
+
+def _need_kv(plan: Plan, model: Model) -> Need:
+    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
+    sequence of a batch.
+
+    int8 has a scale of 2 bytes besides for every vector of w elements.
+    """
+    shape = model.shape
+    tokens = round_up(plan.kv.context, KV_TOKENS)
+    element = KV_ELEMENT_BYTES[plan.kv.type]
+    row = shape.kv_heads * shape.head_dim
+    batch = plan.decode.batch
+    total = 2 * batch * shape.layers * _align(tokens * row * element)
+    scales = ""
+    if plan.kv.type == "int8":
+        total += 2 * batch * shape.layers * _align(tokens * shape.kv_heads * KV_SCALE_BYTES)
+        scales = f", and {shape.kv_heads} scales"
+    return Need(
+        total,
+        ("" if batch == 1 else f"{batch} sequences x ")
+        + f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
+        f"of {element} byte{'s' if element > 1 else ''}{scales}",
+    )
+
+
+def _need_predictor(plan: Plan, model: Model) -> Need:
+    """What finds the active neurons.
+
+    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
+    an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
+    rows where neurons have no gate), and f floats where they have biases; both: e f integers where
+    there are experts; none: nothing.
+    """
+    shape = model.shape
+    if plan.decode.predictor == "gate":
+        precision = model.quantization.ffn
+        layer = _align(model.layer_neurons * weight_bytes(shape.stored_hidden, precision))
+        layer += _align(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
+        for there in (model.ffn.bias, model.moe is not None):
+            layer += _align(4 * model.layer_neurons) if there else 0
+        return Need(
+            shape.layers * layer,
+            f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
+        )
+    if plan.decode.predictor == "low-rank" and model.predictor is not None:
+        precision, rank = model.quantization.predictor, model.predictor.rank
+        layer = _align(matrix_bytes(rank, shape.stored_hidden, precision))
+        layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
+        if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
+            layer += _align(4 * shape.ffn)
+        layer *= model.expert_count
+        layer += _align(4 * model.layer_neurons) if model.moe is not None else 0
+        return Need(
+            shape.layers * layer,
+            f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
+        )
+    return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
+
+
+def _need_hot(resolved: Resolved) -> Need:
+    """Resident neurons: their number times the stride S."""
+    neurons = sum(layer.hot_neurons for layer in resolved.layers)
+    stride = resolved.bundle.stride
+    return Need(neurons * stride, f"{neurons} hot neurons of {stride} bytes")
+
+
+def _need_cold(resolved: Resolved) -> Need:
+    """Smallest cache: the neurons that one layer activates for one token, at least 64 of them.
+
+    Expected actives come from calibrated thresholds, from the predictor's or the model's
+    statistics, else a quarter of the layer; never more than the layer's neurons that are not hot.
+    Dense decoding streams through the workspace and needs none.
+    """
+    plan, model = resolved.plan, resolved.model
+    if plan.decode.predictor == "none":
+        return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
+    share = _expect_active(resolved)
+    computed = model.token_neurons
+    wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
+    absent = max(model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    neurons = min(absent, wanted)
+    stride = resolved.bundle.stride
+    return Need(
+        neurons * stride,
+        f"{neurons} cold neurons of {stride} bytes: what one layer activates for a token",
+    )
+
+
+def _expect_active(resolved: Resolved) -> float:
+    """Share of a layer's neurons that decoding a token takes."""
+    plan, model = resolved.plan, resolved.model
+    if plan.decode.predictor == "gate" and resolved.thresholds is not None:
+        return max(layer.computed for layer in resolved.thresholds.layers)
+    predictor = model.predictor if plan.decode.predictor == "low-rank" else None
+    if predictor is not None and predictor.active is not None:
+        return predictor.active
+    if model.sparsity is not None:
+        return model.sparsity.active
+    return UNKNOWN_ACTIVE
+
+
+def _need_workspace(resolved: Resolved) -> Need:
+    """Activations, logits and staging, as the cpu backend takes them.
+
+    Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
+    inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
+    rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
+    dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
+    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
+    where layers differ), 16 spans of attention of w + 2 floats per head, eight numbers per neuron
+    of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
+    first two more and a predictor's inner vector, d floats and 33 KiB per thread.  Two staging
+    buffers of min(f, 512) neurons.  On cores that have or may have i8mm, 10 (d + h w) bytes per
+    thread, and the inputs of an even number of tokens.
+    """
+    plan, model = resolved.plan, resolved.model
+    shape, chunk = model.shape, count_chunk_tokens(plan)
+    neurons = min(model.layer_neurons, STAGED_NEURONS)
+    staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+
+    inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
+    inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
+    activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
+    ropes = 1 if model.other_rope is None else 2
+    # Rows of scales of gathered neurons.
+    rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
+    tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
+    tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
+    tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    if model.predictor is not None:
+        inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
+        tables += (plan.decode.batch - 1) * inner
+    if model.residual == "parallel" or model.moe is not None:
+        activations += chunk * 4 * shape.stored_hidden
+    if model.moe is not None:
+        activations += chunk * 4 * (model.expert_count + 1)
+        tables += 4 * model.layer_neurons
+    threads = _count_threads(resolved)
+    tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
+    if _may_pair_tokens(resolved.device):
+        activations += chunk % 2 * inputs
+        tables += threads * UNPACKED_ROWS_BYTES * (shape.stored_hidden + shape.stored_query)
+    return Need(
+        activations + logits + tables + staging,
+        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
+        f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}, staging of "
+        f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
+    )
+
+
+def count_chunks(resolved: Resolved) -> int:
+    """Chunks of a prompt that go through a layer before the next layer begins.
+
+    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for: every
+    chunk beyond the first has its own residual, FFN sum and input of projections, d wide, and what
+    routes experts.
+    """
+    plan, model = resolved.plan, resolved.model
+    if plan.pipeline.prefill == "chunks-first":
+        return 1
+    hidden, chunk = model.shape.stored_hidden, count_chunk_tokens(plan)
+    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
+    if model.residual == "parallel" or model.moe is not None:
+        own += 4 * hidden
+    if model.moe is not None:
+        own += 4 * model.expert_count
+    # Every array is rounded up.
+    own_bytes = (chunk + 1) * own + 8 * ALIGNMENT
+    room = plan.memory.segments.workspace - resolved.needs.workspace.bytes
+    return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
+
+
+def _count_planes(plan: Plan) -> int:
+    """Bytes that an input of a projection is rounded to, or takes as it is."""
+    return 4 if "fp32" in (plan.decode.activations, plan.prefill.activations) else 2
+
+
+def _may_pair_tokens(device: Device) -> bool:
+    """Whether kernels multiply tokens in pairs: with i8mm, which unstated features may include."""
+    cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
+    return any(
+        "i8mm" in unit.features if unit.features is not None else unit.architecture != "x86-64"
+        for unit in cpus
+    )
+
+
+def _count_threads(resolved: Resolved) -> int:
+    """Compute threads; where neither plan nor device states them, as many as are likely."""
+    if resolved.plan.threads.compute is not None:
+        return resolved.plan.threads.compute
+    units = resolved.device.units.values()
+    cores = sum(cluster.cores for unit in units for cluster in unit.clusters)
+    return cores or UNKNOWN_THREADS
+
+
+def count_ffn_bytes(resolved: Resolved) -> int:
+    """Bytes of all neurons in the store: L e f S."""
+    model = resolved.model
+    return model.shape.layers * model.layer_neurons * resolved.bundle.stride
+
+
+def find_block_bytes(device: Device) -> int:
+    """Bytes of the device's block, a multiple of 512; direct reads are multiples of it."""
+    block = device.storage.block_size
+    if block is None or block <= 0 or block % DEFAULT_BLOCK_BYTES:
+        return DEFAULT_BLOCK_BYTES
+    return block
+
+
+def count_gate_read_bytes(resolved: Resolved) -> int:
+    """Bytes that are read of a missing neuron, in whole blocks, before it is known whether its gate
+    is open; 0 where neurons are read whole.
+
+    ``pipeline.phases = 2`` wants it.  There is nothing to wait for where gates are known (predictor
+    ``gate``), where a neuron has none, or where no gate is ever closed; and a bias of the gate
+    comes with the end of the neuron.
+    """
+    model, plan, bundle = resolved.model, resolved.plan, resolved.bundle
+    if plan.pipeline.phases == 1 or plan.decode.predictor != "low-rank":
+        return 0
+    if not model.ffn.gated or bundle.biases or model.is_smooth:
+        return 0
+    block = find_block_bytes(resolved.device)
+    size = round_up(bundle.first_bytes, block)
+    return size if size < round_up(bundle.used_bytes, block) else 0
+
+
+def round_for_people(size: int) -> int:
+    """Round up to three binary digits: a size that is easy to read and not much larger."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return round_up(size, step)
+
+
+def _align(size: int) -> int:
+    return round_up(size, ALIGNMENT)

@@ -1,0 +1,291 @@
+"""Drafts of new documents: texts that are sound and say what to change.
+
+A plan's draft fits its segments to the model by the arithmetic of `pi2.plan.arithmetic.sizes`; how
+well it runs is a matter for the planner and for measurements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import (
+    Resolved,
+    has_packable_shape,
+    lay_out_plan_bundle,
+    resolve_layers,
+)
+from pi2.plan.arithmetic.sizes import (
+    count_ffn_bytes,
+    count_runtime,
+    find_block_bytes,
+    round_for_people,
+)
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.weights.layout import ScalesPlace, round_up
+
+MIB = 1 << 20
+RUNTIME_BYTES = 160 * MIB
+"""What Python and the libraries take with the cpu backend."""
+HOT_PART = 0.6
+"""Part of the memory for neurons that the draft gives to hot ones; the rest caches cold ones."""
+MOST_CONTEXT = 4096
+SHARE_STEP = 0.01
+"""Shares of hot neurons are multiples of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What somebody wants a plan for."""
+
+    device: str
+    """Reference to the device, as the plan states it."""
+    model: str
+    store: str
+    budget_bytes: int
+    context: int | None = None
+    """Tokens; None takes the model's, at most 4096."""
+    name: str = ""
+    scales: ScalesPlace = "inline"
+    """Where the store has them."""
+
+
+def draft_plan(wish: Wish, device: Device, model: Model) -> str:
+    """Text of a plan whose segments hold what they have to.
+
+    Raises `UserError` P026 where the memory is not enough, P242 where predictors cannot be
+    packed.
+    """
+    if not has_packable_shape(model):
+        raise UserError.of("P242", "the rank of the model's predictors is no multiple of 32")
+    values = _begin(wish, device, model)
+    least = _resolve(values, device, model, 0.0)
+    segments = _fit_segments(least)
+    rest = wish.budget_bytes - sum(segments.values())
+    cold_bytes = round_up(least.needs.cold.bytes, MIB)
+    if rest < cold_bytes:
+        needed = sum(segments.values()) + cold_bytes
+        raise UserError.of(
+            "P026",
+            f"{format_bytes(wish.budget_bytes)} are not enough: this plan needs at least "
+            f"{approximate_bytes(needed)}",
+            help=f"--memory '{round_up(needed, MIB) // MIB} MiB', or a shorter --context",
+            notes=[f"{name}: {format_bytes(size)}" for name, size in segments.items()],
+        )
+    hot = _choose_hot(rest, cold_bytes, least)
+    final = _resolve(values, device, model, hot)
+    hot_bytes = round_up(final.needs.hot.bytes, MIB)
+    absent = round_up(count_ffn_bytes(final) - final.needs.hot.bytes, MIB)
+    segments["hot"] = hot_bytes
+    segments["cold"] = max(0, min(rest - hot_bytes, absent)) // MIB * MIB
+    values["layers"]["hot"] = hot
+    return _write(wish, values, segments, final)
+
+
+def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
+    """The plan without sizes."""
+    shape = model.shape
+    context = wish.context or min(shape.context, MOST_CONTEXT)
+    unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)
+    if unit is None:
+        raise UserError.of(
+            "P026",
+            f"the device {device.id} has no CPU, and nothing else computes yet",
+            help="add a unit of the kind cpu to the device",
+        )
+    predictor = "none" if model.is_smooth else "gate"
+    if model.predictor is not None:
+        predictor = "low-rank"
+    values: dict[str, Any] = {
+        "schema_version": 1,
+        "device": wish.device,
+        "model": wish.model,
+        "store": wish.store,
+        "backends": {"cpu": "cpu"},
+        "memory": {"budget": format_bytes(wish.budget_bytes), "segments": {}},
+        "bundle": {"stride": "1 B", "scales": wish.scales},
+        "layers": {"split": {unit: 1.0}, "hot": 0.0},
+        "prefill": {"chunk": min(128, context)},
+        "decode": {"predictor": predictor},
+        "kv": {"context": context},
+    }
+    layout = lay_out_plan_bundle(_make_plan(values), model)
+    stride = round_up(layout.used_bytes, find_block_bytes(device))
+    values["bundle"]["stride"] = format_bytes(stride)
+    return values
+
+
+def _make_plan(values: Mapping[str, Any]) -> Plan:
+    """A plan with segments of no size."""
+    filled = dict.fromkeys(Segments.model_fields, "0 B")
+    memory = {**values["memory"], "segments": filled}
+    return Plan.model_validate_json(json.dumps({**values, "memory": memory}))
+
+
+def _resolve(values: dict[str, Any], device: Device, model: Model, hot: float) -> Resolved:
+    plan = _make_plan({**values, "layers": {**values["layers"], "hot": hot}})
+    return Resolved(
+        plan=plan,
+        device=device,
+        model=model,
+        layers=resolve_layers(plan, model),
+        bundle=lay_out_plan_bundle(plan, model),
+    )
+
+
+def _fit_segments(resolved: Resolved) -> dict[str, int]:
+    """Sizes of the segments that do not depend on what is hot."""
+    needs = dict(resolved.needs.items())
+    budget = resolved.plan.memory.budget
+    sizes = {"runtime": count_runtime(resolved.model, budget, RUNTIME_BYTES)}
+    for name in ("attention", "kv", "predictor", "workspace"):
+        sizes[name] = round_for_people(needs[name].bytes)
+    return sizes
+
+
+def _choose_hot(rest: int, cold_bytes: int, resolved: Resolved) -> float:
+    """Share of hot neurons: all if they fit, else a part of the memory that is left."""
+    whole = count_ffn_bytes(resolved)
+    if round_up(whole, MIB) <= rest:
+        return 1.0
+    room = min(rest * HOT_PART, rest - cold_bytes) - MIB
+    steps = int(max(room, 0) / whole / SHARE_STEP)
+    return round(steps * SHARE_STEP, 4)
+
+
+SEGMENT_REMARKS = {
+    "runtime": "Python and libraries",
+    "attention": "embeddings, attention, norms",
+    "kv": "keys and values of the context",
+    "predictor": "what finds the active neurons",
+    "hot": "neurons that stay",
+    "cold": "cache of the others",
+    "workspace": "activations and staging",
+}
+"""What a plan's segments hold, for those who read it."""
+
+
+def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: Resolved) -> str:
+    whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
+    lines = [
+        f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
+        "stay in memory.",
+        "# `pi2 show` says what every segment needs, `pi2 explain KEY FILE` what a value does.",
+        "schema_version = 1",
+        f"name = {write_value(wish.name)}",
+    ]
+    lines += [f"{key} = {write_value(values[key])}" for key in ("device", "model")]
+    lines += [
+        f"store = {write_value(values['store'])}  # relative to this file; `pi2 convert` makes it",
+        f"backends = {write_value(values['backends'])}",
+        "",
+        "[memory]",
+        f"budget = {write_value(values['memory']['budget'])}  # the whole process stays below it",
+        "",
+        "[memory.segments]",
+    ]
+    for name, remark in SEGMENT_REMARKS.items():
+        lines.append(f'{name} = "{format_bytes(segments[name])}"  # {remark}')
+    used = final.bundle.used_bytes
+    lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]
+    lines[-1] += f"  # {used} bytes are used"
+    if final.bundle.scales != "inline":
+        lines.append(f"scales = {write_value(final.bundle.scales)}  # in files of their own")
+    lines += ["", "[layers]"]
+    lines += [f"split = {write_value(values['layers']['split'])}"]
+    lines += [f"hot = {write_value(values['layers']['hot'])}  # share of neurons that stay"]
+    for key in ("prefill", "decode", "kv"):
+        lines += ["", f"[{key}]"]
+        lines += [f"{write_key(name)} = {write_value(v)}" for name, v in values[key].items()]
+    return "\n".join(lines) + "\n"
+
+
+def draft_like(name: str, reference: str) -> str:
+    """Text of a device or model called ``name`` that begins with another one."""
+    lines = [
+        "# Say here what is different; `pi2 show` prints everything.",
+        "schema_version = 1",
+        f"extends = [{write_value(reference)}]",
+        f"id = {write_value(name)}",
+        f"name = {write_value(name)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What the system says of this machine."""
+
+    processor: str
+    architecture: str
+    features: tuple[str, ...]
+    clusters: tuple[tuple[int, float | None, str | None], ...]
+    """Cores, highest clock in Hz and micro-architecture of every kind of core."""
+    installed_bytes: int
+    block_bytes: int | None
+
+
+def draft_device(name: str, facts: MachineFacts) -> str:
+    """Text of a device called ``name``, which is like this machine; figures are not measured."""
+    from pi2.plan.documents.device import IsaFeature
+    from pi2.plan.documents.quantities import HERTZ_UNITS, format_quantity
+
+    known = [item for item in get_args(IsaFeature) if item in facts.features]
+    lines = [
+        "# A kind of machine: no serial numbers, host names or accounts.",
+        "# Rates are left out: state those that somebody measured or published, with their source.",
+        "schema_version = 1",
+        f"id = {write_value(name)}",
+        f"name = {write_value(name)}",
+        "",
+        "[units.cpu]",
+        'kind = "cpu"',
+        f"model = {write_value(facts.processor[:120])}",
+    ]
+    if facts.architecture in ("x86-64", "aarch64"):
+        lines.append(f"architecture = {write_value(facts.architecture)}")
+        lines.append(f"features = {write_value(known)}")
+    for number, (cores, clock_hz, core) in enumerate(facts.clusters):
+        lines += ["", "[[units.cpu.clusters]]"]
+        lines += [f'id = "cores{number or ""}"', f"cores = {cores}"]
+        if clock_hz:
+            clock = format_quantity(round(clock_hz / 1e6) * 10**6, HERTZ_UNITS)
+            lines.append(f"frequency = {write_value(clock)}")
+        if core:
+            lines.append(f"core = {write_value(core)}")
+    size = round_up(
+        facts.installed_bytes - 512 * MIB, 1024 * MIB
+    )  # systems keep some for themselves
+    lines += ["", "[memory]", f"capacity = {write_value(format_bytes(max(size, 512 * MIB)))}"]
+    if facts.block_bytes is not None:
+        lines += ["", "[storage]", f"block_size = {write_value(format_bytes(facts.block_bytes))}"]
+    return "\n".join(lines) + "\n"
+
+
+def draft_model(name: str, shape: Mapping[str, int], activation: str) -> str:
+    """Text of a model called ``name``: ``shape`` has the keys of `Shape`."""
+    lines = [
+        "schema_version = 1",
+        f"id = {write_value(name)}",
+        f"name = {write_value(name)}",
+        "",
+        "[shape]",
+        *(f"{key} = {value}" for key, value in shape.items()),
+        "",
+        "[ffn]",
+        f"activation = {write_value(activation)}",
+        "",
+        "# Say what is known of the activations, with its source, and the plan can count on it:",
+        "# [sparsity]",
+        "# active = 0.1",
+        '# status = "published"',
+        '# source = "..."',
+    ]
+    return "\n".join(lines) + "\n"

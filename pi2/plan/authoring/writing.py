@@ -1,0 +1,115 @@
+"""Resolved documents as TOML: defaults filled in, quantities with units, always the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from pydantic import BaseModel
+
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
+from pi2.plan.documents.common import Document
+from pi2.plan.documents.fields import find_type
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.source import SourceFile
+from pi2.plan.toml.text import write_key, write_value
+
+Comment = Callable[[KeyPath], str | None]
+"""The remark behind a value."""
+
+
+def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
+    """Write a plan that resolves to the same digest when it lies beside the original.
+
+    With ``source``, every value is followed by the place that it comes from.
+    """
+    lines = [f"# digest sha256:{resolved.digest}"]
+    lines += (f"# {line}" for line in _describe(resolved))
+    needs: dict[KeyPath, str] = {
+        ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
+        for name, need in resolved.needs.items()
+    }
+
+    def comment(path: KeyPath) -> str | None:
+        parts = [needs.get(path), None if source is None else find_origin(source, path)]
+        return "; ".join(part for part in reversed(parts) if part is not None) or None
+
+    return "\n".join([*lines, write_body(resolved.plan, comment)])
+
+
+def write_document(document: Document, source: SourceFile | None = None) -> str:
+    """Write a device or model, or a plan without remarks; ``source`` as in `write_plan`."""
+    return write_body(document, lambda path: None if source is None else find_origin(source, path))
+
+
+def find_origin(source: SourceFile, path: KeyPath) -> str:
+    """The place where a value stands, or ``default``."""
+    spans = source.spans
+    return spans.find_value(path).place if spans.has(path) else "default"
+
+
+def write_body(document: Document, comment: Comment) -> str:
+    """Write all values of a document with the remarks that ``comment`` gives."""
+    values = document.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_write_table(type(document), (), values, comment)) + "\n"
+
+
+def _describe(resolved: ResolvedPlan) -> Iterator[str]:
+    """What follows from the plan, for the reader."""
+    ffn_bytes = count_ffn_bytes(resolved)
+    hot_bytes = resolved.needs.hot.bytes
+    cold_bytes = min(resolved.plan.memory.segments.cold, ffn_bytes - hot_bytes)
+    yield (
+        f"neurons: {approximate_bytes(ffn_bytes)} in the store, "
+        f"{approximate_bytes(hot_bytes)} hot, {approximate_bytes(cold_bytes)} of cold cache"
+    )
+    numbered = list(enumerate(resolved.layers))
+    for _, group in groupby(numbered, key=lambda item: (dict(item[1].split), item[1].hot)):
+        items = list(group)
+        yield _describe_layers(items[0][0], items[-1][0], items[0][1])
+
+
+def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
+    name = f"layer {first}" if first == last else f"layers {first}-{last}"
+    shares = ", ".join(f"{unit} {share:.4g}" for unit, share in layer.split.items())
+    return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
+
+
+def _write_table(
+    root: type[Document], path: KeyPath, values: Mapping[str, Any], comment: Comment
+) -> Iterator[str]:
+    """Write the plain keys, then the tables below; free-key tables stay on one line."""
+    tables: dict[str, list[Mapping[str, Any]]] = {}
+    for key, value in values.items():
+        if _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
+            tables[key] = [value]
+        elif isinstance(value, list) and value and _is_model(find_type(root, (*path, key, 0))):
+            tables[key] = value
+        else:
+            line = f"{write_key(key)} = {write_value(value)}"
+            remark = comment((*path, key))
+            yield line if remark is None else f"{line} # {remark}"
+    for key, items in tables.items():
+        name = ".".join(write_key(part) for part in (*path, key) if isinstance(part, str))
+        for number, item in enumerate(items):
+            is_array = isinstance(values[key], list)
+            inner = (*path, key, number) if is_array else (*path, key)
+            body = list(_write_table(root, inner, item, comment))
+            if body and (is_array or body[0]):
+                yield ""
+                yield f"[[{name}]]" if is_array else f"[{name}]"
+            yield from body
+
+
+def _holds_models(root: type[Document], path: KeyPath, value: object) -> bool:
+    """Whether a table with names of the user's has tables in it, such as a device's units."""
+    return isinstance(value, dict) and any(
+        _is_model(find_type(root, (*path, key))) for key in value
+    )
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

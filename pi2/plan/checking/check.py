@@ -1,0 +1,180 @@
+"""Checking documents: everything that is found in a plan, its device and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.listing import list_documents
+from pi2.plan.arithmetic.resolved import (
+    Resolved,
+    ResolvedPlan,
+    has_packable_shape,
+    lay_out_plan_bundle,
+    resolve_layers,
+)
+from pi2.plan.checking.findings import Fact
+from pi2.plan.checking.inspection import Inspection
+from pi2.plan.checking.reuse import Reuse
+from pi2.plan.documents.common import Document
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.reading.references import Located, Resolver
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+
+if TYPE_CHECKING:
+    from pi2.plan.reading.thresholds import GivenThresholds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Outcome of a check."""
+
+    diagnostics: tuple[Diagnostic, ...]
+    resolved: ResolvedPlan | None = None
+    """The plan, if a plan was checked and has no errors."""
+    document: Document | None = None
+    """The document itself, if its own file has no schema errors."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Texts by name, for showing source lines."""
+    files: Mapping[Kind, SourceFile] = field(default_factory=dict)
+    """The documents' files, put together with what they extend."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are no errors."""
+        return all(item.severity != "error" for item in self.diagnostics)
+
+
+def check_file(
+    path: Path,
+    *,
+    name: str | None = None,
+    resolver: Resolver | None = None,
+    reference: str | None = None,
+    text: str | None = None,
+    reuse: Reuse | None = None,
+) -> Report:
+    """Check the file at ``path``; its suffix says what it is.
+
+    ``reference`` is the one that the file came by, where that has a scheme; ``text`` is what an
+    editor has instead of the file's; ``reuse`` is given to the checks of many files.
+    """
+    shown = name or str(path)
+    kind = detect_kind(path.name)
+    if kind == "plan":
+        return check_plan(
+            path, name=shown, resolver=resolver, reference=reference, text=text, reuse=reuse
+        )
+    check = Inspection(resolver)
+    if kind is None:
+        check.diagnostics += _report_suffix(path, shown)
+        return _report(check, kind="plan")
+    check.read(Located(path=path, file_name=path.name, name=shown, reference=reference), kind, text)
+    if kind in check.documents:
+        check.run_rules({kind: check.documents[kind]}, set())
+    return _report(check, kind=kind)
+
+
+def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
+    if path.is_dir() and list_documents([path]) == [path]:
+        yield Diagnostic(
+            code="P002",
+            message="there is no document in this folder, nor in those below it",
+            help="documents are called *.plan.toml, *.device.toml or *.model.toml",
+            span=Span.of_file(name),
+        )
+        return
+    source = read_source(path, name)
+    unread = isinstance(source, list) and source[0].code in CANNOT_READ
+    if unread and isinstance(source, list):
+        yield from source
+        return
+    yield Diagnostic(
+        code="P009",
+        message="expected a file name that ends in .plan.toml, .device.toml or .model.toml",
+        help="the suffix says what the document is",
+        span=Span.of_file(name),
+    )
+
+
+def check_plan(
+    path: Path,
+    *,
+    name: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    resolver: Resolver | None = None,
+    reference: str | None = None,
+    text: str | None = None,
+    reuse: Reuse | None = None,
+    thresholds: GivenThresholds = None,
+) -> Report:
+    """Read, resolve and validate a plan with its device and its model.
+
+    ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
+    ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
+    plan names, which are not read then.
+    """
+    check = Inspection(resolver, reuse)
+    if overrides:
+        check.override(overrides)
+    shown = name or str(path)
+    located = Located(path=path, file_name=path.name, name=shown, reference=reference)
+    check.read(located, "plan", text)
+    check.follow("device")
+    check.follow("model")
+
+    done: set[str] = set()
+    facts: dict[Fact, object] = dict(check.documents.items())
+    check.run_rules(facts, done)
+    if thresholds is None:
+        thresholds = check.follow_thresholds()
+    resolved = _resolve(check.documents, thresholds)
+    if resolved is not None:
+        check.run_rules({**facts, "resolved": resolved}, done)
+    return _report(check, kind="plan", resolved=resolved)
+
+
+def _resolve(documents: Mapping[Kind, Document], thresholds: GivenThresholds) -> Resolved | None:
+    plan, device, model = (documents.get(kind) for kind in ("plan", "device", "model"))
+    if not (isinstance(plan, Plan) and isinstance(device, Device) and isinstance(model, Model)):
+        return None
+    if not has_packable_shape(model):
+        return None
+    return Resolved(
+        plan=plan,
+        device=device,
+        model=model,
+        layers=resolve_layers(plan, model),
+        bundle=lay_out_plan_bundle(plan, model),
+        thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
+    )
+
+
+def _report(check: Inspection, *, kind: Kind, resolved: Resolved | None = None) -> Report:
+    diagnostics = check.list_findings()
+    report = Report(
+        diagnostics=diagnostics,
+        document=check.documents.get(kind),
+        sources=check.sources,
+        files=check.files,
+    )
+    if resolved is None or not report.is_sound:
+        return report
+    path = check.files["plan"].path
+    runnable = ResolvedPlan(
+        plan=resolved.plan,
+        device=resolved.device,
+        model=resolved.model,
+        layers=resolved.layers,
+        bundle=resolved.bundle,
+        thresholds=resolved.thresholds,
+        path=path,
+        store_path=path.parent / resolved.plan.store,
+        warnings=diagnostics,
+    )
+    return replace(report, resolved=runnable)

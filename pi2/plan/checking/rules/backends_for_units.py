@@ -1,0 +1,47 @@
+"""Every kind of unit that layers use has a backend.
+
+Why: a backend computes for a kind of unit; without one, its share of the neurons would have
+nobody.
+
+Example: ``split = { npu = 1.0 }`` with ``backends = { cpu = "cpu" }``.
+
+Fix: name a backend for the kind, or give its share to another unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.toml.paths import KeyPath
+
+CODE = "P232"
+SEVERITY = "error"
+NEEDS = ("plan", "device")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Look up the kind of every unit with a share."""
+    plan, device = facts.plan, facts.device
+    paths: dict[str, KeyPath] = {}
+    for unit, share in plan.layers.split.items():
+        if share > 0:
+            paths.setdefault(unit, ("layers", "split", unit))
+    for number, override in enumerate(plan.layers.overrides):
+        for unit, share in (override.split or {}).items():
+            if share > 0:
+                paths.setdefault(unit, ("layers", "overrides", number, "split", unit))
+    for unit, path in paths.items():
+        if unit not in device.units or device.units[unit].kind in plan.backends:
+            continue
+        kind = device.units[unit].kind
+        listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
+        yield Finding(
+            path=path,
+            at="key",
+            message=f"no backend is named for units of kind `{kind}`, such as `{unit}`",
+            help=f"add a backend for {kind} to `backends`, or give the share to another unit",
+            origins=(
+                Origin(document="plan", path=("backends",), text=f"backends: {listed or 'none'}"),
+            ),
+        )

@@ -1,0 +1,52 @@
+"""The cold segment holds the neurons that one token uses beyond the hot ones.
+
+Why: a cache that is smaller than what one token brings in has lost the first layers' neurons when
+the next token comes back to them, so that little of it is used twice.  One that keeps what is used
+often (``cache.policy = "lfu"``) works with a quarter of it.  The number of neurons is an estimate
+from the model's ``sparsity`` and ``predictor``.
+
+Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
+
+Fix: raise ``memory.segments.cold``; where the budget has no room, lower ``kv.context``, or take a
+part of ``hot``: fewer hot neurons and a cache that works can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.arithmetic.expectations import count_absent
+from pi2.plan.arithmetic.sizes import round_for_people
+from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+
+CODE = "P204"
+SEVERITY = "warning"
+NEEDS = ("resolved",)
+
+ENOUGH = {"lru": 1.0, "lfu": 0.25}
+"""Part of a token's neurons that the cache has to hold, by its policy."""
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Compare the segment with the absent active neurons of all layers."""
+    resolved = facts.resolved
+    stride = resolved.bundle.stride
+    counts = [count_absent(resolved, layer) for layer in resolved.layers]
+    wanted_bytes = round(sum(count or 0.0 for count in counts)) * stride
+    neurons = resolved.model.layer_neurons
+    absent_bytes = sum(neurons - layer.hot_neurons for layer in resolved.layers) * stride
+    wanted_bytes = min(wanted_bytes, absent_bytes)
+    size = resolved.plan.memory.segments.cold
+    policy = resolved.plan.cache.policy
+    least_bytes = round(ENOUGH[policy] * wanted_bytes)
+    if size >= least_bytes or size < resolved.needs.cold.bytes:  # P202 speaks of the latter
+        return
+    yield Finding(
+        path=("memory", "segments", "cold"),
+        message=f"segment cold has {format_bytes(size)}, and one token uses about "
+        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot",
+        help=f'write cold = "{format_bytes(round_for_people(least_bytes))}", or lower layers.hot '
+        "to make room",
+        origins=(Origin(document="plan", path=("cache", "policy"), text=f'policy = "{policy}"'),),
+    )

@@ -1,0 +1,36 @@
+"""``decode.predictor = "gate"`` needs an activation that is zero for some gates, or ``[sparsity]``.
+
+Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
+so that it may be left out; SiLU and GELU are zero nowhere, and something must say what counts as
+zero.
+
+Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
+
+Fix: ``predictor = "none"``, or calibrate thresholds with `pi2 sparsity calibrate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding, Origin
+
+CODE = "P234"
+SEVERITY = "error"
+NEEDS = ("plan", "model")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Compare predictor and activation."""
+    plan, smooth = facts.plan, facts.model.is_smooth
+    if plan.decode.predictor != "gate" or not smooth or plan.sparsity is not None:
+        return
+    name = facts.model.ffn.activation
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f"the gate says nothing of inactive neurons: the activation is {name}",
+        help='write predictor = "none", or add thresholds: `pi2 sparsity calibrate`',
+        origins=(
+            Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
+        ),
+    )

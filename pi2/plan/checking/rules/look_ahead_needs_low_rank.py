@@ -1,0 +1,38 @@
+"""``decode.look_ahead`` needs ``decode.predictor = "low-rank"``.
+
+Why: before attention a layer's gates are not known yet: computed there, they would name other
+neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.
+
+Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
+
+Fix: ``look_ahead = "none"``, or ``predictor = "low-rank"`` for a model with predictors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding, Origin
+
+CODE = "P254"
+SEVERITY = "error"
+NEEDS = ("plan",)
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Compare the two settings."""
+    decode = facts.plan.decode
+    if decode.look_ahead == "none" or decode.predictor == "low-rank":
+        return
+    yield Finding(
+        path=("decode", "look_ahead"),
+        message=f'nothing can be predicted before attention with predictor = "{decode.predictor}"',
+        help='write look_ahead = "none"',
+        origins=(
+            Origin(
+                document="plan",
+                path=("decode", "predictor"),
+                text=f'predictor = "{decode.predictor}"',
+            ),
+        ),
+    )

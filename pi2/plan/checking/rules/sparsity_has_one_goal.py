@@ -1,0 +1,33 @@
+"""``[sparsity]`` states one goal: ``target`` or ``max_perplexity_increase``.
+
+Why: thresholds are calibrated to leave out a share of the work, or as much as a loss of quality
+allows; one follows from the other.
+
+Example: both of them, or neither.
+
+Fix: keep the one that you care for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding
+
+CODE = "P259"
+SEVERITY = "error"
+NEEDS = ("plan",)
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Count the goals."""
+    sparsity = facts.plan.sparsity
+    if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
+        return
+    number = "no goal" if sparsity.target is None else "two goals"
+    yield Finding(
+        path=("sparsity",) if sparsity.target is None else ("sparsity", "target"),
+        message=f"{number}: target, or max_perplexity_increase",
+        help="for example target = 0.5",
+        at="key",
+    )

@@ -1,0 +1,31 @@
+"""``[sparsity]`` counts where ``decode.predictor = "gate"``.
+
+Why: thresholds are compared with gates, which only that predictor computes first; ``none`` computes
+every neuron, and a low-rank predictor names neurons by itself.
+
+Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
+
+Fix: ``predictor = "gate"``, with room for the gate rows in ``memory.segments.predictor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding
+
+CODE = "P260"
+SEVERITY = "warning"
+NEEDS = ("plan",)
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Look for the predictor that uses thresholds."""
+    plan = facts.plan
+    if plan.sparsity is None or plan.decode.predictor == "gate":
+        return
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f'[sparsity] does nothing with predictor = "{plan.decode.predictor}"',
+        help='write predictor = "gate"',
+    )

@@ -1,0 +1,55 @@
+"""Names of tensors contain ``{layer}``, and ``{expert}``, exactly where there are several.
+
+Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
+all layers or experts would get the same tensor.
+
+Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
+
+Fix: put ``{layer}`` where the number is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding
+from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
+
+CODE = "P247"
+SEVERITY = "error"
+NEEDS = ("model",)
+
+_ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"})
+_PER_EXPERT = frozenset({"gate", "up", "down", "predictor_in", "predictor_out", "predictor_bias"})
+_BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Look for the placeholders of every name."""
+    model = facts.model
+    for key, name in model.tensors:
+        if key in TENSOR_OPTIONS or name is None or (key in _BIASES and not model.ffn.bias):
+            continue
+        wanted = {"{layer}"} if key not in _ONCE else set()
+        if model.moe is not None and key in _PER_EXPERT:
+            wanted.add("{expert}")
+        if model.predictor is None and key.startswith("predictor"):
+            continue
+        found = set(_PLACEHOLDER.findall(name))
+        for placeholder in sorted(found - wanted):
+            yield Finding(
+                document="model",
+                path=("tensors", key),
+                message=f"`{placeholder}` stands for nothing in the name of {key}",
+                help=f"its placeholders: {', '.join(sorted(wanted)) or 'none'}",
+            )
+        for placeholder in sorted(wanted - found):
+            subject = placeholder.strip("{}")
+            yield Finding(
+                document="model",
+                path=("tensors", key),
+                message=f"the name of {key} is the same for every {subject}",
+                help=f"put {placeholder} where the {subject}'s number is",
+            )

@@ -1,0 +1,1 @@
+"""Documents that extend others, and values that the command line replaces."""

@@ -1,0 +1,389 @@
+"""Composition: a document that ``extends`` others, and what it removes and joins.
+
+::
+
+    extends = ["../common/phone.plan.toml", "fast-flash.toml"]   # earlier is weaker
+    remove = ["memory.segments.cold"]                            # of what is inherited
+    inherit.layers.overrides = "append"                          # instead of replacing
+
+Only documents with one of these keys come here.  Inherited paths of devices, models and stores are
+written as they are seen from the extending file, so that the outcome is a plain document.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.composing.composed import Chain, ComposedFile, Link, Removal
+from pi2.plan.composing.trees import (
+    JOINS,
+    Node,
+    build_tree,
+    extract_values,
+    find_node,
+    list_names,
+    merge_trees,
+    remove_node,
+)
+from pi2.plan.documents.common import COMPOSITION
+from pi2.plan.documents.fields import suggest
+from pi2.plan.reading.deprecations import modernise
+from pi2.plan.reading.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
+from pi2.plan.reading.references import (
+    MAX_LENGTH,
+    Located,
+    Resolver,
+    UnknownName,
+    has_scheme,
+    is_path,
+    locate_document,
+)
+from pi2.plan.reading.schema_check import check_version
+from pi2.plan.toml.paths import KeyPath, format_path
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+from pi2.plan.toml.text import write_value
+
+MAX_DEPTH = 8
+"""Longest chain of documents that extend one another."""
+MAX_FILES = 64
+"""Most files that one document is put together from; a file that comes twice counts twice."""
+MAX_ENTRIES = 256
+"""Most entries of ``extends`` and ``remove``."""
+
+_WANTED = {
+    "extends": 'an array of texts, such as `["base.plan.toml"]`',
+    "remove": 'an array of texts, such as `["units.npu"]`',
+    "inherit": 'a table, such as `inherit.layers.overrides = "append"`',
+}
+
+_REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
+    "plan": (("device",), ("model",), ("store",), ("sparsity", "thresholds"))
+}
+"""Keys whose texts are paths, or may be."""
+_PLAIN_PATHS = ("store", "thresholds")
+"""Those of files that are no documents to look for: always paths."""
+
+
+@dataclass
+class Composition:
+    """What came of putting a document together."""
+
+    file: SourceFile
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    """Why it is not what it should be."""
+    warnings: list[Diagnostic] = field(default_factory=list)
+    files: dict[str, SourceFile] = field(default_factory=dict)
+    """Files that were read, by name."""
+    removed: list[Removal] = field(default_factory=list)
+    chains: dict[str, Chain] = field(default_factory=dict)
+    """The first way to each of them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything that it asks for was found."""
+        return not self.diagnostics
+
+
+def compose(
+    source: SourceFile, kind: Kind, *, resolver: Resolver | None = None, origin: str | None = None
+) -> Composition:
+    """Put ``source`` together with all that it extends."""
+    composer = _Composer(kind, resolver)
+    stack = (os.path.realpath(source.path),)
+    tree = composer.assemble(source, (), stack, origin)
+    result = composer.result
+    result.file = ComposedFile(
+        path=source.path,
+        name=source.name,
+        text=source.text,
+        values=extract_values(tree),
+        tree=tree,
+    )
+    return result
+
+
+class _Composer:
+    def __init__(self, kind: Kind, resolver: Resolver | None) -> None:
+        self.kind: Kind = kind
+        self.resolver = resolver
+        self.count = 0
+        self.read: dict[Path, SourceFile | list[Diagnostic]] = {}
+        self.result = Composition(SourceFile(Path(), "", "", {}))
+
+    def assemble(
+        self, source: SourceFile, chain: Chain, stack: tuple[str, ...], origin: str | None
+    ) -> Node:
+        """The tree of a file with all that it extends below it."""
+        own = build_tree(
+            source, {key: v for key, v in source.values.items() if key not in COMPOSITION}
+        )
+        base: Node | None = None
+        for index, reference in self.list_texts(source, "extends"):
+            link = Link(source, ("extends", index), reference)
+            node = self.load_base(link, chain, stack, origin)
+            if node is not None:
+                base = node if base is None else merge_trees(base, node)
+        joins = self.check_type(source, "inherit", dict) or {}
+        removed = list(self.list_texts(source, "remove"))
+        if base is None:
+            if "extends" not in source.values:
+                self.report_alone(source)
+            return own
+        for index, text in removed:
+            base = self.remove(base, source, index, text)
+        self.check_joins(source, joins, base, own)
+        return merge_trees(base, own, joins)
+
+    def check_type(self, source: SourceFile, key: str, wanted: type) -> Any:
+        """The value of a key of composition; None where there is none of the right type."""
+        value = source.values.get(key)
+        if value is None or isinstance(value, wanted):
+            return value
+        self.report(source, (key,), "P103", f"`{key}` is {_WANTED[key]}")
+        return None
+
+    def list_texts(self, source: SourceFile, key: str) -> Iterator[tuple[int, str]]:
+        """Yield the sound entries of ``extends`` or ``remove``."""
+        entries = self.check_type(source, key, list) or []
+        if len(entries) > MAX_ENTRIES:
+            message = f"`{key}` has {len(entries)} entries, at most {MAX_ENTRIES} are read"
+            self.report(source, (key,), "P022", message)
+            return
+        for index, text in enumerate(entries):
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_LENGTH:
+                message = f"`{key}` is {_WANTED[key]}, of 1 to {MAX_LENGTH} characters each"
+                self.report(source, (key, index), "P103", message)
+            else:
+                yield index, text
+
+    def report(
+        self, source: SourceFile, path: KeyPath, code: str, message: str, help: str | None = None
+    ) -> None:
+        self.result.diagnostics.append(
+            Diagnostic(
+                code=code,
+                message=message,
+                help=help,
+                span=source.spans.find_value(path),
+                path=format_path(path),
+            )
+        )
+
+    def report_alone(self, source: SourceFile) -> None:
+        for key in ("inherit", "remove"):
+            if key in source.values:
+                message = f"`{key}` without `extends`: there is nothing inherited"
+                self.report(source, (key,), "P025", message, "add `extends = [...]`, or remove it")
+
+    def load_base(
+        self, link: Link, chain: Chain, stack: tuple[str, ...], origin: str | None
+    ) -> Node | None:
+        """The tree of what an entry of ``extends`` means."""
+        located = self.locate(link, origin)
+        if located is None:
+            return None
+        real = os.path.realpath(located.path) if "\0" not in str(located.path) else ""
+        if real in stack:
+            message = f"{write_value(link.reference)} extends itself"
+            if real != stack[-1]:
+                message = f"{write_value(link.reference)} leads back to a document that extends it"
+            self.report(link.file, link.path, "P021", message, "remove one of the references")
+            return None
+        self.count += 1
+        if len(stack) > MAX_DEPTH or self.count > MAX_FILES:
+            message = f"a chain of more than {MAX_DEPTH} documents that extend one another"
+            if len(stack) <= MAX_DEPTH:
+                message = f"more than {MAX_FILES} files are extended"
+            if not any(item.code == "P022" for item in self.result.diagnostics):
+                self.report(link.file, link.path, "P022", message, "put some of them together")
+            return None
+        way = (*chain, link)
+        self.result.chains.setdefault(located.name, way)
+        source = self.read_base(link, located)
+        if source is None:
+            return None
+        self.result.files.setdefault(source.name, source)
+        tree = self.assemble(source, way, (*stack, real), located.reference)
+        return self.rebase(tree, link.reference, located)
+
+    def locate(self, link: Link, origin: str | None) -> Located | None:
+        reference = link.reference
+        try:
+            located = locate_document(
+                reference,
+                self.kind,
+                link.file.path.parent,
+                resolver=self.resolver,
+                origin=origin,
+            )
+        except UnknownName as error:
+            self.report(link.file, link.path, "P020", str(error), error.hint)
+            return None
+        except UserError as error:
+            span = link.file.spans.find_value(link.path)
+            self.result.diagnostics += (
+                replace(item, span=span, path=format_path(link.path)) for item in error.diagnostics
+            )
+            return None
+        found = detect_kind(located.file_name)
+        if found is not None and found != self.kind:
+            wrong = check_suffix(located.file_name, located.name, self.kind)
+            assert wrong is not None
+            self.report(link.file, link.path, "P014", wrong.message, wrong.help)
+            return None
+        return located
+
+    def read_base(self, link: Link, located: Located) -> SourceFile | None:
+        """Read a file, once; what is wrong with it is reported where it is."""
+        first = located.path not in self.read
+        if first:
+            read = read_source(located.path, located.name)
+            if not isinstance(read, list):
+                read, warnings = modernise(read, self.kind)
+                self.result.warnings += warnings
+            self.read[located.path] = read
+        source = self.read[located.path]
+        if isinstance(source, list):
+            for item in source:
+                if item.code in CANNOT_READ:
+                    message = f"{located.name}: {item.message}"
+                    self.report(link.file, link.path, "P020", message, item.help)
+                elif first:
+                    self.result.diagnostics.append(item)
+            return None
+        if not first:
+            return source
+        other = guess_kind(source.values, self.kind)
+        if other is not None:
+            wrong = report_kind(Span.of_file(located.name), self.kind, other)
+            self.report(link.file, link.path, "P014", wrong.message, wrong.help)
+            return None
+        version = check_version(source, DOCUMENTS[self.kind])
+        if version is not None:
+            self.result.diagnostics.append(version)
+        return source
+
+    def rebase(self, tree: Node, reference: str, located: Located) -> Node:
+        """Let the paths of an inherited plan begin where the extending file lies."""
+        for path in _REFERENCES.get(self.kind, ()):
+            tree = self.rebase_value(tree, path, 0, reference, located)
+        return tree
+
+    def rebase_value(
+        self, tree: Node, path: KeyPath, depth: int, reference: str, located: Located
+    ) -> Node:
+        """``tree``, which stands at the first ``depth`` keys of ``path``, with the path below."""
+        key = str(path[depth])
+        node = None if tree.table is None else tree.table.get(key)
+        if tree.table is None or node is None:
+            return tree
+        if depth + 1 < len(path):
+            changed = self.rebase_value(node, path, depth + 1, reference, located)
+        elif not isinstance(node.scalar, str):
+            return tree
+        else:
+            try:
+                text = self.rebase_text(node.scalar, key, reference, located)
+            except UserError as error:
+                place = node.places[-1]
+                span = place.file.spans.find_value(place.path)
+                self.result.diagnostics += (
+                    replace(item, span=span, path=format_path(path)) for item in error.diagnostics
+                )
+                return tree
+            changed = replace(node, scalar=text)
+        return replace(tree, table={**tree.table, key: changed})
+
+    def rebase_text(self, text: str, key: str, reference: str, located: Located) -> str:
+        if has_scheme(text) or not text or text.startswith("/"):
+            return text
+        if key not in _PLAIN_PATHS and not is_path(text):
+            return text
+        if located.reference is not None:
+            joins = key not in _PLAIN_PATHS and self.resolver is not None
+            return self.resolver.join(located.reference, text) if joins and self.resolver else text
+        folder = posixpath.dirname(reference)
+        if not reference.endswith(".toml"):  # a short name: a document that comes with pi2
+            folder = str(located.path.parent)
+        return posixpath.join(folder, text.removeprefix("./")) if folder not in ("", ".") else text
+
+    def remove(self, base: Node, source: SourceFile, index: int, text: str) -> Node:
+        """What is inherited without the value that an entry of ``remove`` names."""
+        names = parse_key(text)
+        if names is None:
+            message = f"{write_value(text)} is no key path"
+            self.report(source, ("remove", index), "P023", message, 'for example "units.npu"')
+            return base
+        result = remove_node(base, names)
+        if isinstance(result, Node):
+            self.result.removed.append(Removal(source, index, tuple(names)))
+            return result
+        known = list_names(_find_named(base, names[:result]))
+        near = suggest(names[result], known)
+        help_text = None
+        if near is not None:
+            help_text = f"did you mean `{'.'.join([*names[:result], near])}`?"
+        elif known:
+            help_text = f"inherited are {', '.join(f'`{item}`' for item in known[:8])}"
+        place = f" in `{'.'.join(names[:result])}`" if result else ""
+        message = f"nothing to remove: no `{names[result]}` is inherited{place}"
+        self.report(source, ("remove", index), "P023", message, help_text)
+        return base
+
+    def check_joins(self, source: SourceFile, joins: Any, base: Node, own: Node) -> None:
+        """Report entries of ``inherit`` that join nothing."""
+        for path, value in _list_leaves(joins):
+            place = ("inherit", *path)
+            shown = format_path(path)
+            if value not in JOINS:
+                message = f"`{format_path(place)}` is `append` or `prepend`"
+                self.report(source, place, "P104", message, "tables merge without it")
+                continue
+            for tree, what in ((own, "this document sets no array"), (base, "inherited is none")):
+                node, rest = find_node(tree, path)
+                if rest or node.items is None:
+                    message = f"`{shown}` joins no arrays: {what}"
+                    self.report(source, place, "P024", message, "name an array that both have")
+                    break
+
+
+def parse_key(text: str) -> list[str] | None:
+    """Names of a dotted TOML key, such as ``units."npu.v2"``; None for any other text."""
+    if "\n" in text or "=" in text or "#" in text:
+        return None
+    try:
+        values: Any = tomli.loads(f"{text} = 0")
+    except (tomli.TOMLDecodeError, RecursionError, ValueError):
+        return None
+    names = []
+    while isinstance(values, dict):
+        if len(values) != 1:
+            return None
+        ((name, values),) = values.items()
+        names.append(name)
+    return names
+
+
+def _find_named(node: Node, names: Sequence[str]) -> Node:
+    for name in names:
+        if node.table is not None:
+            node = node.table[name]
+        else:
+            node = next(item for item in node.items or () if item.id == name)
+    return node
+
+
+def _list_leaves(values: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _list_leaves(value, (*path, key))
+        else:
+            yield (*path, key), value

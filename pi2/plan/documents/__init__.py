@@ -1,0 +1,1 @@
+"""What plans, devices and models may say: keys, quantities, selectors."""

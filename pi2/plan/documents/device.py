@@ -1,0 +1,244 @@
+"""The device document: a kind of machine, its compute units, memory and storage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
+from pi2.plan.documents.quantities import Bytes, BytesPerSecond, Hertz, Seconds, Watts
+
+IsaFeature = Literal[
+    "sse4.2",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512vnni",
+    "neon",
+    "fp16",
+    "dotprod",
+    "i8mm",
+    "sve",
+]
+"""An instruction-set feature that kernels are chosen by."""
+
+
+class RateFigure(Origin):
+    """A transfer rate and where it comes from."""
+
+    value: BytesPerSecond
+    """The rate, for example ``"43.9 GB/s"``."""
+
+
+class PowerFigure(Origin):
+    """An electric power and where it comes from."""
+
+    value: Watts
+    """The power, for example ``"5.1 W"``."""
+
+
+class ShareFigure(Origin):
+    """A part of a whole and where it is known from."""
+
+    value: Share
+    """The part, from 0 to 1."""
+
+
+class ComputeFigure(Origin):
+    """An arithmetic rate and where it comes from."""
+
+    giga_ops: float = Field(gt=0.0, examples=[350.0])
+    """Operations per second, in units of 1e9; a multiply-add counts as two."""
+    precision: Literal["int4", "int8", "fp16", "fp32"]
+    """Type of the operands."""
+
+
+class ThreadsFigure(RateFigure):
+    """Read bandwidth of main memory with a number of threads."""
+
+    threads: Count
+    """Threads that read at the same time."""
+
+
+KernelName = Literal[
+    "multiply",
+    "project",
+    "attend",
+    "predict",
+    "predict-gate",
+    "gather",
+    "gather-open",
+    "wake",
+    "dense",
+    "project-many",
+    "norm",
+    "look-up",
+    "route",
+    "find",
+    "engine",
+    "engine-cached",
+    "engine-token",
+]
+"""A step of pi2's own engine.  For one token: ``multiply``, a matrix of `size` rows; ``project``, a
+layer's attention without context, its projections having `size` rows; ``attend``, what `size`
+tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons, and
+``predict-gate``, their gates; ``gather``, `size` neurons that lie apart, and ``gather-open``, those
+whose gates are known; ``wake``, what the first of such calls takes more after `size` microseconds
+in which nothing was computed; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
+neuron cache, where `size` neurons are missing; ``find``, which neurons are in `size` slots of the
+cache; ``route``, choosing among `size` experts; ``engine``, what the engine does in a layer between
+these if all its neurons stay, and ``engine-token`` once a token, measured with `size` layers;
+``engine-cached``, the same of a layer that takes `size` neurons from the cache.  For many tokens:
+``dense``, 512 neurons for `size` tokens; ``project-many``, a layer's attention for `size`
+tokens."""
+
+
+class KernelFigure(Origin):
+    """Time of one call of a kernel, with all threads."""
+
+    kernel: KernelName
+    """Which one."""
+    size: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[1024])]
+    """How much it works on: see the kernel."""
+    time: Seconds
+    """One call, from Python and back; of ``look-up``, what `size` missing neurons add to none."""
+    bytes: Bytes | None = None
+    """Weights, keys and values that it reads; absent where they are not what takes the time."""
+    giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])
+    """Operations per second, in units of 1e9, where arithmetic takes the time."""
+    width: Annotated[int, Field(ge=32, le=2**20, examples=[4096])] | None = None
+    """Width of the model that it was measured with; 4096 where absent."""
+    kv: Literal["fp16", "int8", "fp32"] = "fp16"
+    """What keys and values were."""
+    activations: Literal["int8", "int16", "fp32"] = "int16"
+    """What the inputs of projections were rounded to."""
+
+
+class CpuCluster(Table):
+    """Cores of one kind."""
+
+    id: Identifier
+    """Name that plans give threads to, for example ``"big"``."""
+    cores: Count
+    """Number of cores."""
+    frequency: Hertz | None = None
+    """Highest sustained clock."""
+    core: str | None = Field(default=None, examples=["cortex-x4"])
+    """Micro-architecture, for example ``"cortex-x4"``; chooses the compiler's schedule."""
+
+
+class Memory(Table):
+    """Main memory, or the memory of a graphics card."""
+
+    capacity: Bytes | None = None
+    """Installed memory; absent means *ask the machine*."""
+    usable: Bytes | None = None
+    """What the system leaves to one process, if less."""
+    read_bandwidth: RateFigure | None = None
+    """Rate that all units reach together."""
+    peak_bandwidth: RateFigure | None = None
+    """Rate of the memory's interface, which no program reaches."""
+
+
+class Unit(Table):
+    """A compute unit: what a plan gives work to."""
+
+    kind: Literal["cpu", "gpu", "npu"]
+    """What it is; a plan's backends serve kinds."""
+    model: str = Field(default="", max_length=120, examples=["Adreno 750"])
+    """Its commercial name."""
+    architecture: (
+        Literal["x86-64", "aarch64", "opencl", "cuda", "metal", "vulkan", "hexagon"] | None
+    ) = None
+    """Instruction set or programming interface; for a CPU, absent means *ask the machine*."""
+    features: tuple[IsaFeature, ...] | None = Field(default=None, examples=[["neon", "dotprod"]])
+    """CPU features that kernels may use; absent means *ask the machine*."""
+    clusters: tuple[CpuCluster, ...] = ()
+    """Kinds of cores of a CPU; empty means *ask the machine*."""
+    read_bandwidth: RateFigure | None = None
+    """Rate at which the whole unit reads main memory."""
+    memory: Memory | None = None
+    """Memory of its own, such as a graphics card's; absent means that it uses main memory."""
+    compute: tuple[ComputeFigure, ...] = ()
+    """Arithmetic rates by operand type."""
+    bandwidth_by_threads: tuple[ThreadsFigure, ...] = ()
+    """Read bandwidth with fewer threads than cores, and with all."""
+    kernels: tuple[KernelFigure, ...] = ()
+    """Times of pi2's own kernels, as `pi2 probe` measures them."""
+    power: PowerFigure | None = None
+    """Power drawn while the unit works."""
+    emulated: bool | None = None
+    """Whether the processor's own cores play this unit's part, as PoCL does for OpenCL: planner
+    and simulator do not take it for another unit."""
+
+
+class ReadFigure(Origin):
+    """Read rate of the storage for one access pattern."""
+
+    pattern: Literal["sequential", "random"]
+    """Order of the reads."""
+    block: Bytes
+    """Bytes of one read."""
+    rate: BytesPerSecond
+    """Bytes per second."""
+    range: Bytes | None = None
+    """Extent of the file that random reads fall into."""
+    depth: Count | None = None
+    """Reads in flight at the same time."""
+    threads: Count | None = None
+    """Threads that issue them."""
+    cluster: str | None = Field(default=None, examples=["big"])
+    """CPU cluster that issues them, where it matters."""
+    burst: Count | None = Field(default=None, examples=[16])
+    """Reads that are asked for at once, the queue being empty before and after; absent means as
+    many as it takes to keep the storage busy."""
+    overlap: Share | None = None
+    """Part of the time of these reads that computing with all cores hides; absent means that of
+    the storage."""
+    overlap_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
+    """Standard deviation of the measurements of ``overlap``, as it is."""
+
+
+class Storage(Table):
+    """Flash or disk that holds the neuron store."""
+
+    kind: Literal["ufs", "nvme", "sata", "emmc", "sd", "virtual"] | None = None
+    """Type of the device."""
+    block_size: Bytes | None = None
+    """Logical block: direct reads are multiples of it; absent means *ask the machine*."""
+    queue_depth: Count | None = None
+    """Entries of the command queue."""
+    queues: Count | None = None
+    """Number of command queues."""
+    latency: Seconds | None = None
+    """Time of one small read in an idle queue."""
+    latency_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
+    """Standard deviation of the measurements of ``latency`` relative to their mean."""
+    reader_penalty: ShareFigure | None = None
+    """Part of the read rate that is lost where several cores issue reads instead of one."""
+    overlap: ShareFigure | None = None
+    """Part of the time of reads that computing with all cores hides: 1 where reading costs the
+    cores nothing, 0 where it needs them all."""
+    reads: tuple[ReadFigure, ...] = ()
+    """Measured or published read rates."""
+
+
+class Device(Document):
+    """A kind of machine (``*.device.toml``): shareable, never somebody's serial number."""
+
+    id: Identifier
+    """Short name, the same as the file's."""
+    units: Annotated[dict[Identifier, Unit], Field(min_length=1)]
+    """Compute units by name; plans use these names."""
+    memory: Memory = Memory.default()
+    """Main memory."""
+    storage: Storage = Storage.default()
+    """Flash or disk."""
+    power: PowerFigure | None = None
+    """Power of the whole device while all of its units work."""
+    noise: ShareFigure | None = None
+    """By how much the time of the same work varies while nothing else is asked of the machine."""

@@ -1,0 +1,345 @@
+"""The model document: everything about a model that is not a weight."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
+from pi2.plan.documents.model_tensors import Tensors
+from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
+
+Precision = Literal["int4", "int8", "fp16"]
+"""Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
+
+Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
+"""Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
+below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
+that Gemma uses."""
+
+SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
+"""Those that are zero nowhere: no neuron can be left out without changing the result."""
+
+
+LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
+"""A layer, the first being 0."""
+
+
+class Shape(Table):
+    """Sizes, in elements."""
+
+    layers: Annotated[int, Field(ge=1, le=1024, examples=[32])]
+    """Number of transformer blocks."""
+    hidden: Annotated[int, Field(ge=1, le=2**20, examples=[4096])]
+    """Width of the residual stream."""
+    ffn: Annotated[int, Field(ge=1, le=2**22, examples=[11008])]
+    """FFN neurons per layer; in a mixture of experts, of one expert."""
+    heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
+    """Query heads."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
+    """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of one head."""
+    vocab: Annotated[int, Field(ge=1, le=2**24, examples=[32000])]
+    """Tokens of the vocabulary."""
+    context: Annotated[int, Field(ge=1, le=2**27, examples=[4096])]
+    """Longest sequence the model was made for, in tokens."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def stored_hidden(self) -> int:
+        """Length of the residual stream's vectors in stores and backends: zeros fill it up."""
+        return fill_groups(self.hidden)
+
+    @property
+    def stored_query(self) -> int:
+        """Length of attention's output in stores and backends: zeros fill it up."""
+        return fill_groups(self.query)
+
+
+class Norm(Table):
+    """Normalisation before attention, before the FFN, and at the end."""
+
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: that of x - mean(x)."""
+    epsilon: float = Field(default=1e-5, gt=0.0)
+    """Added to the mean of squares."""
+    bias: bool = False
+    """Whether a bias is added."""
+    weight_offset: float = 0.0
+    """What the checkpoint leaves out of its weights: 1 for Gemma, whose norms multiply by
+    1 + weight."""
+    outputs: bool = False
+    """Whether what attention and the FFN give is normalised too, before it is added (Gemma 2)."""
+
+
+Divisor = Annotated[float, Field(gt=0.0, examples=[1.5])]
+"""What a frequency is divided by."""
+
+
+class Rope(Table):
+    """Rotary position embedding, rotating pairs of a head's elements."""
+
+    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "none"] = "plain"
+    """Scaling of positions or frequencies; ``none`` rotates nothing."""
+    theta: float = Field(default=10000.0, gt=1.0)
+    """Base of the frequencies."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Part of a head that is rotated, from its first element on."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which elements of the checkpoint's heads turn together: one of each half of the rotated
+    part, or two that follow each other."""
+    factor: float = Field(default=1.0, ge=1.0)
+    """By how much the context is stretched (``linear``, ``llama3``, ``yarn``, ``longrope``)."""
+    low_frequency_factor: float = Field(default=1.0, gt=0.0)
+    """Longest wavelength kept unscaled by factor (``llama3``)."""
+    high_frequency_factor: float = Field(default=4.0, gt=0.0)
+    """Shortest wavelength that is scaled (``llama3``)."""
+    original_context: Count = 8192
+    """Context before stretching, in tokens (``llama3``, ``yarn``, ``longrope``)."""
+    fast_rotations: float = Field(default=32.0, gt=0.0)
+    """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
+    slow_rotations: float = Field(default=1.0, gt=0.0)
+    """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
+    whole_pairs: bool = True
+    """Whether the two bounds are rounded to whole pairs (``yarn``)."""
+    attention_factor: float | None = Field(default=None, gt=0.0, examples=[1.1])
+    """What sines and cosines are multiplied by; absent means 0.1 ln(factor) + 1 (``yarn``) or
+    sqrt(1 + ln(factor) / ln(original_context)) (``longrope``)."""
+    short_factors: tuple[Divisor, ...] = ()
+    """What each pair's frequency is divided by in sequences of up to ``original_context`` tokens
+    (``longrope``)."""
+    long_factors: tuple[Divisor, ...] = ()
+    """The same in longer ones."""
+
+    def count_rotated(self, head_dim: int) -> int:
+        """Elements of a head that are rotated."""
+        return 0 if self.kind == "none" else int(head_dim * self.share)
+
+
+class OtherRope(Rope):
+    """Rotary positions of some layers, where they are not those of ``rope``."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
+    """The layers that have them."""
+
+
+class Positions(Table):
+    """Learned position vectors, added to the embeddings."""
+
+    offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
+    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
+
+
+class Attention(Table):
+    """Attention beyond its sizes."""
+
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    head_norm: bool = False
+    """Whether every head of queries and keys goes through an RMSNorm before it is rotated."""
+    scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
+    """What scores are multiplied by; absent means 1 / sqrt(head_dim)."""
+    softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
+    """Scores s become c tanh(s / c), where it is stated."""
+    sliding_window: Count | None = None
+    """Tokens that a query looks back, itself included; absent means all."""
+    window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
+    """Layers that have the sliding window; absent means all."""
+
+
+class Ffn(Table):
+    """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
+
+    activation: Activation
+    """Its activation."""
+    threshold: float = 0.0
+    """Activations at or below it are zero (``fatrelu``)."""
+    gated: bool = True
+    """Whether neurons have a gate."""
+    bias: bool = False
+    """Whether gate, up and down have biases."""
+
+
+class Multipliers(Table):
+    """Constants that a few families multiply by; 1 where they do not."""
+
+    embedding: float = 1.0
+    """Embeddings, as they enter the first layer."""
+    residual: float = 1.0
+    """What attention and the FFN add to the residual stream."""
+    logits: float = 1.0
+    """Logits, before their soft cap."""
+
+
+class Moe(Table):
+    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
+
+    experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
+    """FFNs of a layer, each of ``shape.ffn`` neurons."""
+    active_experts: Count
+    """How many of them compute a token."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's scores into weights."""
+    router_input: Literal["ffn", "layer"] = "ffn"
+    """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
+    normalise_weights: bool = True
+    """Whether the weights of the active experts are scaled to add up to 1."""
+    shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
+    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
+    as many neurons is four."""
+    shared_gate: bool = False
+    """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
+
+
+class Tokenizer(Table):
+    """How text becomes tokens."""
+
+    file: str = "tokenizer.json"
+    """File of the `tokenizers` library, relative to the neuron store."""
+    bos: int | None = Field(default=None, ge=0, examples=[1])
+    """Id of the token that begins a sequence."""
+    eos: tuple[int, ...] = Field(default=(), examples=[[2]])
+    """Ids that end a generation."""
+    add_bos: bool = False
+    """Whether a prompt begins with ``bos``."""
+
+
+class Quantization(Table):
+    """Precision of the weights by class of tensor."""
+
+    ffn: Precision = "int4"
+    """Neuron bundles."""
+    attention: Precision = "int4"
+    """Query, key, value and output projections."""
+    embedding: Precision = "int8"
+    """Embedding table, and the head where it is tied."""
+    head: Precision = "int8"
+    """Output head where it is not tied."""
+    predictor: Precision = "int8"
+    """Activation predictors."""
+
+
+class Predictor(Table):
+    """Low-rank activation predictors: fc2 relu(fc1 x) + bias >= threshold, x after the FFN norm."""
+
+    rank: Count
+    """Rows of fc1, a multiple of 32; the largest where layers differ."""
+    recall: Share | None = None
+    """Share of truly active neurons that are predicted, on held-out text."""
+    active: Share | None = None
+    """Share of neurons that are predicted to be active."""
+
+
+class Sparsity(Origin):
+    """What is known of the FFN's activations."""
+
+    active: Share
+    """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
+    skew: Share | None = None
+    """Share of a layer's neurons that make 80 % of its activations."""
+    gate_open: Share | None = None
+    """Mean share whose gate is open, which is what is computed where gates find active neurons;
+    absent means that it is not known."""
+
+
+class Model(Document):
+    """A model (``*.model.toml``): shape, operators, tensors, tokenizer, quantisation."""
+
+    id: Identifier
+    """Short name, the same as the file's."""
+    licence: str = Field(default="", max_length=200, examples=["Apache-2.0"])
+    """Licence of the weights."""
+    shape: Shape
+    """Sizes."""
+    norm: Norm = Norm.default()
+    """Normalisation."""
+    rope: Rope = Rope.default()
+    """Positions."""
+    other_rope: OtherRope | None = None
+    """Rotary positions of some layers, if they differ."""
+    positions: Positions | None = None
+    """Learned position vectors, if the model has them."""
+    attention: Attention = Attention.default()
+    """Attention."""
+    residual: Literal["sequential", "parallel"] = "sequential"
+    """``parallel``: the FFN reads the layer's input, not what attention has made of it."""
+    ffn: Ffn
+    """Feed-forward network."""
+    moe: Moe | None = None
+    """Mixture of experts; absent means one FFN per layer."""
+    multipliers: Multipliers = Multipliers.default()
+    """Constant factors."""
+    logit_softcap: float | None = Field(default=None, gt=0.0, examples=[30.0])
+    """Logits x become c tanh(x / c), where it is stated."""
+    tied_head: bool = False
+    """Whether the head is the embedding table."""
+    head_bias: bool = False
+    """Whether the head has a bias."""
+    tokenizer: Tokenizer = Tokenizer.default()
+    """Tokenizer."""
+    quantization: Quantization = Quantization.default()
+    """Precisions."""
+    tensors: Tensors = Tensors.default()
+    """Names in the checkpoint."""
+    predictor: Predictor | None = None
+    """Activation predictors, if the model has them."""
+    sparsity: Sparsity | None = None
+    """Activation statistics."""
+
+    @property
+    def layer_neurons(self) -> int:
+        """FFN neurons of a layer, those of all experts together."""
+        return self.shape.ffn * self.expert_count
+
+    @property
+    def expert_count(self) -> int:
+        """FFNs of a layer, shared experts last: 1 without experts."""
+        return 1 if self.moe is None else self.moe.experts + self.moe.shared_experts
+
+    @property
+    def active_experts(self) -> int:
+        """FFNs of a layer that compute a token: 1 without experts."""
+        return 1 if self.moe is None else self.moe.active_experts + self.moe.shared_experts
+
+    @property
+    def token_neurons(self) -> int:
+        """FFN neurons of a layer that may compute a token: those of its active experts."""
+        return self.shape.ffn * self.active_experts
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether no activation is ever exactly zero."""
+        return self.ffn.activation in SMOOTH_ACTIVATIONS
+
+    def lay_out_bundle(
+        self, stride: int | None = None, scales: ScalesPlace = "inline"
+    ) -> BundleLayout:
+        """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
+        ffn = self.ffn
+        return lay_out_bundle(
+            self.shape.stored_hidden,
+            self.quantization.ffn,
+            stride,
+            gated=ffn.gated,
+            bias=ffn.bias,
+            mixed=self.moe is not None,
+            scales=scales,
+        )
+
+    def find_window(self, layer: int) -> int | None:
+        """Tokens that queries of ``layer`` look back, themselves included; None means all."""
+        layers = self.attention.window_layers
+        return self.attention.sliding_window if layers is None or layer in layers else None
+
+    def find_rope(self, layer: int) -> Rope:
+        """Rotary positions of ``layer``."""
+        other = self.other_rope
+        return self.rope if other is None or layer not in other.layers else other

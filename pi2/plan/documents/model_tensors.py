@@ -1,0 +1,106 @@
+"""What a model document calls the tensors of its checkpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Table
+
+
+class Tensors(Table):
+    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number and, in a
+    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names."""
+
+    embedding: str = "model.embed_tokens.weight"
+    """Embedding table [vocab, hidden]."""
+    attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
+    """Norm before attention [hidden]."""
+    query: str = "model.layers.{layer}.self_attn.q_proj.weight"
+    """Query projection [heads x head_dim, hidden]."""
+    key: str = "model.layers.{layer}.self_attn.k_proj.weight"
+    """Key projection [kv_heads x head_dim, hidden]."""
+    value: str = "model.layers.{layer}.self_attn.v_proj.weight"
+    """Value projection [kv_heads x head_dim, hidden]."""
+    output: str = "model.layers.{layer}.self_attn.o_proj.weight"
+    """Output projection of attention [hidden, heads x head_dim]."""
+    query_bias: str = "model.layers.{layer}.self_attn.q_proj.bias"
+    """Bias of the query projection."""
+    key_bias: str = "model.layers.{layer}.self_attn.k_proj.bias"
+    """Bias of the key projection."""
+    value_bias: str = "model.layers.{layer}.self_attn.v_proj.bias"
+    """Bias of the value projection."""
+    output_bias: str = "model.layers.{layer}.self_attn.o_proj.bias"
+    """Bias of the output projection."""
+    fused_qkv: str | None = Field(
+        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.weight"]
+    )
+    """Query, key and value projections in one tensor, which then replaces the three."""
+    fused_qkv_bias: str | None = Field(
+        default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.bias"]
+    )
+    """Their biases in one tensor."""
+    fused_order: Literal["stacked", "grouped"] = "stacked"
+    """``stacked``: all query rows, all key rows, all value rows; ``grouped``: for every key head
+    its queries, its key, its value."""
+    query_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
+    """Norm of every query head [head_dim]."""
+    key_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
+    """Norm of every key head [head_dim]."""
+    attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
+    """Bias of the norm before attention."""
+    ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    """Norm before the FFN [hidden]; the one before attention where both share it."""
+    ffn_norm_bias: str = "model.layers.{layer}.post_attention_layernorm.bias"
+    """Bias of the norm before the FFN."""
+    attention_output_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    """Norm of what attention gives [hidden], with ``norm.outputs``."""
+    ffn_output_norm: str = "model.layers.{layer}.post_feedforward_layernorm.weight"
+    """Norm of what the FFN gives [hidden], with ``norm.outputs``."""
+    gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
+    """Gate projection [ffn, hidden]."""
+    up: str = "model.layers.{layer}.mlp.up_proj.weight"
+    """Up projection [ffn, hidden]."""
+    down: str = "model.layers.{layer}.mlp.down_proj.weight"
+    """Down projection [hidden, ffn]."""
+    fused_gate_up: str | None = Field(
+        default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
+    )
+    """Gate and up projections in one tensor [2 x ffn, hidden], gates first."""
+    gate_bias: str = "model.layers.{layer}.mlp.gate_proj.bias"
+    """Bias of the gate projection [ffn]."""
+    up_bias: str = "model.layers.{layer}.mlp.up_proj.bias"
+    """Bias of the up projection [ffn]."""
+    down_bias: str = "model.layers.{layer}.mlp.down_proj.bias"
+    """Bias of the down projection [hidden]."""
+    final_norm: str = "model.norm.weight"
+    """Norm after the last layer [hidden]."""
+    final_norm_bias: str = "model.norm.bias"
+    """Its bias."""
+    positions: str = "model.embed_positions.weight"
+    """Learned position vectors [context + offset, hidden]."""
+    head: str = "lm_head.weight"
+    """Output head [vocab, hidden], where it is not tied."""
+    head_bias: str = "lm_head.bias"
+    """Bias of the output head [vocab]."""
+    router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
+    """Router of a mixture of experts [experts, hidden]."""
+    shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
+    """Gate projection of the shared experts [shared experts x ffn, hidden]."""
+    shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"
+    """Up projection of the shared experts [shared experts x ffn, hidden]."""
+    shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj.weight"
+    """Down projection of the shared experts [hidden, shared experts x ffn]."""
+    shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
+    """Router of the shared experts [1, hidden]."""
+    predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
+    """First matrix of the activation predictor [rank, hidden]."""
+    predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
+    """Second matrix of the activation predictor [ffn, rank]."""
+    predictor_bias: str = "model.layers.{layer}.mlp.predictor.bias"
+    """Bias of the activation predictor [ffn]."""
+
+
+TENSOR_OPTIONS = frozenset({"fused_order"})
+"""Keys of `Tensors` that are not names."""

@@ -1,0 +1,92 @@
+"""Keys that have another name now: read as before, with a warning, and renamed by `pi2 migrate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pi2.diagnostics import Diagnostic
+from pi2.plan.toml.paths import KeyPath, format_path
+from pi2.plan.toml.source import Kind, SourceFile
+
+ANY = "*"
+"""Stands for any key, or any entry of an array."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rename:
+    """A key that is called ``new`` now."""
+
+    kind: Kind
+    path: tuple[str, ...]
+    """Where it stood; the last part is its old name."""
+    new: str
+    reason: str
+    """Why, as the end of a sentence."""
+
+    @property
+    def old(self) -> str:
+        """The old name."""
+        return self.path[-1]
+
+
+RENAMES = (
+    Rename(
+        kind="device",
+        path=("storage", "reads", ANY, "core"),
+        new="cluster",
+        reason="it names one of the CPU's clusters, and `core` is their micro-architecture",
+    ),
+)
+"""All renames; one that is listed here is never taken away before the next schema version."""
+
+
+def modernise(
+    source: SourceFile, kind: Kind, renames: Sequence[Rename] = RENAMES
+) -> tuple[SourceFile, list[Diagnostic]]:
+    """The file with its keys' present names, and a warning about every old one."""
+    own = [item for item in renames if item.kind == kind and item.old in source.text]
+    found = [(path, item) for item in own for path in find_old_keys(source.values, item)]
+    if not found:
+        return source, []
+    values = copy.deepcopy(source.values)
+    warnings, aliases = [], {}
+    for path, item in found:
+        table: Any = values
+        for part in path[:-1]:
+            table = table[part]
+        renamed = {item.new if key == item.old else key: value for key, value in table.items()}
+        table.clear()
+        table.update(renamed)
+        aliases[(*path[:-1], item.new)] = path
+        warnings.append(
+            Diagnostic(
+                code="P109",
+                severity="warning",
+                message=f"`{item.old}` is called `{item.new}` now: {item.reason}",
+                help=f"write `{item.new}`, or let `pi2 migrate` do it",
+                span=source.spans.find_key(path),
+                path=format_path(path),
+            )
+        )
+    return replace(source, values=values, aliases=aliases), warnings
+
+
+def find_old_keys(values: Any, rename: Rename) -> Iterator[KeyPath]:
+    """Paths of the old key; where the new one is there too, the old one is left as unknown."""
+    places: list[tuple[KeyPath, Any]] = [((), values)]
+    for part in rename.path[:-1]:
+        below: list[tuple[KeyPath, Any]] = []
+        for path, item in places:
+            if isinstance(item, dict) and part == ANY:
+                below += [((*path, key), value) for key, value in item.items()]
+            elif isinstance(item, dict) and part in item:
+                below.append(((*path, part), item[part]))
+            elif isinstance(item, list) and part == ANY:
+                below += [((*path, index), value) for index, value in enumerate(item)]
+        places = below
+    for path, item in places:
+        if isinstance(item, dict) and rename.old in item and rename.new not in item:
+            yield (*path, rename.old)

@@ -1,0 +1,150 @@
+"""References between documents: the device and model of a plan, and what a document extends.
+
+A reference is a relative path, the short name of a document that comes with pi2, or begins with a
+scheme (``gh:``, ``git+https:``, ``file:``).  What a scheme means is not known here: a `Resolver`
+finds those, and is given by whoever calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pi2
+from pi2.plan.toml.source import Kind, display_path
+
+MAX_LISTED = 8
+MAX_LENGTH = 500
+"""Longest reference, in characters."""
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """A file that a reference means."""
+
+    path: Path
+    """Where its bytes are."""
+    file_name: str
+    """What it is called, whatever the file is called that its bytes lie in."""
+    name: str
+    """How findings name it."""
+    reference: str | None = None
+    """The whole reference, where it has a scheme; other references in the file begin there."""
+
+
+class Resolver(Protocol):
+    """Finds files of references that have a scheme, without fetching anything."""
+
+    def find(self, reference: str, kind: Kind) -> Located | None:
+        """The file that ``reference`` means; None for a short name that it does not know.
+
+        Raises `UserError` where the reference is at fault, is not locked, or is not here; its
+        findings are reported at the place where the reference stands.
+        """
+        ...
+
+    def join(self, reference: str, relative: str) -> str:
+        """The reference that the path ``relative`` means in the document ``reference``."""
+        ...
+
+
+class UnknownName(Exception):
+    """A name that leads to no file; ``hint`` says what may be meant."""
+
+    def __init__(self, message: str, hint: str | None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def find_shipped_folder() -> Path:
+    """Folder of the plans that come with pi2."""
+    return (Path(pi2.__file__).parent / "plans").resolve()
+
+
+def list_shipped(kind: Kind) -> dict[str, Path]:
+    """Files of shipped documents by short name; that of a plan may have a folder in it."""
+    suffix = f".{kind}.toml"
+    folder = find_shipped_folder()
+    if kind == "plan":
+        files = [*folder.glob(f"*{suffix}"), *folder.glob(f"*/*{suffix}")]
+        return {
+            path.relative_to(folder).as_posix().removesuffix(suffix): path for path in sorted(files)
+        }
+    folder = folder / f"{kind}s"
+    return {path.name.removesuffix(suffix): path for path in sorted(folder.glob(f"*{suffix}"))}
+
+
+def is_path(reference: str) -> bool:
+    """Whether a reference is a path rather than a short name."""
+    return "/" in reference or "\\" in reference or reference.endswith(".toml")
+
+
+def has_scheme(reference: str) -> bool:
+    """Whether a reference begins with a scheme; one letter is a drive, not a scheme."""
+    return _SCHEME.match(reference) is not None
+
+
+def find_document(reference: str, kind: Kind, base: Path) -> Path:
+    """File that ``reference`` means; paths are relative to the folder ``base``."""
+    return locate_document(reference, kind, base).path
+
+
+def locate_document(
+    reference: str,
+    kind: Kind,
+    base: Path,
+    *,
+    resolver: Resolver | None = None,
+    origin: str | None = None,
+) -> Located:
+    """File that ``reference`` means in a document that lies in the folder ``base``.
+
+    ``origin`` is the reference that the document itself came by, where that has a scheme.
+    Raises `UnknownName` for what leads nowhere, `UserError` for what the resolver refuses.
+    """
+    path = is_path(reference)
+    if kind == "plan" and not reference.endswith(".toml"):
+        path = False  # plans lie in folders, and their short names have them
+    if path and not has_scheme(reference):
+        if origin is None or resolver is None:
+            file = base / reference
+            return Located(path=file, file_name=file.name, name=display_path(file))
+        reference = resolver.join(origin, reference)
+    if has_scheme(reference):
+        found = None if resolver is None else resolver.find(reference, kind)
+        if found is None:
+            raise UnknownName(f"`{reference}` cannot be looked up here", None)
+        return found
+    return _find_name(reference, kind, base, resolver)
+
+
+def _find_name(reference: str, kind: Kind, base: Path, resolver: Resolver | None) -> Located:
+    folder = find_shipped_folder() / ("" if kind == "plan" else f"{kind}s")
+    file = folder / f"{reference}.{kind}.toml"
+    if _is_short_name(reference) and os.path.isfile(file):
+        return Located(path=file, file_name=file.name, name=display_path(file))
+    if resolver is not None and (found := resolver.find(reference, kind)) is not None:
+        return found
+    shipped = list_shipped(kind)
+    near = difflib.get_close_matches(reference, shipped, n=1, cutoff=0.5)
+    hint = f"shipped {kind}s: {', '.join(list(shipped)[:MAX_LISTED])}"
+    if near:
+        hint = f'did you mean "{near[0]}"?'
+    elif _is_short_name(reference) and os.path.exists(base / f"{reference}.{kind}.toml"):
+        hint = f'for the file of that name here write "{reference}.{kind}.toml"'
+    raise UnknownName(f"no shipped {kind} is called `{reference}`", hint)
+
+
+def _is_short_name(reference: str) -> bool:
+    """Whether the name can be that of a file in a folder of shipped documents."""
+    parts = reference.split("/")
+    return len(parts) <= 2 and all(
+        part and not part.startswith(".") and part.isprintable() and "\\" not in part
+        for part in parts
+    )

@@ -1,0 +1,125 @@
+"""Thresholds of training-free sparsity (``*.thresholds.toml``): what `pi2 sparsity` calibrates.
+
+A file of its own beside the plan: it is measured, not written by hand, and belongs to a model, not
+to a machine.  Plans name it in ``[sparsity]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
+from pi2.plan.documents.model import Activation, Model
+from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.reading.schema_check import check_schema
+from pi2.plan.toml.source import CANNOT_READ, display_path, read_source
+
+Magnitude = Annotated[float, Field(ge=0.0)]
+
+
+class LayerThresholds(Table):
+    """A layer's thresholds, and what they leave of the text that they were calibrated on."""
+
+    gate: Magnitude
+    """Neurons whose act(gate) is smaller count as zero."""
+    experts: tuple[Magnitude, ...] = ()
+    """In a mixture, the same for the neurons of each expert, instead of ``gate``, which is for all
+    together; expert 0 first."""
+    down: Magnitude = 0.0
+    """Of the others, those whose act(gate) * up is smaller do: their down is not read."""
+    computed: Share
+    """Share of neurons (in a mixture, of those of a token's experts) whose up is read."""
+    active: Share
+    """The same of neurons whose down is read."""
+
+
+class Thresholds(Document):
+    """Thresholds of all layers of a model."""
+
+    model: Identifier
+    """The model's short name."""
+    activation: Activation
+    """Its activation."""
+    hidden: Count
+    """Width of its residual stream."""
+    neurons: Count
+    """FFN neurons of a layer."""
+    method: SparsityMethod
+    """What is compared with a threshold."""
+    target: Share
+    """Share of up and down (in a mixture, of those of a token's experts) that is not read."""
+    max_perplexity_increase: float | None = Field(default=None, gt=0.0)
+    """What the target was searched for, if it was."""
+    tokens: Count
+    """Tokens of text that the thresholds were made from."""
+    text: str
+    """SHA-256 of the text."""
+    perplexity_before: float | None = None
+    """Measured on text that the thresholds were not made from, dense."""
+    perplexity_after: float | None = None
+    """The same as tokens are generated with these thresholds."""
+    layers: Annotated[tuple[LayerThresholds, ...], Field(min_length=1, max_length=1024)]
+    """The first layer first."""
+
+    @property
+    def limits(self) -> tuple[tuple[float, float], ...]:
+        """Per layer: threshold of gates, threshold of down's inputs."""
+        return tuple((layer.gate, layer.down) for layer in self.layers)
+
+    @property
+    def expert_limits(self) -> tuple[tuple[float, ...], ...] | None:
+        """Per layer, the threshold of gates of each expert; None without experts."""
+        return tuple(layer.experts for layer in self.layers) if self.layers[0].experts else None
+
+    @property
+    def computed(self) -> float:
+        """Mean share of neurons whose up is read."""
+        return sum(layer.computed for layer in self.layers) / len(self.layers)
+
+    def fits(self, model: Model) -> bool:
+        """Whether they can be those of ``model``."""
+        experts = 0 if model.moe is None else model.moe.experts
+        if any(len(layer.experts) != experts for layer in self.layers):
+            return False
+        return (self.model, self.activation, self.hidden, self.neurons, len(self.layers)) == (
+            model.id,
+            model.ffn.activation,
+            model.shape.hidden,
+            model.layer_neurons,
+            model.shape.layers,
+        )
+
+
+GivenThresholds = Thresholds | Literal["none"] | None
+"""What counts instead of a plan's thresholds; ``none``: there are none yet; None: the plan's do."""
+
+
+def read_thresholds(path: Path) -> Thresholds:
+    """Read a file of thresholds.
+
+    Raises UserError P028 if it cannot be read, P0xx and P1xx with places for what is wrong in it.
+    """
+    name = display_path(path)
+    source = read_source(path, name)
+    if isinstance(source, list):
+        raise UserError(tuple(_explain_unread(item, name) for item in source))
+    found, findings = check_schema(source, Thresholds)
+    if found is None or findings:
+        raise UserError(tuple(findings), sources={name: source.text})
+    return found
+
+
+def _explain_unread(item: Diagnostic, name: str) -> Diagnostic:
+    if item.code not in CANNOT_READ:
+        return item
+    return replace(
+        item,
+        code="P028",
+        message=f"no thresholds: {name}: {item.message}",
+        help="make them with `pi2 sparsity calibrate PLAN --text FILE`",
+    )

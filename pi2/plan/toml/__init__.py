@@ -1,0 +1,1 @@
+"""The text of a TOML file: its values, its mistakes, and where in it everything stands."""
