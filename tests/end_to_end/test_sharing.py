@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from pi2.plan.references import list_shipped
+from pi2.plan.reading.references import list_shipped
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.plan.listing import list_documents
 from pi2.plan.arithmetic.resolved import (
     Resolved,
     ResolvedPlan,
@@ -23,6 +22,7 @@ from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
+from pi2.plan.reading.listing import list_documents
 from pi2.plan.reading.references import Located, Resolver
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 
