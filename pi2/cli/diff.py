@@ -206,6 +206,8 @@ def _show(value: Any) -> str:
 
 
 def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
+    from pi2.plan.documents.quantities import approximate_number
+
     parts = []
     if dict(item.before.split) != dict(item.after.split):
         parts.append(f"split {_show(dict(item.before.split))} -> {_show(dict(item.after.split))}")
@@ -216,7 +218,7 @@ def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
     parts.append(f"memory {_show_difference(*item.hot_bytes)}{each}")
     times = [_find_time(speed, item.first) for speed in speeds]
     if len(times) == 2 and times[0] is not None and times[1] is not None:
-        shown = f"{times[0] * 1e3:.3g} -> {times[1] * 1e3:.3g} ms"
+        shown = f"{approximate_number(times[0] * 1e3)} -> {approximate_number(times[1] * 1e3)} ms"
         parts.append(f"{shown}{each} (simulated)")
     yield f"{item.name}: {'; '.join(parts)}"
 
@@ -244,6 +246,8 @@ def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
 
 
 def _write_speeds(speeds: list[Speed]) -> Iterator[str]:
+    from pi2.plan.documents.quantities import approximate_number
+
     for name, side in zip("AB", speeds, strict=True):
         if side.reason is not None:
             yield f"  {name}: not simulated: {side.reason}"
@@ -253,4 +257,7 @@ def _write_speeds(speeds: list[Speed]) -> Iterator[str]:
     }
     for name, (old, new) in rates.items():
         if old is not None and new is not None:
-            yield f"  {name:9}  {old:.3g} -> {new:.3g} tokens/s ({new / old - 1:+.1%})"
+            yield (
+                f"  {name:9}  {approximate_number(old)} -> {approximate_number(new)} tokens/s "
+                f"({new / old - 1:+z.1%})"
+            )

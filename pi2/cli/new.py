@@ -204,8 +204,8 @@ def _parse_bytes(text: str) -> int:
 
     try:
         size = parse_quantity(text, BYTE_UNITS)
-        if size.denominator != 1 or not 0 < size < 2**63:
-            raise QuantityError("expected a whole number of bytes")
+        if not 0 < size < 2**63:
+            raise QuantityError("no size that a machine has")
     except QuantityError as error:
         help_text = error.hint or "for example --memory '4 GiB'"
         raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None

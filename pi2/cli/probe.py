@@ -72,16 +72,18 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
     """A line about each unit beside the processor: what was measured, or why it was not."""
-    from pi2.plan.documents.quantities import format_bytes
+    from pi2.plan.documents.quantities import approximate_number, format_bytes
 
     for name, unit in device.units.items():
         if unit.kind == "cpu":
             continue
         own = unit.memory.read_bandwidth if unit.memory is not None else None
         bandwidth = unit.read_bandwidth or own
-        rates = [f"{item.giga_ops:.4g} GOP/s for many tokens" for item in unit.compute]
+        rates = [
+            f"{approximate_number(item.giga_ops, 4)} GOP/s for many tokens" for item in unit.compute
+        ]
         if bandwidth is not None:
-            rates.insert(0, f"{bandwidth.value / 1e9:.3g} GB/s for one")
+            rates.insert(0, f"{approximate_number(bandwidth.value / 1e9)} GB/s for one")
         what = f"{name}: {unit.model}"
         if unit.emulated:
             what += ", which is the processor itself: plans do not count with it"

@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.store.manifest import Order, read_manifest
 
@@ -153,7 +153,8 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
     if decision.others:
         shown = "; ".join(
             f"{format_bytes(item.stride)} apart{_name_scales(item.scales)} makes "
-            f"{item.tokens_s:.3g} tokens/s in {approximate_bytes(item.memory_bytes)}"
+            f"{approximate_number(item.tokens_s)} tokens/s in "
+            f"{approximate_bytes(item.memory_bytes)}"
             for item in decision.others
         )
         yield f"The best plan with neurons {shown}."

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.wish import Wish
 
@@ -41,7 +41,7 @@ def plan_within_device(wish: Wish) -> PlannedPlan:
     speed = within.cost.tokens_s
     raise UserError.of(
         "P350",
-        f"{wish.tokens_s:g} tokens/s take {approximate_bytes(needed)} of memory, the device "
-        f"{wish.device.id!r} has {approximate_bytes(limit)}",
-        help=f"the nearest wish is --speed {int(speed * 100) / 100:g}tok/s",
+        f"{approximate_number(wish.tokens_s, 9)} tokens/s take {approximate_bytes(needed)} of "
+        f"memory, the device {wish.device.id!r} has {approximate_bytes(limit)}",
+        help=f"the nearest wish is --speed {approximate_number(int(speed * 100) / 100, 9)}tok/s",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pi2.pictures import make_figure, save_figure
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number, approximate_share
 from pi2.planning.planner import PlannedPlan
 
 
@@ -25,9 +25,9 @@ def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
                 else f"pread, {io.threads} threads"
             )
         yield (
-            f"| {approximate_bytes(plan.memory.budget)} | {cost.tokens_s:.3g} |"
-            f" {cost.hit_rate:.1%} | {waits:.0%} | {plan.decode.predictor} | {plan.kv.type} |"
-            f" {reads} |"
+            f"| {approximate_bytes(plan.memory.budget)} | {approximate_number(cost.tokens_s)} |"
+            f" {cost.hit_rate:.1%} | {approximate_share(waits)} | {plan.decode.predictor} |"
+            f" {plan.kv.type} | {reads} |"
         )
 
 

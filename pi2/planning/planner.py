@@ -9,7 +9,12 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import Resolved
 from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    approximate_number,
+    format_bytes,
+    round_size,
+)
 from pi2.plan.weights.layout import round_up
 from pi2.planning.bundle_layout import (
     REWRITE_GAIN,
@@ -271,7 +276,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     segments["cold"] = int(cold) // MIB * MIB
     if segments["cold"] < needs["cold"].bytes:
         segments["cold"] = round_up(needs["cold"].bytes, MIB)
-    budget = max(wish.memory_bytes or 0, 0) or sum(segments.values())
+    budget = round_size(wish.memory_bytes or 0) or sum(segments.values())
     values["memory"] |= {
         "budget": format_bytes(budget),
         "segments": {name: format_bytes(size) for name, size in segments.items()},
@@ -365,7 +370,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     assert fastest is not None
     speed = wish.batch / fastest.token_s
     where = "" if memory is None else f" within {approximate_bytes(memory)}"
-    nearest = [f"--speed {int(speed * 100) / 100:g}tok/s"]
+    nearest = [f"--speed {approximate_number(int(speed * 100) / 100, 9)}tok/s"]
     if memory is not None:
         enough = program.solve("memory", token_s=wish.batch / wish.tokens_s)
         if enough is not None:
@@ -373,7 +378,8 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
             nearest.append(f"--memory '{needed // MIB} MiB'")
     return UserError.of(
         "P350",
-        f"{wish.tokens_s:g} tokens/s cannot be reached{where}: {speed:.3g} are the most",
+        f"{approximate_number(wish.tokens_s, 9)} tokens/s cannot be reached{where}: "
+        f"{approximate_number(speed)} are the most",
         help=f"the nearest wishes are {' and '.join(nearest)}",
         notes=[_name_limit(problem, fastest)],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pi2.pictures import make_figure, save_figure
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.planning.sweep import Outcome
 
 
@@ -35,7 +35,7 @@ def _show(outcome: Outcome | None) -> str:
         return ""
     if outcome.simulated_tokens_s is None:
         return "-" if outcome.code == "P350" else outcome.code or "-"
-    return f"{outcome.simulated_tokens_s:.3g}"
+    return approximate_number(outcome.simulated_tokens_s)
 
 
 def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -51,11 +51,11 @@ def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
         cells = []
         for model in models:
             found = best.get((device, model))
-            cells.append(
-                "-"
-                if found is None
-                else f"{found.simulated_tokens_s:.3g} ({approximate_bytes(found.memory_bytes)})"
-            )
+            if found is None or found.simulated_tokens_s is None:
+                cells.append("-")
+                continue
+            speed = approximate_number(found.simulated_tokens_s)
+            cells.append(f"{speed} ({approximate_bytes(found.memory_bytes)})")
         yield f"| {device} | " + " | ".join(cells) + " |"
 
 
@@ -89,7 +89,9 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
     for y, device in enumerate(devices):
         for x, model in enumerate(models):
             item, speed = best.get((device, model)), speeds[y][x]
-            text = "-" if item is None else f"{speed:.3g}\n{approximate_bytes(item.memory_bytes)}"
+            text = "-"
+            if item is not None:
+                text = f"{approximate_number(speed)}\n{approximate_bytes(item.memory_bytes)}"
             colour = "white" if speed > 0.6 * most else "black"
             axes.text(x, y, text, ha="center", va="center", fontsize="small", color=colour)
     axes.set_title("Tokens/s, simulated, and the memory they take")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from pi2.pictures import make_figure, save_figure
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.planning.cost import Cost
 from pi2.planning.cost_layer import LayerCost
 from pi2.planning.text import describe_cost
@@ -78,7 +78,8 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_xlabel("layer")
     axes.set_ylabel("milliseconds of a token, predicted")
-    axes.set_title(f"{title}: {cost.tokens_s:.3g} tokens/s, predicted".removeprefix(": "))
+    speed = f"{approximate_number(cost.tokens_s)} tokens/s, predicted"
+    axes.set_title(f"{title}: {speed}".removeprefix(": "))
     axes.set_xlim(-0.7, len(cost.layers) - 0.3)
     # Beside the bars, and in their order.
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)

@@ -8,7 +8,7 @@ from typing import Any
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.authoring.drafting import SEGMENT_REMARKS
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.bundle_layout import describe_layout
@@ -92,7 +92,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if planned.full_tokens_s is not None:
         yield (
             f"These figures are for {min(MEAN_TOKENS, plan.kv.context)} tokens of context; once "
-            f"the context of {plan.kv.context} is full, {planned.full_tokens_s:.3g} tokens/s."
+            f"the context of {plan.kv.context} is full, "
+            f"{approximate_number(planned.full_tokens_s)} tokens/s."
         )
     whole = count_ffn_bytes(resolved)
     if segments.hot >= whole:
@@ -119,7 +120,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     for decision in planned.decisions:
         others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
         if others:
-            shown = ", ".join(f"{speed:.3g} with {label}" for label, speed in others)
+            shown = ", ".join(f"{approximate_number(speed)} with {name}" for name, speed in others)
             yield f"{decision.key}: {decision.chosen}; tokens/s would be {shown}."
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
@@ -142,7 +143,7 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
         room = approximate_bytes(whole * resolved.model.shape.vocab)
         yield (
             f"Rows of the embedding are read when their tokens come: {room} more for neurons, and "
-            f"{cost.embedding_s * 1e3:.2g} ms a token."
+            f"{approximate_number(cost.embedding_s * 1e3, 2)} ms a token."
         )
     lent = count_lent_bytes(resolved)
     if lent:
@@ -167,7 +168,8 @@ def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
             share for layer in layers for name, share in layer.split.items() if name not in cpus
         ) / len(layers)
         yield (
-            f"| {cost.batch} | {cost.tokens_s:.3g} | {cost.tokens_s / cost.batch:.3g} | "
+            f"| {cost.batch} | {approximate_number(cost.tokens_s)} | "
+            f"{approximate_number(cost.tokens_s / cost.batch)} | "
             f"{used:.1%} | {approximate_bytes(segments.hot)} | "
             f"{approximate_bytes(segments.cold)} | {dense:.0%} | {cost.hit_rate:.1%} |"
         )
@@ -179,14 +181,16 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
     what = "a token" if cost.batch == 1 else "between two of each"
     yield (
-        f"Predicted: {cost.tokens_s:.3g} tokens/s{together}; {cost.token_s * 1e3:.1f} ms {what}, "
+        f"Predicted: {approximate_number(cost.tokens_s)} tokens/s{together}; "
+        f"{cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
     )
     if cost.token_j is not None:
-        yield f"Energy: {cost.token_j:.3g} J a token, from the device's power figures."
+        energy = approximate_number(cost.token_j)
+        yield f"Energy: {energy} J a token, from the device's power figures."
     prefill = "Prompts unknown, no unit of the plan has units.*.compute in the device"
     if cost.prefill_tokens_s is not None:
-        prefill = f"Prompts {cost.prefill_tokens_s:.3g} tokens/s"
+        prefill = f"Prompts {approximate_number(cost.prefill_tokens_s)} tokens/s"
     yield (
         f"{prefill}; {approximate_bytes(cost.memory_bytes)} of memory, "
         f"{cost.hit_rate:.1%} of the neurons used are in it."

@@ -17,7 +17,7 @@ from pi2.plan.documents.device import (
     ReadFigure,
     ThreadsFigure,
 )
-from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.documents.quantities import approximate_number, format_bytes
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 
@@ -77,7 +77,7 @@ def write_value(value: float, measure: Measure) -> str:
         return f"{value:.0%}"
     scales = _SCALES[measure]
     size, unit = next((item for item in scales if abs(value) >= item[0]), scales[-1])
-    return f"{value / size:.4g} {unit}"
+    return f"{approximate_number(value / size, 4)} {unit}"
 
 
 def _read_value(figure: BaseModel) -> tuple[float, Measure] | None:

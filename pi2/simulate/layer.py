@@ -81,6 +81,6 @@ class LayerSimulation:
             ready.meter,
             flash_s=times.meter.flash_s,
             read_bytes=times.meter.read_bytes,
-            waiting_s=duration_s - ready.duration_s,
+            waiting_s=max(0.0, duration_s - ready.duration_s),
         )
         return LayerTimes(duration_s=duration_s, meter=meter)

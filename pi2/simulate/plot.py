@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pi2.pictures import make_figure, save_figure
+from pi2.plan.documents.quantities import approximate_number
 from pi2.simulate.report import PERCENTILES, SimulationResult
 
 
@@ -22,7 +23,7 @@ def draw_run(result: SimulationResult, file_format: str) -> bytes:
     for percent in PERCENTILES:
         place = result.find_percentile_s(percent) * 1e3
         right.axvline(place, linestyle=":", linewidth=0.8, color="gray")
-        label = f"P{percent:g}: {place:.4g}"
+        label = f"P{percent:g}: {approximate_number(place, 4)}"
         right.text(place, 0.02, label, rotation=90, ha="right", va="bottom", fontsize="small")
     right.set_xlabel("ms per token")
     right.set_ylabel("share of tokens that take no longer")

@@ -113,7 +113,7 @@ class SimulationResult:
 
     def summarise(self) -> str:
         """The same for people, in a few lines."""
-        from pi2.plan.documents.quantities import approximate_bytes
+        from pi2.plan.documents.quantities import approximate_bytes, approximate_share
 
         run, decode = self.describe()["decode"], self.decode
         lines = [f"SIMULATED, not measured: {self.inputs.name}"]
@@ -135,7 +135,8 @@ class SimulationResult:
         )
         lines.append(
             f"reads     {approximate_bytes(run['read_bytes_per_token'])} per token; flash busy "
-            f"{run['flash_share']:.0%}, computing waits for it {run['waiting_share']:.0%}; "
+            f"{run['flash_share']:.0%}, computing waits for it "
+            f"{approximate_share(run['waiting_share'])}; "
             f"cache hits {run['hit_rate']:.1%}"
         )
         if self.energy is not None:

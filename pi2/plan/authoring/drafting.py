@@ -27,7 +27,7 @@ from pi2.plan.arithmetic.sizes import (
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
@@ -68,13 +68,13 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     values = _begin(wish, device, model)
     least = _resolve(values, device, model, 0.0)
     segments = _fit_segments(least)
-    rest = wish.budget_bytes - sum(segments.values())
+    rest = round_size(wish.budget_bytes) - sum(segments.values())
     cold_bytes = round_up(least.needs.cold.bytes, MIB)
     if rest < cold_bytes:
         needed = sum(segments.values()) + cold_bytes
         raise UserError.of(
             "P026",
-            f"{format_bytes(wish.budget_bytes)} are not enough: this plan needs at least "
+            f"{approximate_bytes(wish.budget_bytes)} are not enough: this plan needs at least "
             f"{approximate_bytes(needed)}",
             help=f"--memory '{round_up(needed, MIB) // MIB} MiB', or a shorter --context",
             notes=[f"{name}: {format_bytes(size)}" for name, size in segments.items()],
@@ -109,7 +109,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "model": wish.model,
         "store": wish.store,
         "backends": {"cpu": "cpu"},
-        "memory": {"budget": format_bytes(wish.budget_bytes), "segments": {}},
+        "memory": {"budget": format_bytes(round_size(wish.budget_bytes)), "segments": {}},
         "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 0.0},
         "prefill": {"chunk": min(128, context)},

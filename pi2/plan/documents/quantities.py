@@ -7,6 +7,7 @@ reader must never have to guess a unit.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -28,6 +29,9 @@ SECOND_UNITS: Mapping[str, Fraction] = {
     "s": Fraction(1),
 }
 WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
+
+_FEW_DIGITS = 6
+"""Sizes of so many digits are read at a glance."""
 
 _NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,40})?"
 _QUANTITY = re.compile(rf"\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµμ/]+)\s*")
@@ -93,22 +97,32 @@ def _write_decimal(value: Fraction) -> str:
 def format_bytes(value: int) -> str:
     """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``).
 
-    What is a whole number of decimal units only is written in those (``"19 GB"``).
+    Where a decimal unit says it with fewer digits, it is written in that (``"19 GB"``, not
+    ``"18554687.5 KiB"``).
     """
-    binary = _format_binary(value)
-    if "." in binary or binary.endswith(" B"):
-        for unit, size in sorted(_DECIMAL.items(), key=lambda item: -item[1]):
-            if value and value % size == 0 and len(f"{value // size} {unit}") < len(binary):
-                return f"{value // size} {unit}"
-    return binary
+    binary = _format_in(value, _BINARY)
+    decimal = _format_in(value, _DECIMAL)
+    return decimal if _count_digits(decimal) < _count_digits(binary) else binary
 
 
-def _format_binary(value: int) -> str:
-    for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
+def round_size(value: int) -> int:
+    """``value``, or what is a little less and can be written in few digits: whole MiB."""
+    mib = _BINARY["MiB"]
+    few = _count_digits(format_bytes(value)) <= _FEW_DIGITS
+    return value if few or value < mib else value // mib * mib
+
+
+def _format_in(value: int, units: Mapping[str, int]) -> str:
+    """The shortest exact writing in one of ``units``; at most three decimals."""
+    for unit, size in sorted(units.items(), key=lambda item: -item[1]):
         scaled = Fraction(value, size)
         if scaled >= 1 and (scaled * 1000).denominator == 1:
             return f"{_write_decimal(scaled)} {unit}"
     return f"{value} B"
+
+
+def _count_digits(text: str) -> int:
+    return sum(char.isdigit() for char in text)
 
 
 def approximate_bytes(value: float) -> str:
@@ -116,8 +130,23 @@ def approximate_bytes(value: float) -> str:
     for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
         # 1,000 MiB and more would not fit into three digits.
         if abs(value) >= (size if unit in ("B", "KiB") else size * 999.5 / 1024):
-            return f"{value / size:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
+            return f"{approximate_number(value / size)} {unit}" if unit != "B" else f"{value:.0f} B"
     return "0 B"
+
+
+def approximate_number(value: float, digits: int = 3) -> str:
+    """Write a number for people, rounded to ``digits`` significant digits, without an exponent:
+    ``"0.0123"``, ``"13.8"``; the digits of a whole number are all kept: ``"1384"``."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else f"{value}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def approximate_share(value: float, decimals: int = 0) -> str:
+    """Write a share of 1 in percent for people: ``"12%"``; never ``"-0%"``."""
+    return f"{value:z.{decimals}%}"
 
 
 def _validator(units: Units, convert: Callable[[Fraction], float]) -> BeforeValidator:

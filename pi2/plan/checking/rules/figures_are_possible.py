@@ -32,6 +32,7 @@ from pi2.plan.documents.quantities import (
     SECOND_UNITS,
     WATT_UNITS,
     Units,
+    approximate_number,
     format_bytes,
     format_quantity,
 )
@@ -81,4 +82,4 @@ def check(facts: Facts) -> Iterator[Finding]:
 def _write(value: float, key: str, units: Units | None) -> str:
     if units is not None:
         return format_quantity(value, units)
-    return f"{value:g}" if key == "giga_ops" else format_bytes(int(value))
+    return approximate_number(value, 6) if key == "giga_ops" else format_bytes(int(value))

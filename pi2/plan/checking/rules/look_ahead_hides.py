@@ -22,6 +22,7 @@ from pi2.plan.arithmetic.expectations import (
 )
 from pi2.plan.arithmetic.resolved import Resolved
 from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.documents.quantities import approximate_number
 
 CODE = "P237"
 SEVERITY = "warning"
@@ -43,12 +44,15 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         path=("decode", "look_ahead"),
-        message=f"a layer's attention takes about {attention_s * 1e3:.2g} ms and its reads "
-        f"{read_s * 1e3:.2g} ms: attention cannot hide them",
+        message="a layer's attention takes about "
+        f"{approximate_number(attention_s * 1e3, 2)} ms and its reads "
+        f"{approximate_number(read_s * 1e3, 2)} ms: attention cannot hide them",
         help='write look_ahead = "layer", or give hot and cold more memory',
         origins=(
             Origin(
-                document="device", path=("storage", "reads"), text=f"{read_rate / 1e6:.4g} MB/s"
+                document="device",
+                path=("storage", "reads"),
+                text=f"{approximate_number(read_rate / 1e6, 4)} MB/s",
             ),
         ),
     )

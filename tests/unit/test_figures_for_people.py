@@ -1,0 +1,97 @@
+"""Figures as people read them: no exponents, no negative zeros, no sizes of ten digits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi2.cli.main import run
+from pi2.plan.documents.quantities import (
+    BYTE_UNITS,
+    approximate_bytes,
+    approximate_number,
+    approximate_share,
+    format_bytes,
+    parse_quantity,
+    round_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1384.2, "1384"),
+        (1e7, "10000000"),
+        (13.84, "13.8"),
+        (10.0, "10"),
+        (9.996, "10"),
+        (0.0123, "0.0123"),
+        (0.0000123, "0.0000123"),
+        (0.0, "0"),
+        (-0.0, "0"),
+        (-13.84, "-13.8"),
+    ],
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert approximate_number(value) == text
+
+
+@given(st.floats(min_value=1e-9, max_value=1e15))
+def test_an_approximate_number_is_near_and_plain(value: float) -> None:
+    text = approximate_number(value)
+    assert re.fullmatch(r"[0-9]+(\.[0-9]+)?", text)
+    assert float(text) == pytest.approx(value, rel=0.0051)
+
+
+def test_a_share_is_never_minus_nothing() -> None:
+    assert [approximate_share(item) for item in (-0.001, 0.0, 0.124)] == ["0%", "0%", "12%"]
+    assert approximate_share(-0.0001, 1) == "0.0%"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (6 * 10**9, "6 GB"),
+        (19 * 10**9, "19 GB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**30, "1 GiB"),
+        (512, "512 B"),
+        (500 * 2**10, "500 KiB"),
+        (10**12, "1 TB"),
+    ],
+)
+def test_sizes_are_written_exactly_in_the_unit_with_the_fewest_digits(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@given(st.integers(min_value=0, max_value=2**62))
+def test_a_written_size_is_read_as_itself(size: int) -> None:
+    assert parse_quantity(format_bytes(size), BYTE_UNITS) == size
+
+
+@given(st.integers(min_value=0, max_value=2**48))
+def test_a_rounded_size_is_hardly_smaller_and_short(size: int) -> None:
+    rounded = round_size(size)
+    assert size - 2**20 < rounded <= size
+    assert sum(char.isdigit() for char in format_bytes(rounded)) <= 9
+
+
+def test_a_thousand_tebibytes_are_written_without_an_exponent() -> None:
+    assert approximate_bytes(5000 * 2**40) == "5000 TiB"
+
+
+@pytest.mark.parametrize("size", ["5315543244 B", "4.951 GiB"])
+@pytest.mark.parametrize("command", [["new", "plan"], ["plan"]], ids=["new plan", "plan"])
+def test_a_plan_for_an_odd_size_has_a_budget_that_people_can_read(
+    command: list[str], size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--device", "oneplus-12", "--model", "bamboo-7b", "--context", "512"]
+    assert run([*command, *arguments, "--memory", size, "-o", "a.plan.toml"]) == 0
+    text = Path("a.plan.toml").read_text("utf-8")
+    assert re.search(r'^budget = "5069 MiB"', text, re.MULTILINE)
+    assert not re.search(r'"[0-9]{7,} ', text)
