@@ -1,4 +1,4 @@
-"""Record which neurons a text activates."""
+"""Record which neurons fire on a text."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ if TYPE_CHECKING:
 
 @click.command("activations")
 @click.argument("plan", type=click.Path(path_type=Path))
-@add_text_options("UTF-8 text; may be given again.")
+@add_text_options("UTF-8 text; repeatable.")
 @add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="STATS",
-    text="Folder of the statistics.",
+    text="Output folder of the statistics.",
 )
 @click.option(
     "--largest",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Count this share of a token's neurons as active, the largest ones: for SiLU and GELU.",
+    help=(
+        "For SiLU and GELU: count this share of a token's neurons, those of "
+        "largest magnitude, as active."
+    ),
 )
 @click.option(
     "--samples",
     type=click.IntRange(min=0, max=4096),
     default=256,
     show_default=True,
-    help="Neurons of a layer whose pairs are counted.",
+    help="Neurons per layer whose co-activation is counted; 0 for none.",
 )
 @click.option(
     "--moments",
     is_flag=True,
-    help="Keep the second moments of what weights meet, for `pi2 convert --quantizer`.",
+    help="Also record second moments of the inputs of weights, for `pi2 convert --quantizer`.",
 )
 @add_path_option(
     "--plot",
     dir_okay=False,
-    text="Write a picture (needs the extra `plot`).",
+    text="Write a plot (needs the extra `plot`).",
 )
-@click.option("--replace", is_flag=True, help="Replace the statistics of another run.")
+@click.option("--replace", is_flag=True, help="Overwrite the statistics of another run.")
 @add_set_option
 @add_json_option
 def command(
@@ -66,10 +69,10 @@ def command(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Run PLAN's model over texts and record in STATS how often each neuron fires.
+    """Run PLAN's model on texts and record in STATS how often each neuron fires.
 
-    STATS gets activations.parquet, which `pi2 convert --activations` takes, coactivations.parquet
-    and statistics.json.  After Ctrl-C the same command goes on where it was.
+    STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
+    statistics.json.  After Ctrl-C the same command resumes.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.pictures import check_form

@@ -1,4 +1,4 @@
-"""Measure a plan's speed, and the machine's limit beside it."""
+"""Measure the speed of a plan, beside the limits of the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     metavar="N,...",
     default="128,512",
     show_default=True,
-    help="Tokens of the prompts to process; 0 for none.",
+    help="Prompt lengths in tokens; 0 for none.",
 )
 @click.option(
     "-n",
@@ -45,7 +45,7 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     metavar="N,...",
     default="64",
     show_default=True,
-    help="Tokens to generate; 0 for none.",
+    help="Numbers of tokens to generate; 0 for none.",
 )
 @click.option(
     "-d",
@@ -54,7 +54,7 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     metavar="N,...",
     default="0",
     show_default=True,
-    help="Tokens that are in the context beforehand.",
+    help="Context depths: tokens in the KV cache before the test starts.",
 )
 @click.option(
     "-r",
@@ -62,7 +62,7 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="Times that every test counts, after one to warm up.",
+    help="Measured repetitions after a warm-up.",
 )
 @click.option(
     "-o",
@@ -70,14 +70,19 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     type=click.Choice(["md", "json", "csv"]),
     default="md",
     show_default=True,
-    help="Form of the figures.",
+    help="Output format.",
 )
-@click.option("--profile", "with_profile", is_flag=True, help="Say where the time goes.")
-@click.option("--against", type=click.Choice(AGAINST), help="Measure another engine in turns.")
+@click.option(
+    "--profile",
+    "with_profile",
+    is_flag=True,
+    help=("Add a run of each test that shows where the time goes."),
+)
+@click.option("--against", type=click.Choice(AGAINST), help=("Alternate runs with another engine."))
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
-    help="Take tokens from this file, not from the vocabulary in order.",
+    help="Take tokens from this text file instead of the vocabulary in order.",
 )
 @add_set_option
 def command(
@@ -94,9 +99,9 @@ def command(
 ) -> None:
     """Measure how fast each PLAN processes prompts and generates tokens.
 
-    Every test is run once to warm up and then a few times; figures go to standard output.  The
-    memory's read bandwidth is measured in the same run, and what a token must read is counted, so
-    that the figures say how far from the limit they are.
+    Each test runs once as a warm-up, then repeatedly; results go to standard output.  The memory's
+    read bandwidth is measured in the same run, and the bytes that a token must read are counted, so
+    that the results show how far they are from that limit.
     """
     from pi2.benchmarks import report
     from pi2.benchmarks.conditions import describe_conditions

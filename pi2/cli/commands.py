@@ -98,7 +98,7 @@ def make_verbose_option() -> click.Option:
         count=True,
         expose_value=False,
         callback=_set_verbosity,
-        help="Say what happens; twice for every detail.",
+        help="Verbose; repeat for debug output.",
     )
 
 

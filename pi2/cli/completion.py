@@ -1,4 +1,4 @@
-"""Print the lines that teach a shell to complete pi2's commands."""
+"""Print a shell completion script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the lines that teach SHELL to complete pi2's commands, options and files.
+    """Print a script that completes pi2's commands, options and files in SHELL.
 
     For example `pi2 completion bash >> ~/.bashrc`, `pi2 completion zsh >> ~/.zshrc`, or
     `pi2 completion fish > ~/.config/fish/completions/pi2.fish`.

@@ -1,4 +1,4 @@
-"""Turn a checkpoint into a neuron store."""
+"""Convert a checkpoint into a neuron store."""
 
 from __future__ import annotations
 
@@ -30,64 +30,70 @@ PLAN = "default.plan.toml"
 @click.option(
     "--model",
     metavar="FILE",
-    help="Model document, or a short name.  [default: made from the checkpoint]",
+    help="Model document, as a path or short name.  [default: derived from the checkpoint]",
 )
 @add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="STORE",
-    text="Folder of the new neuron store.",
+    text="Output folder of the new neuron store.",
 )
 @click.option(
     "--quantization",
     type=click.Choice(["int4", "int8", "fp16"]),
-    help="Type of the weights, instead of what the model document says.",
+    help="Weight precision; overrides the model document's.",
 )
 @add_path_option(
     "--tokenizer",
-    text="tokenizer.json, if the checkpoint has none or one that cannot be read.",
+    text="tokenizer.json or tokenizer.model to use if the checkpoint has none that can be read.",
 )
 @add_path_option(
     "--predictors",
-    text="Activation predictors, if the checkpoint has none: a safetensors file, or a folder of "
-    "PowerInfer's (model_0.pt, ...; needs torch).",
+    text=(
+        "Activation predictors to use if the checkpoint has none: a "
+        "safetensors file, or a PowerInfer folder (model_0.pt, ...; needs "
+        "torch)."
+    ),
 )
 @add_path_option(
     "--activations",
-    text="Parquet file of activation counts: neurons are stored most active first.",
+    text="Parquet file of activation counts: neurons are stored in order of hotness.",
 )
 @click.option(
     "--quantizer",
     type=click.Choice(["nearest", "search", "compensated"]),
     default="nearest",
     show_default=True,
-    help="How int4 is rounded: search and compensated are slower and err less.",
+    help="Rounding of int4: search and compensated are slower and more accurate.",
 )
 @click.option(
     "--scales",
     type=click.Choice(["inline", "resident"]),
     default="inline",
     show_default=True,
-    help="Where the scales of neurons lie: in the bundles, or in files that are loaded at start.",
+    help=(
+        "Where the scales of neurons are stored: in the bundles, or in "
+        "separate files that stay in memory."
+    ),
 )
 @add_path_option(
     "--statistics",
     metavar="STATS",
-    text="Folder of `pi2 activations --moments`: what weights meet, for search and compensated.",
+    text="Folder of `pi2 activations --moments`; needed by search and compensated.",
 )
 @add_path_option(
     "--errors",
     dir_okay=False,
-    text="Write the error of every quantised tensor as JSON.",
+    text="Write the quantisation error of every tensor as JSON.",
 )
 @add_path_option(
     "--evaluate",
     "texts",
     multiple=True,
-    text="UTF-8 text to measure perplexity with, before and after; may be given again.",
+    text="UTF-8 text to measure perplexity on, before and after conversion; repeatable.",
 )
-@click.option("--replace", is_flag=True, help="Replace a neuron store that exists.")
+@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store.")
 def command(
     checkpoint: Path,
     model: str | None,
@@ -103,16 +109,16 @@ def command(
     texts: tuple[Path, ...],
     replace: bool,
 ) -> None:
-    """Turn CHECKPOINT into the neuron store STORE.
+    """Convert CHECKPOINT into the neuron store STORE.
 
     CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
-    where torch is installed, PyTorch files), a GGUF file (one of them, if it is split; PowerInfer's
-    too), or a folder of MLC-LLM (mlc-chat-config.json).  The store's folder also gets the model
-    document and a plan for this machine, so that the model can be run at once.  Nothing is left
-    behind if it fails; after Ctrl-C the same command goes on where it was.
+    where torch is installed, PyTorch files), a GGUF file (any part of a split one; PowerInfer's
+    too), or an MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a
+    plan for this machine, so that the model can be run at once.  A failed conversion leaves nothing
+    behind; after Ctrl-C the same command resumes.
 
-    --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer: it takes two
-    operations for every weight and token, twice, and the memory of a layer.
+    --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
+    two operations per weight and token each time, with one layer in memory.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""Compare two plans, devices or models, and say what the difference does."""
+"""Compare two plans, devices or models, and their memory and speed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Speed:
 @click.argument("after", metavar="B")
 @click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
 @add_json_option
-@click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if there are differences.")
 def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
-    """Compare A and B, two plans, devices or models, with everything resolved.
+    """Compare two plans, devices or models, A and B, with everything resolved.
 
-    Of plans, also what they need in every segment of memory, layer by layer what stays in memory
+    For plans, this includes the memory that each segment needs, what stays in memory layer by layer
     and, where the device has the figures, the speed: simulated, not measured.
     """
     from pi2.plan.authoring.difference import (

@@ -1,4 +1,4 @@
-"""What this machine has, and which shipped plans can run here."""
+"""Check what this machine has and which shipped plans can run on it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 @click.command("doctor")
 @add_json_option
 def command(as_json: bool) -> int:
-    """Say what this machine has and which shipped plans can run on it.
+    """Check what this machine has and which shipped plans can run on it.
 
-    A dry run counts what would happen and computes nothing.  Exits with 1 if no plan can run.
+    Plans marked "dry run" can be counted through but compute nothing.  Exits with 1 if no plan can
+    run.
     """
     from pi2.checkup import examine_machine
 

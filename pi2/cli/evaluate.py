@@ -1,4 +1,4 @@
-"""Measure how well a plan's model predicts text."""
+"""Measure the perplexity of a plan's model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pi2.plan.composing.overrides import parse_assignments
 
 @click.command("evaluate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@add_text_options("UTF-8 text that the model was not trained on; may be given again.")
+@add_text_options("UTF-8 text that the model was not trained on; repeatable.")
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
-    help="Tokens from one window to the next; default: no overlap.",
+    help="Tokens from the start of one window to the next; default: no overlap.",
 )
 @click.option(
     "--against",
     multiple=True,
     metavar="WHAT",
-    help="Also run reference, gate, low-rank, or another plan; may be given again.",
+    help="Also evaluate reference, gate, low-rank, or another plan; repeatable.",
 )
 @add_set_option
 @add_json_option
@@ -39,9 +39,10 @@ def command(
 ) -> None:
     """Measure the perplexity of PLAN's model on texts.
 
-    Every neuron is computed first (dense), then those that the plan's predictor names.  The two
-    are compared token by token; for low-rank predictors, their recall is counted layer by layer.
-    A token is scored once, with at least CONTEXT - STRIDE tokens before it.
+    The text is scored densely (every neuron is computed), then sparsely (only neurons that the
+    plan's predictor selects), and both are compared token by token.  The recall of low-rank
+    predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
+    tokens before it.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.evaluation.evaluation import evaluate_plan

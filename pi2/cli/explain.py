@@ -1,4 +1,4 @@
-"""Explain a finding's code, or a value of a plan: what it means, comes from and costs."""
+"""Explain a finding's code, or a key: its meaning, origin and cost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ COLUMNS = 88
 @click.argument("what", required=False, metavar="[CODE|KEY]")
 @click.argument("file", required=False, metavar="[FILE]")
 @add_set_option
-@click.option("--cost", is_flag=True, help="Of a plan: the time of a token, layer by layer.")
+@click.option(
+    "--cost", is_flag=True, help=("Show a plan's predicted time per token, layer by layer.")
+)
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --cost, write a picture as well (needs the extra `plot`).",
+    help="With --cost, also write a plot (needs the extra `plot`).",
 )
 def command(
     what: str | None,
@@ -41,11 +43,11 @@ def command(
 ) -> None:
     """Explain a CODE such as P210, or a KEY such as kv.context.
 
-    With FILE, a plan, device or model, it says what the key's value there is, where it comes from
-    and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer, and
-    device.memory.capacity and model.shape.ffn go on in its device and model.  Without anything, it
-    lists all codes.
-    `pi2 explain PLAN --cost` says what a plan's token costs: predicted, not measured.
+    With FILE, a plan, device or model, it shows the key's value in that file, where it comes from
+    and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer;
+    device.memory.capacity and model.shape.ffn refer to its device and model.  Without arguments, it
+    lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term: predicted, not
+    measured.
     """
     from pi2.plan.checking.pages import load_pages
 

@@ -1,4 +1,4 @@
-"""Serve editors: findings, help and completion while a plan is written."""
+"""Start the language server for editors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pi2.diagnostics import UserError
 
 @click.command("lsp")
 def command() -> None:
-    """Serve an editor over standard input and output (Language Server Protocol).
+    """Start the language server on standard input and output.
 
-    Editors start it themselves; docs/editors.md says how.  It needs `pip install 'pi2[lsp]'`.
+    Editors start it themselves (docs/editors.md).  It needs `pip install 'pi2[lsp]'`.
     """
     try:
         from pi2.lsp.server import make_server

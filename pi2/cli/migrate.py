@@ -1,4 +1,4 @@
-"""Bring documents to the present version of the plan language."""
+"""Upgrade documents to the current version of the plan language."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import click
 
 @click.command("migrate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if something would change.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file would change.")
 def command(files: tuple[str, ...], check: bool) -> int:
-    """Bring documents to the present version of the plan language.
+    """Upgrade documents to the current version of the plan language.
 
-    FILE is a plan, a device or a model, or a folder of them.  Versions are raised and old names of
-    keys replaced; comments, order and layout stay as they are.  A file that is current is not
-    touched.
+    FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
+    replaced; comments, order and layout are kept.  Files that are up to date are not touched.
     """
     from pi2.cli.main import print_diagnostics
     from pi2.diagnostics import Diagnostic, Span

@@ -1,4 +1,4 @@
-"""Describe a checkpoint: write its model document."""
+"""Write the model document of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIX = ".model.toml"
 
 @click.group("model", cls=Subcommands)
 def command() -> None:
-    """Work with model documents."""
+    """Write model documents."""
 
 
 @command.command("new")
@@ -25,15 +25,14 @@ def command() -> None:
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="File to write; its name ends in .model.toml.  [default: the model's name, here]",
+    help="Output file, NAME.model.toml.  [default: MODEL.model.toml in this folder]",
 )
-@click.option("--force", is_flag=True, help="Overwrite a file.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def new(checkpoint: Path, output: Path | None, force: bool) -> None:
-    """Write the model document of CHECKPOINT: a Hugging Face folder, a GGUF file, or a folder of
-    MLC-LLM.
+    """Write the model document of CHECKPOINT: a Hugging Face folder, GGUF file or MLC-LLM folder.
 
-    It is made from config.json, or what stands for it, and every number in it is checked against
-    the tensors.
+    It is derived from the checkpoint's configuration or metadata, and every number is checked
+    against the tensors.
     """
     from pi2.importing.new_model import describe_checkpoint
     from pi2.sharing.files import write_atomically
@@ -49,7 +48,10 @@ def new(checkpoint: Path, output: Path | None, force: bool) -> None:
     path = output or Path(f"{made.model.id}{SUFFIX}")
     if os.path.lexists(path) and not force:
         raise UserError.of(
-            "P027", "the file is there already", file=str(path), help="--force overwrites it"
+            "P027",
+            "the file is there already",
+            file=str(path),
+            help=("use --force to overwrite it"),
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,4 +59,4 @@ def new(checkpoint: Path, output: Path | None, force: bool) -> None:
         message = f"cannot be written: {error.strerror}"
         raise UserError.of("P003", message, file=str(path)) from None
     write_atomically(path, made.text.encode())
-    click.echo(f"{path}: written; `pi2 show {path}` prints everything", err=True)
+    click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)

@@ -1,4 +1,4 @@
-"""Write a new device, model or plan to begin with."""
+"""Write a valid starter document: a device, model or plan."""
 
 from __future__ import annotations
 
@@ -32,24 +32,28 @@ _SHAPE = {
 
 @click.group("new", cls=Subcommands)
 def command() -> None:
-    """Write a new device, model or plan to begin with.
+    """Write a valid starter document: a device, model or plan.
 
-    On a terminal, what is not given is asked for; elsewhere it is an error.  What is written passes
-    `pi2 validate`, and nothing is ever overwritten without --force.
+    On a terminal, missing values are asked for; elsewhere they are an error.  The document passes
+    `pi2 validate`; existing files are only overwritten with --force.
     """
 
 
 def _output(function: Callable[..., None]) -> Callable[..., None]:
-    function = click.option("--force", is_flag=True, help="Overwrite a file.")(function)
-    text = "File to write; its name ends in .KIND.toml."
+    function = click.option("--force", is_flag=True, help="Overwrite an existing file.")(function)
+    text = "Output file, NAME.KIND.toml."
     return click.option("-o", "--output", type=click.Path(path_type=Path), help=text)(function)
 
 
 @command.command("plan")
-@click.option("--device", help="Short name, path or reference of the device.")
-@click.option("--model", help="Short name, path or reference of the model.")
-@click.option("--memory", help="Budget of the whole process, such as '4 GiB'.")
-@click.option("--context", type=click.IntRange(1, 2**31 - 1), help="Tokens of prompt and answer.")
+@click.option("--device", help="Device: a short name, path or reference.")
+@click.option("--model", help="Model: a short name, path or reference.")
+@click.option("--memory", help="Memory budget of the whole process, such as '4 GiB'.")
+@click.option(
+    "--context",
+    type=click.IntRange(1, 2**31 - 1),
+    help=("Context length in tokens, prompt and answer together."),
+)
 @click.option("--store", help="Folder of the neuron store.  [default: stores/MODEL]")
 @_output
 def new_plan(
@@ -90,10 +94,10 @@ def new_plan(
 
 @command.command("device")
 @click.argument("name", required=False)
-@click.option("--like", help="Begin with this device instead of this machine.")
+@click.option("--like", help="Start from this device instead of this machine.")
 @_output
 def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
-    """Describe this machine as the device NAME, or one that is like another."""
+    """Write the device NAME, describing this machine or starting from another device."""
     from pi2.plan.authoring.drafting import draft_device, draft_like
     from pi2.planning.documents import read_document
 
@@ -108,13 +112,13 @@ def new_device(name: str | None, like: str | None, output: Path | None, force: b
 
 @command.command("model")
 @click.argument("name", required=False)
-@click.option("--like", help="Begin with this model.")
+@click.option("--like", help="Start from this model.")
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
-    help="Describe this Hugging Face folder, as `pi2 model new` does.",
+    help="Describe this checkpoint, as `pi2 model new` does.",
 )
-@click.option("--activation", help="Activation of the FFN, such as relu or silu.")
+@click.option("--activation", help="Activation function of the FFN, such as relu or silu.")
 @_output
 def new_model(
     name: str | None,
@@ -125,7 +129,7 @@ def new_model(
     force: bool,
     **sizes: int | None,
 ) -> None:
-    """Write the model NAME, from a checkpoint, another model, or its sizes."""
+    """Write the model NAME from a checkpoint, another model, or its dimensions."""
     from pi2.plan.authoring.drafting import draft_like, draft_model
     from pi2.planning.documents import read_document
 
@@ -227,7 +231,10 @@ def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -
         raise UserError.of("P009", message, file=str(path), help=f"{default}, for example")
     if os.path.lexists(path) and not force:
         raise UserError.of(
-            "P027", "the file is there already", file=str(path), help="--force overwrites it"
+            "P027",
+            "the file is there already",
+            file=str(path),
+            help=("use --force to overwrite it"),
         )
     return path
 
@@ -272,7 +279,7 @@ def _write(path: Path, text: str) -> None:
         raise make_error(report)
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
-    click.echo(f"{path}: written; `pi2 show {path}` prints everything", err=True)
+    click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
 
 
 def _find_schema(path: Path) -> str:

@@ -15,7 +15,7 @@ add_set_option = click.option(
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Replace a value of the plan; may be given again.",
+    help="Override a value of the plan; repeatable.",
 )
 """``--set`` (argument ``settings``)."""
 
@@ -38,12 +38,12 @@ def add_text_options(text_help: str) -> Callable[[Command], Command]:
         click.option(
             "--context",
             type=click.IntRange(min=2),
-            help="Tokens of a window; default: kv.context, at most 512.",
+            help="Window length in tokens; default: kv.context, at most 512.",
         ),
         click.option(
             "--windows",
             type=click.IntRange(min=1),
-            help="Windows to run, spread over the text; default: all.",
+            help="Number of windows, spread over the text; default: all.",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Make the plan that a wish needs: a memory limit, or a speed."""
+"""Find the fastest plan for a memory limit, or the smallest for a speed."""
 
 from __future__ import annotations
 
@@ -23,42 +23,47 @@ MOST_SEQUENCES = 64
 
 
 @click.command("plan")
-@click.option("--device", required=True, help="Short name, path or reference of the device.")
-@click.option("--model", required=True, help="Short name, path or reference of the model.")
-@click.option("--memory", help="Limit of the whole process, such as 3GiB.")
-@click.option("--speed", help="Speed to reach, of all sequences together, such as 10tok/s.")
+@click.option("--device", required=True, help="Device: a short name, path or reference.")
+@click.option("--model", required=True, help="Model: a short name, path or reference.")
+@click.option("--memory", help="Memory limit of the whole process, such as 3GiB.")
+@click.option("--speed", help="Minimum decode speed of all sequences together, such as 10tok/s.")
 @click.option(
     "--objective",
     type=click.Choice(["speed", "memory", "energy"]),
     default="speed",
     show_default=True,
-    help="What to make the best of within the limits; energy is joules a token.",
+    help="What to optimise within the limits; energy is in joules per token.",
 )
 @click.option(
     "--batch",
     default="1",
     show_default=True,
     metavar="N|N-M",
-    help="Sequences that generate at the same time; for a range, a plan for each number.",
+    help="Sequences that generate at the same time; a range writes one plan per number.",
 )
 @click.option(
     "--context",
     type=click.IntRange(1, 2**31 - 1),
-    help="Tokens of prompt and answer.  [default: the model's, 4096 at most]",
+    help="Context length in tokens.  [default: the model's, at most 4096]",
 )
-@click.option("--exact", is_flag=True, help="Only choices that do not change the result.")
+@click.option("--exact", is_flag=True, help="Only use settings that do not change results.")
 @click.option(
     "--store",
     type=click.Path(path_type=Path),
-    help="Neuron store: its activations count, and the plan names it.  [default: stores/MODEL]",
+    help=(
+        "Neuron store that the plan names and whose activation statistics are "
+        "used.  [default: stores/MODEL]"
+    ),
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan to write.")
-@click.option("--force", is_flag=True, help="Overwrite a file.")
-@click.option("--pareto", is_flag=True, help="Show speed over memory instead of one plan.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help=("Output file, NAME.plan.toml.")
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--pareto", is_flag=True, help="Print speed against memory instead of one plan.")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the curve of --pareto as a picture (needs the extra `plot`).",
+    help="Plot the curve of --pareto (needs the extra `plot`).",
 )
 def command(
     device: str,
@@ -77,9 +82,9 @@ def command(
 ) -> None:
     """Find the fastest plan for a memory limit, or the smallest for a speed.
 
-    What it chose, why, and what the plan is expected to do goes to standard output, and into the
-    plan as remarks.  A wish that cannot be fulfilled is explained, with the nearest that can.
-    With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
+    The choices, the reasons and the expected speed go to standard output, and into the plan as
+    comments.  If a request cannot be met, the reason and the nearest request that can be met are
+    printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
     """
     if pareto == (memory is not None or speed is not None):
         raise click.UsageError("give --memory, --speed or both; or --pareto alone")
@@ -188,7 +193,10 @@ def _check_output(output: Path | None, force: bool) -> None:
         raise UserError.of("P009", message, file=str(output), help="my.plan.toml, for example")
     if os.path.lexists(output) and not force:
         raise UserError.of(
-            "P027", "the file is there already", file=str(output), help="--force overwrites it"
+            "P027",
+            "the file is there already",
+            file=str(output),
+            help=("use --force to overwrite it"),
         )
 
 
@@ -215,7 +223,7 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
         raise make_error(report)
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
-    click.echo(f"{path}: written; `pi2 simulate {path}` says more", err=True)
+    click.echo(f"{path}: written; `pi2 simulate {path}` predicts it in detail", err=True)
 
 
 def _refer(reference: str, folder: Path) -> str:

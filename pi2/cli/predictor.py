@@ -1,4 +1,4 @@
-"""Train the activation predictors of a model."""
+"""Train a model's activation predictors."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ if TYPE_CHECKING:
 
 @click.group("predictor", cls=Subcommands)
 def command() -> None:
-    """Train the activation predictors of a model."""
+    """Train a model's activation predictors."""
 
 
 @command.command("train")
 @click.argument("plan", type=click.Path(path_type=Path))
-@add_text_options(
-    "UTF-8 text to learn from; its last tenth is kept for judging.  May be given again."
-)
+@add_text_options("UTF-8 training text; its last tenth is held out for evaluation.  Repeatable.")
 @add_path_option(
     "-o",
     "--output",
     required=True,
     metavar="FOLDER",
-    text="New folder for store, model document and plan.",
+    text="Output folder of the store, model document and plan.",
 )
-@click.option("--rank", default="auto", show_default=True, help="Rank of all layers, or auto.")
+@click.option("--rank", default="auto", show_default=True, help="Rank of every layer, or auto.")
 @click.option(
     "--recall",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.97,
     show_default=True,
-    help="Share of active neurons to find: more is exacter and slower.",
+    help="Share of active neurons to find: higher is more accurate and slower.",
 )
 @click.option(
     "--passes",
     type=click.FloatRange(0, 1000, min_open=True),
-    help="Times that the text is learned from; default: 4 to 16, the fewer the longer it is.",
+    help="Epochs; default: 4 to 16, fewer for longer texts.",
 )
 @add_set_option
 @add_json_option
@@ -60,11 +58,11 @@ def train(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Train low-rank predictors for PLAN's model from what its neurons do on text.
+    """Train low-rank predictors for PLAN's model on its activations for a text.
 
-    FOLDER gets a store with the predictors, whose neurons are shared with the old store, the model
-    document that announces them, and a plan that uses them.  Nothing that exists is changed.  With
-    --rank auto, a layer's rank grows while that saves bytes per token.
+    FOLDER gets a store with the predictors (neurons are shared with the old store), a model
+    document that lists them, and a plan that uses them.  Existing files are not changed.  With
+    --rank auto, each layer's rank grows as long as that saves bytes per token.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.predictors.fitting import Recipe

@@ -1,4 +1,4 @@
-"""Measure this machine and write a device file with what was found."""
+"""Measure this machine and write a device file."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ SUFFIX = ".device.toml"
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="File to write; its name ends in .device.toml.",
+    help="Output file, NAME.device.toml.",
 )
-@click.option("--compare", "other", help="Device to compare with: a path or a short name.")
+@click.option("--compare", "other", help="Device to compare with: a path or short name.")
 @click.option(
     "--disk",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder on the disk to measure, or a neuron store.  [default: that of the output]",
+    help=("Folder on the disk to measure, or a neuron store.  [default: the folder of the output]"),
 )
-@click.option("--force", is_flag=True, help="Overwrite a file.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def command(output: Path | None, other: str | None, disk: Path | None, force: bool) -> None:
     """Measure this machine: memory, pi2's kernels, disk, noise.
 
-    Takes less than two minutes, in which nothing else should run.  Compiles kernels first if it has
-    to.
-    A temporary file of up to 1 GiB is written for the disk's figures, unless --disk names a store.
-    With --compare, says of every figure whether it agrees with another device file's.
+    Takes less than two minutes; run nothing else meanwhile.  Kernels are compiled first if needed.
+    Disk rates are measured on a temporary file of up to 1 GiB, unless --disk names a store.  With
+    --compare, shows for each figure whether it agrees with that of another device file.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.probing.comparison import compare_devices, write_rows
@@ -103,7 +102,10 @@ def _check_output(output: Path | None, force: bool) -> str:
         raise UserError.of("P009", message, file=str(output), help="my.device.toml, for example")
     if os.path.lexists(output) and not force:
         raise UserError.of(
-            "P027", "the file is there already", file=str(output), help="--force overwrites it"
+            "P027",
+            "the file is there already",
+            file=str(output),
+            help=("use --force to overwrite it"),
         )
     return name
 

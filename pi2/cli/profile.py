@@ -1,4 +1,4 @@
-"""Share devices: fetch, lock, verify and publish their descriptions."""
+"""Fetch, lock, verify and publish device descriptions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @click.group("profile", cls=Subcommands)
 def command() -> None:
-    """Share devices: fetch, lock, verify and publish their descriptions.
+    """Fetch, lock, verify and publish device descriptions.
 
     References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
-    https:…, file:…, or tap:acme-12 for a name of the repository that PI2_TAP names.  pi2.lock says
-    which bytes each of them means; only these commands fetch, and plans use what is locked.
+    https:…, file:…, or tap:acme-12 for a name of the repository that PI2_TAP names. pi2.lock pins
+    the exact bytes of each reference; only these commands fetch, and plans use what is locked.
     """
 
 
 def _offline(function: F) -> F:
-    return click.option("--offline", is_flag=True, help="Use no network.")(function)
+    return click.option("--offline", is_flag=True, help="Do not use the network.")(function)
 
 
 def _locked(function: F) -> F:
@@ -48,8 +48,8 @@ def _as_json(function: F) -> F:
 def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
     """Fetch each REFERENCE, check it, and write it into pi2.lock.
 
-    A name alone is one of the default tap.  Without a REFERENCE, fetch what pi2.lock says and is
-    not here, and change nothing.
+    A bare name refers to the default tap.  Without a REFERENCE, fetch what pi2.lock pins and is
+    missing here, and change nothing.
     """
     project = _open_project(offline=offline, locked=locked)
     outcomes = project.add([_complete(text) for text in references])
@@ -65,15 +65,17 @@ def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
 
 @command.command("update")
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
-@click.option("--accept-moved-tags", is_flag=True, help="Take tags that now mean another commit.")
+@click.option(
+    "--accept-moved-tags", is_flag=True, help=("Accept tags that now point to another commit.")
+)
 @_offline
 @_locked
 def update(
     references: tuple[str, ...], accept_moved_tags: bool, offline: bool, locked: bool
 ) -> None:
-    """Write into pi2.lock what each REFERENCE, by default all, means now.
+    """Update pi2.lock to what each REFERENCE (default: all) points to now.
 
-    Branches and files move on; a tag that means another commit than before is refused.
+    Branches and files may change; a tag that points to another commit than before is refused.
     """
     project = _open_project(offline=offline, locked=locked)
     texts = [_complete(text) for text in references]
@@ -83,7 +85,7 @@ def update(
 @command.command("list")
 @_as_json
 def list_sources(as_json: bool) -> None:
-    """List what pi2.lock has, and where its files are."""
+    """List the entries of pi2.lock and where their files are."""
     from pi2.diagnostics import UserError
     from pi2.sharing.agreement import find_copy
 
@@ -111,11 +113,11 @@ def list_sources(as_json: bool) -> None:
 @_offline
 @_as_json
 def verify(offline: bool, as_json: bool) -> int:
-    """Check every file that pi2.lock has, here and at its source.
+    """Check every file in pi2.lock, here and at its source.
 
-    Here: the bytes, the document, the agreement of lock and reference.  At its source: a tag must
-    still mean the same commit, a file of the web still have the same bytes; not with --offline.
-    Exit code 1 if something is wrong.
+    Here: its bytes, its content, and that lock and reference agree.  At its source (not with
+    --offline): that tags point to the same commit and web files have the same bytes.  Exits with 1
+    if a check fails.
     """
     from pi2.cli.main import print_diagnostics
 
@@ -157,7 +159,7 @@ def show(profile: str, as_json: bool) -> None:
 @_offline
 @_as_json
 def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
-    """List devices that pi2 ships and that the default tap has, those with every WORD."""
+    """List shipped devices and those of the default tap that match every WORD."""
     from pi2.sharing.catalogue import search_profiles
 
     rows = search_profiles(_open_project(offline=offline), words)
@@ -172,7 +174,7 @@ def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
 
 
 @command.command("vendor")
-@click.option("--into", default="profiles", show_default=True, help="Folder, beside pi2.lock.")
+@click.option("--into", default="profiles", show_default=True, help="Folder next to pi2.lock.")
 @_offline
 def vendor(into: str, offline: bool) -> None:
     """Copy every locked file into the repository, so that no cache is needed."""
@@ -188,22 +190,22 @@ def vendor(into: str, offline: bool) -> None:
     "--into",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,
-    help="Your clone of the repository to publish in.",
+    help="Your clone of the repository to publish to.",
 )
-@click.option("--commit", is_flag=True, help="Commit the file on a branch of its own.")
-@click.option("--replace", is_flag=True, help="Replace a profile of the same name.")
+@click.option("--commit", is_flag=True, help="Commit the file on a new branch.")
+@click.option("--replace", is_flag=True, help="Overwrite a profile of the same name.")
 def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     """Prepare the device FILE for a pull request.
 
-    Checks it, takes out serial numbers, account names and home folders, and writes it to
-    devices/ID.device.toml of a clone.  Prints its SHA-256 and what to do next.
+    Checks it, removes serial numbers, account names and home folders, and writes it to
+    devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps.
     """
     from pi2.plan.toml.source import display_path
     from pi2.sharing.publishing import prepare_profile, write_profile
 
     prepared = prepare_profile(file)
     for line in prepared.stripped:
-        click.echo(f"taken out: {line}", err=True)
+        click.echo(f"removed: {line}", err=True)
     written = write_profile(prepared, into, replace=replace, commit=commit)
     click.echo(f"{display_path(written.path)}")
     click.echo(f"sha256 {prepared.sha256}, {len(prepared.data)} bytes")

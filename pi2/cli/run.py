@@ -24,38 +24,60 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be given again.")
+@click.option("--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences.")
 @click.option(
-    "-f", "--file", "prompt_file", type=click.Path(path_type=Path), help="File with the prompt."
+    "-f",
+    "--file",
+    "prompt_file",
+    type=click.Path(path_type=Path),
+    help=("Read the prompt from a file."),
 )
 @click.option(
     "--prompts",
     "list_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File with a prompt in every line.",
+    help="Read one prompt per line from a file.",
 )
-@click.option("--chat", metavar="TEXT", help="Question to answer, by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="What the model is told before the question.")
+@click.option(
+    "--chat", metavar="TEXT", help=("User message, sent using the model's chat template.")
+)
+@click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
     default=128,
     show_default=True,
-    help="Most tokens to generate.",
+    help="Maximum number of tokens to generate.",
 )
-@click.option("--temperature", type=float, help="0 is greedy; default: the plan's.")
-@click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
-@click.option("--top-p", type=float, help="Keep the smallest set that reaches this probability.")
-@click.option("--min-p", type=float, help="Keep tokens this likely beside the likeliest.")
-@click.option("--repetition-penalty", type=float, help="Above 1 avoids tokens already seen.")
-@click.option("--seed", type=int, help="Start of the random numbers.")
-@click.option("--stop", multiple=True, help="End at this text; may be given again.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
-@click.option("--memory", metavar="SIZE", help="Another budget, such as 3GiB; segments follow.")
+@click.option(
+    "--temperature", type=float, help=("Sampling temperature; 0 is greedy.  [default: the plan's]")
+)
+@click.option("--top-k", type=int, help="Sample from the k most likely tokens; 0 for all.")
+@click.option(
+    "--top-p",
+    type=float,
+    help=("Sample from the smallest set of tokens with at least this total probability."),
+)
+@click.option(
+    "--min-p",
+    type=float,
+    help=("Sample from tokens with at least this fraction of the top probability."),
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    help=("Penalty for tokens that were already used; above 1 avoids them."),
+)
+@click.option("--seed", type=int, help="Random seed.")
+@click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
+@click.option(
+    "--memory", metavar="SIZE", help=("Override the budget, such as 3GiB; segments are refitted.")
+)
 @add_set_option
-@click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
-@click.option("--offline", is_flag=True, help="Use no network; running never does.")
+@click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
+@click.option("--offline", is_flag=True, help="Do not use the network; running never does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     plan: Path,
@@ -73,13 +95,11 @@ def command(
 ) -> None:
     """Generate text from PLAN.
 
-    The prompt is --prompt, a file, or standard input; --chat puts a question into the words that
-    the model was trained to answer.  Text goes to standard output as it is made, a summary to
-    standard error.
+    The prompt comes from --prompt, a file, or standard input; --chat sends a message using the
+    model's chat template.  Text is streamed to standard output, a summary goes to standard error.
 
-    Several prompts (--prompts, or --prompt several times) are continued as many at the same time as
-    the plan's decode.batch says; the others wait in line.  Each text is shown when it has ended, in
-    the order of the prompts.
+    Several prompts (--prompts, or --prompt repeated) run up to the plan's decode.batch at a time;
+    the others are queued.  Each text is printed when it is complete, in the order of the prompts.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load

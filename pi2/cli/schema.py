@@ -1,4 +1,4 @@
-"""Write the JSON Schemas that editors check plans with."""
+"""Write the JSON Schemas that editors use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import click
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("schemas"),
     show_default=True,
-    help="Folder of the schemas.",
+    help="Output folder of the schemas.",
 )
-@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if a file is not current.")
+@click.option(
+    "--check", is_flag=True, help=("Write nothing; exit with 1 if a file is out of date.")
+)
 def command(output: Path, check: bool) -> int:
-    """Write the JSON Schemas that editors check plans with.
+    """Write the JSON Schemas that editors use to check documents.
 
     Editors find them by the first line of a document, such as
     `#:schema ../schemas/plan.schema.json`.

@@ -1,4 +1,4 @@
-"""Print a plan with everything resolved, and its digest."""
+"""Print a document with everything resolved."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pi2.cli.options import add_set_option
 @click.option(
     "--resolved",
     is_flag=True,
-    help="Everything put together, with all defaults.  This is what happens anyway.",
+    help="Show every value, defaults included; this is the default.",
 )
-@click.option("--origins", is_flag=True, help="Say behind every value where it comes from.")
+@click.option("--origins", is_flag=True, help="Show where each value comes from.")
 @click.option(
     "--document",
     type=click.Choice(["plan", "device", "model"]),
     default="plan",
-    help="Print the plan's device or model instead.",
+    help="Print the plan's device or model instead of the plan.",
 )
 @add_set_option
 def command(
@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Print FILE with everything resolved, and a plan's digest.
 
-    FILE is a plan, a device or a model.  The output is such a document again: written beside the
-    original, it resolves to the same digest.
+    FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
+    resolves to the same digest.
     """
     from pi2.diagnostics import UserError
     from pi2.plan.authoring.writing import write_document, write_plan

@@ -1,4 +1,4 @@
-"""Predict what a plan does on a device that need not be here."""
+"""Predict what a plan does on its device, without the device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TRACED_TOKENS = 2
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Tokens of the prompt.",
+    help="Prompt length in tokens.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Start of the random numbers.",
+    help="Random seed.",
 )
 @click.option(
     "--trace",
@@ -49,7 +49,7 @@ TRACED_TOKENS = 2
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a picture of the times between tokens (needs the extra `plot`).",
+    help="Plot the times between tokens (needs the extra `plot`).",
 )
 @add_set_option
 @add_json_option
@@ -65,8 +65,8 @@ def command(
 ) -> None:
     """Simulate PLAN on the device that it names.
 
-    Everything printed is simulated, never measured; the last line says where the figures of the
-    device and the model come from.
+    All results are simulated, never measured; the last line shows where the figures of the device
+    and the model come from.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.plan.resolve import load_plan

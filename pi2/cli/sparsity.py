@@ -1,4 +1,4 @@
-"""Calibrate which neurons of a SiLU or GELU model may be left out."""
+"""Calibrate which neurons of a SiLU or GELU model can be skipped."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ if TYPE_CHECKING:
 
 @click.group("sparsity", cls=Subcommands)
 def command() -> None:
-    """Calibrate which neurons of a SiLU or GELU model may be left out."""
+    """Calibrate which neurons of a SiLU or GELU model can be skipped."""
 
 
 @command.command("calibrate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@add_text_options(
-    "UTF-8 text to measure on; its last tenth is kept for judging.  May be given again."
-)
+@add_text_options("UTF-8 calibration text; its last tenth is held out for evaluation.  Repeatable.")
 @click.option(
     "--target",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     metavar="SHARE",
-    help="Share of up and down to leave out, such as 0.5.",
+    help="Share of up and down projections to skip, such as 0.5.",
 )
-@click.option("--loss", metavar="SHARE", help="Leave out what raises perplexity by this: 2%.")
+@click.option(
+    "--loss",
+    metavar="SHARE",
+    help=("Skip as much as raises perplexity by at most this, such as 2%."),
+)
 @click.option(
     "--method",
     type=click.Choice(["cats", "cats-teal"]),
-    help="What is compared with a threshold.  [default: cats]",
+    help="Which values are compared with thresholds.  [default: cats]",
 )
 @add_path_option(
     "-o",
     "--output",
     dir_okay=False,
-    text="File of the thresholds; default: the one that the plan names.",
+    text="Output file of the thresholds; default: the one that the plan names.",
 )
 @add_path_option(
     "--plan",
@@ -58,9 +60,9 @@ def command() -> None:
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Windows that the perplexity is measured on.",
+    help="Number of windows for measuring perplexity.",
 )
-@click.option("--force", is_flag=True, help="Overwrite files.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 @add_set_option
 @add_json_option
 def calibrate(
@@ -80,10 +82,10 @@ def calibrate(
 ) -> None:
     """Find thresholds below which the neurons of PLAN's model count as zero.
 
-    The model runs over the texts densely; every layer gets the threshold below which the wished
-    share of its gates lies.  Then text is generated with them, and the perplexity compared.  With
-    --loss, the largest share is searched that keeps it.  Without --target and --loss, PLAN's
-    [sparsity] says what is wanted.
+    The model runs on the texts densely; each layer's threshold is the quantile of its gates at the
+    target share.  Then perplexity is compared with and without thresholds.  With --loss, the
+    largest share that keeps to it is searched.  Without --target and --loss, PLAN's [sparsity]
+    states the target.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.plan.authoring.writing import write_document
@@ -98,7 +100,10 @@ def calibrate(
     for path in (named, new_plan):
         if path is not None and os.path.lexists(path) and not force:
             raise UserError.of(
-                "P027", "the file is there already", file=str(path), help="--force overwrites it"
+                "P027",
+                "the file is there already",
+                file=str(path),
+                help=("use --force to overwrite it"),
             )
     if new_plan is not None and not new_plan.name.endswith(".plan.toml"):
         raise UserError.of(

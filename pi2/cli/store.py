@@ -1,4 +1,4 @@
-"""Look into a neuron store, check its files, or write it in another order or distance."""
+"""Inspect, verify, reorder or repack a neuron store."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MIB = 1024 * 1024
 
 @click.group("store", cls=Subcommands)
 def command() -> None:
-    """Look into a neuron store, check its files, or write it in another order or distance."""
+    """Inspect, verify, reorder or repack a neuron store."""
 
 
 @command.command("info")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
 def show_info(path: Path, as_json: bool) -> None:
-    """Say what the neuron store at PATH holds.
+    """Show what the neuron store at PATH holds.
 
-    Reads the manifest alone and compares the sizes of files; `pi2 store verify` reads them.
+    Reads only the manifest and compares file sizes; `pi2 store verify` reads every file.
     """
     from pi2.store.reader import NeuronStore
 
@@ -49,7 +49,7 @@ def show_info(path: Path, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> int:
     """Read every file of the neuron store at PATH and compare it with the manifest.
 
-    Exit code 0 if all is well, 1 with one finding per bad file, 2 if there is no store.
+    Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store.
     """
     from pi2.cli.main import wants_colour
     from pi2.cli.progress import ProgressBar
@@ -85,24 +85,28 @@ def verify(path: Path, as_json: bool) -> int:
     "kind",
     required=True,
     type=click.Choice(["hotness", "coactivation", "expert"]),
-    help="Most active first; or so in bands, within which what fires together, or what belongs to "
-    "an expert, lies together.",
+    help=(
+        "Order of neurons: by hotness; or in bands of similar hotness, sorted "
+        "by co-activation or by expert within each."
+    ),
 )
 @click.option(
     "--statistics",
     metavar="STATS",
     type=click.Path(path_type=Path),
-    help="Folder of `pi2 activations`; but for coactivation, a Parquet file of counts will do.  "
-    "By expert, a store that is ordered by hotness needs none.",
+    help=(
+        "Folder of `pi2 activations`.  For hotness a Parquet file of counts is "
+        "enough; for expert a store in order of hotness needs none."
+    ),
 )
 @click.option(
     "-o",
     "--output",
     metavar="STORE",
     type=click.Path(path_type=Path),
-    help="Folder of the new store.  [default: in place of the old one]",
+    help="Output folder of the new store.  [default: replace the old one]",
 )
-@click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
+@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store at OUTPUT.")
 def reorder(
     path: Path,
     kind: Kind,
@@ -110,10 +114,10 @@ def reorder(
     output: Path | None,
     replace: bool,
 ) -> None:
-    """Write the neurons of STORE in another order, by STATS.
+    """Rewrite STORE with its neurons in another order.
 
-    The model computes the same.  It needs room for a second store while it runs; the old one is
-    there until the new one is complete.  After Ctrl-C the same command goes on where it was.
+    Results do not change.  Disk space for a second store is needed; the old store is kept until the
+    new one is complete.  After Ctrl-C the same command resumes.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.statistics.ordering import choose_orders
@@ -129,20 +133,20 @@ def reorder(
 
 @command.command("repack")
 @click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
-@click.option("--stride", help="From one neuron to the next, such as '8 KiB'.")
+@click.option("--stride", help="Distance from one neuron to the next, such as '8 KiB'.")
 @click.option(
     "--scales",
     type=click.Choice(["inline", "resident"]),
-    help="Where scales lie: in the bundles, or in files of their own that are loaded at start.",
+    help="Where scales are stored: in the bundles, or in separate files that stay in memory.",
 )
 @click.option(
     "-o",
     "--output",
     metavar="STORE",
     type=click.Path(path_type=Path),
-    help="Folder of the new store.  [default: in place of the old one]",
+    help="Output folder of the new store.  [default: replace the old one]",
 )
-@click.option("--replace", is_flag=True, help="Replace a neuron store that exists at OUTPUT.")
+@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store at OUTPUT.")
 def repack(
     path: Path,
     stride: str | None,
@@ -150,13 +154,12 @@ def repack(
     output: Path | None,
     replace: bool,
 ) -> None:
-    """Write STORE with its neurons another distance apart, or with their scales elsewhere.
+    """Rewrite STORE with another stride, or with its scales in another place.
 
-    A plan's bundle.stride and bundle.scales have to be those of its store; `pi2 plan` says which
-    stride suits a device.  Where scales move and no stride is given, it is the least that holds a
-    neuron.
-    The model computes the same.  It needs room for a second store while it runs; the old one is
-    there until the new one is complete.  After Ctrl-C the same command goes on where it was.
+    A plan's bundle.stride and bundle.scales must match its store; `pi2 plan` shows which stride
+    suits a device.  If scales move and no stride is given, the smallest that fits is used.  Results
+    do not change.  Disk space for a second store is needed; the old store is kept until the new one
+    is complete.  After Ctrl-C the same command resumes.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.store.reordering import repack_store
@@ -224,7 +227,7 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "precision", ", ".join(f"{name} {precisions[name]}" for name in precisions)
     parts = ", ".join(f"{part.name} at {part.weights_offset}" for part in bundle.parts)
     yield "bundle", f"{bundle.stride} bytes apart, {bundle.used_bytes} used: {parts}"
-    yield "scales", "in the bundles" if bundle.scales == "inline" else "in files of their own"
+    yield "scales", "in the bundles" if bundle.scales == "inline" else "in separate files, resident"
     order = {
         "hotness": "most active first",
         "coactivation": "most active first, in bands; what fires together lies together",

@@ -1,4 +1,4 @@
-"""Plan and simulate many devices, models and memories."""
+"""Plan and simulate many devices, models and memory limits."""
 
 from __future__ import annotations
 
@@ -24,44 +24,55 @@ MOST_CELLS = 100_000
 
 @click.command("sweep")
 @click.option(
-    "--devices", multiple=True, required=True, help="Short name, path, or a pattern in quotes."
+    "--devices",
+    multiple=True,
+    required=True,
+    help=("Devices: short name, path, or quoted pattern."),
 )
-@click.option("--models", multiple=True, required=True, help="The same for models.")
-@click.option("--memory", required=True, help="FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")
+@click.option(
+    "--models", multiple=True, required=True, help=("Models: short name, path, or quoted pattern.")
+)
+@click.option(
+    "--memory", required=True, help=("Memory limits, FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")
+)
 @click.option(
     "--context",
     type=click.IntRange(1, 2**31 - 1),
     default=2048,
     show_default=True,
-    help="Tokens of prompt and answer.",
+    help="Context length in tokens.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Tokens to simulate in every cell.",
+    help="Tokens to simulate per cell.",
 )
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Workers.  [default: one per core]")
+@click.option(
+    "--jobs", type=click.IntRange(1, 1024), help=("Number of workers.  [default: one per core]")
+)
 @click.option(
     "--on",
     type=click.Choice(["processes", "ray"]),
     default="processes",
     show_default=True,
-    help="Workers on this machine, or on a Ray cluster (needs the extra `ray`).",
+    help=(
+        "Where workers run: processes on this machine, or a Ray cluster (needs the extra `ray`)."
+    ),
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Parquet file to write."
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help=("Output file, Parquet.")
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a picture of speed over memory (needs the extra `plot`).",
+    help="Plot speed against memory (needs the extra `plot`).",
 )
 @click.option(
     "--matrix",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a picture of which device runs what (needs the extra `plot`).",
+    help="Plot which device runs which model how fast (needs the extra `plot`).",
 )
 def command(
     devices: tuple[str, ...],
@@ -75,11 +86,11 @@ def command(
     plot: Path | None,
     matrix: Path | None,
 ) -> None:
-    """Find and simulate the fastest plan of every device and model for every memory.
+    """Find and simulate the fastest plan for every device, model and memory limit.
 
-    A sweep that was interrupted goes on where it was.  Devices that lack figures, and wishes that
-    cannot be fulfilled, are results as well.  --on ray takes the cluster that RAY_ADDRESS names,
-    or starts one on this machine; a worker that is lost loses nothing.
+    An interrupted sweep resumes.  Devices that lack figures and requests that cannot be met are
+    recorded as results. --on ray uses the cluster that RAY_ADDRESS names, or starts one on this
+    machine; cells of lost workers are run again.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.pictures import check_form

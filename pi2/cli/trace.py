@@ -1,4 +1,4 @@
-"""Record what a plan does, for Chrome's and Perfetto's viewers."""
+"""Record a timeline of a run, for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from pi2.plan.composing.overrides import parse_assignments
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("trace.json"),
     show_default=True,
-    help="File of the trace.",
+    help="Output file of the trace.",
 )
-@click.option("-p", "--prompt", default="The", show_default=True, help="Text to begin with.")
+@click.option("-p", "--prompt", default="The", show_default=True, help="Prompt.")
 @click.option(
     "-n",
     "--tokens",
     type=click.IntRange(1, 64),
     default=4,
     show_default=True,
-    help="Tokens to generate while everything is recorded.",
+    help="Tokens to record.",
 )
 @click.option(
     "--warm-up",
     type=click.IntRange(min=0),
     default=8,
     show_default=True,
-    help="Tokens between the prompt and those, so that the cache is as it usually is.",
+    help="Tokens to generate before recording, so that the neuron cache is warm.",
 )
 @add_set_option
 def command(
     plan: Path, output: Path, prompt: str, tokens: int, warm_up: int, settings: tuple[str, ...]
 ) -> None:
-    """Run PLAN for a few tokens and write what happened when.
+    """Run PLAN for a few tokens and record a timeline.
 
-    The trace has a lane for every compute thread and every thread or queue that reads, arrows from
-    reads to what waited for them, and counters of the neuron cache.  Open it at ui.perfetto.dev or
-    chrome://tracing.  Where the time went is printed.
+    The trace has a lane for each compute thread and each thread or queue that reads, arrows from
+    reads to the kernels that waited for them, and counters of the neuron cache.  Open it at
+    ui.perfetto.dev or chrome://tracing.  A summary of where the time went is printed.
     """
     from pi2.benchmarks.recording import record_run
     from pi2.cli.progress import ProgressBar

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     type=click.Choice(list_formats()),
     default="full",
     show_default=True,
-    help="How findings are written.",
+    help="Output format of findings.",
 )
 @click.option(
     "-o",
     "--output-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File that findings are written to, instead of standard output.",
+    help="Write findings to this file instead of standard output.",
 )
-@click.option("--locked", is_flag=True, help="Fail where pi2.lock is out of date.")
-@click.option("--offline", is_flag=True, help="Use no network; checking never does.")
+@click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
+@click.option("--offline", is_flag=True, help="Do not use the network; checking never does.")
 def command(
     files: tuple[str, ...],
     output_format: str,
@@ -43,12 +43,11 @@ def command(
 ) -> int:
     """Check plans, devices and models.
 
-    FILE is a *.plan.toml, *.device.toml or *.model.toml, or a folder, which means all of them
-    below it; a plan is checked together with the device and the model that it names.  Findings go
-    to standard output, a summary to standard error.  The formats github, gitlab, sarif and junit
-    are for continuous integration.
-    References to other places are those of pi2.lock: nothing is fetched.
-    Exit code 0 without errors, 1 with errors, 2 if a file cannot be read.
+    FILE is a *.plan.toml, *.device.toml or *.model.toml, or a folder that is searched for them.  A
+    plan is checked together with its device and model.  Findings go to standard output, a summary
+    to standard error.  The formats github, gitlab, sarif and junit are for continuous integration.
+    Remote references are resolved through pi2.lock; nothing is fetched.  Exits with 0 without
+    errors, 1 with errors, 2 if a file cannot be read.
     """
     from pi2.plan.checking.check import check_file
     from pi2.plan.checking.reuse import Reuse
@@ -80,7 +79,7 @@ def command(
         click.echo(err=True)
     click.echo(summarise(len(paths), diagnostics), err=True)
     if diagnostics and output_format == "full":
-        click.echo(f"`pi2 explain {diagnostics[0].code}` says more", err=True)
+        click.echo(f"for more, run `pi2 explain {diagnostics[0].code}`", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0

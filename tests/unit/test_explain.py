@@ -148,7 +148,7 @@ def test_a_terminal_gets_colours_and_the_same_words(
 def test_validate_says_once_how_to_learn_more() -> None:
     _, stdout, stderr = validate("shares-above-one.plan.toml", "unknown-key.plan.toml")
     assert "pi2 explain" not in stdout
-    assert stderr.splitlines()[-1] == "`pi2 explain P210` says more"
+    assert stderr.splitlines()[-1] == "for more, run `pi2 explain P210`"
     assert stderr.count("pi2 explain") == 1
     _, _, stderr = validate("shares-above-one.plan.toml", "--output-format", "concise")
     assert "explain" not in stderr

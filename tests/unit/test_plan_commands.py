@@ -44,8 +44,8 @@ def test_help_lists_the_commands_with_their_first_lines(
     text = capsys.readouterr().out
     for name, line in {
         "validate": "Check plans, devices and models",
-        "show": "Print a plan with everything resolved, and its digest",
-        "schema": "Write the JSON Schemas that editors check plans with",
+        "show": "Print a document with everything resolved",
+        "schema": "Write the JSON Schemas that editors use",
     }.items():
         assert f"{name} " in text
         assert line in text
