@@ -149,19 +149,5 @@ class NullExecutor:
         active, self._active = self._active, 0
         return active
 
-    def read_runs(
-        self,
-        fd: int,
-        vectors: npt.NDArray[np.int64],
-        firsts: npt.NDArray[np.int32],
-        counts: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int64],
-        results: npt.NDArray[np.int64],
-        start: int,
-        step: int,
-    ) -> None:
-        sizes = np.add.reduceat(vectors[:, 1], firsts)
-        results[start::step] = sizes[start::step]
-
     def close(self) -> None:
         pass

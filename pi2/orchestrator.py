@@ -12,7 +12,8 @@ from typing import cast
 
 import numpy as np
 
-from pi2.backends.protocol import Backend, BuildRequest, Executor, LoopOwner
+from pi2.backends.host import load_host_loops
+from pi2.backends.protocol import Backend, BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
@@ -128,9 +129,9 @@ def build(
         cleanup.callback(executor.close)
         if wrap_executor is not None:
             executor = wrap_executor(executor, request)
-        if isinstance(executor, LoopOwner):
-            cache.loops = executor.loops
-        reader = open_reader(resolved, store, cache, executor)
+        if store is not None:
+            cache.loops = load_host_loops(progress)
+        reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
         if store is not None:
             store.check_unchanged()

@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.host import HostLoops, load_host_loops
 from pi2.memory.budget import Budget
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
-from pi2.memory.io_engine import EngineName, RunRead
+from pi2.memory.io_engine import EngineName
 
 U8 = npt.NDArray[np.uint8]
 
@@ -39,26 +40,17 @@ class Figures:
     """Processor time per request."""
 
 
-def load_kernel() -> RunRead:
-    """The compiled loop, by way of the demo plan's kernels; they are compiled once and kept."""
-    import pi2.orchestrator
-    from pi2.plan.reading.references import find_shipped_folder
-
-    model = pi2.orchestrator.load(find_shipped_folder() / "demo.plan.toml")
-    return model._parts.executor.read_runs
-
-
 def find_files(path: Path) -> list[Path]:
     """The layers of a store, or a file."""
     return sorted(path.glob("layers/*.arrow"))[:8] if path.is_dir() else [path]
 
 
 def measure(
-    files: list[BundleFile], arena: U8, settings: ReadSettings, read_runs: RunRead, args: Arguments
+    files: list[BundleFile], arena: U8, settings: ReadSettings, loops: HostLoops, args: Arguments
 ) -> Figures:
     """Read random batches for ``args.seconds``."""
     random = np.random.default_rng(0)
-    reader = FlashReader(files, arena, settings, read_runs=read_runs)
+    reader = FlashReader(files, arena, settings, loops)
     assert reader.engine == settings.engine, reader.engine_fallback
     layers = itertools.cycle(range(len(files)))
     spent, wanted, requests = 0.0, 0, 0
@@ -137,7 +129,7 @@ def main() -> int:
     ]
     arena = Budget({"cold": 2048 * stride}).allocate("cold", 2048 * stride).reshape(-1, stride)
     arena[:] = 1
-    read_runs = load_kernel()
+    loops = load_host_loops(lambda label, share: None)
     for file in files:  # mmap would otherwise find everything in the page cache
         with file.path.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -145,7 +137,7 @@ def main() -> int:
     print("| engine | threads | depth | gap | MB/s wanted | requests/s | CPU us per request |")
     print("|---|---|---|---|---|---|---|")
     for settings in list_settings(parsed.threads, parsed.depths, parsed.gaps):
-        figures = measure(files, arena, settings, read_runs, arguments)
+        figures = measure(files, arena, settings, loops, arguments)
         depth = settings.depth if settings.engine == "io_uring" else settings.threads
         threads = "-" if settings.engine == "io_uring" else settings.threads
         print(

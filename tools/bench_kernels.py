@@ -98,12 +98,14 @@ class Bench:
         import tvm
         from tvm.tirx.script import builder as T
 
-        from pi2.backends.kernels import vectors as v
+        from pi2.backends.compiler import vectors as v
+        from pi2.backends.compiler.compile import generate
+        from pi2.backends.compiler.parameters import Parameters, make_function
+        from pi2.backends.compiler.target import make_target
         from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
-        from pi2.backends.kernels.compile import generate, make_target
         from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
-        from pi2.backends.kernels.parameters import Parameters, make_function
+        from pi2.backends.kernels.parameters import take_activations
         from pi2.backends.kernels.program import Program
 
         program = Program(spec)
@@ -140,7 +142,7 @@ class Bench:
                     length=length,
                     precision=precision,
                 )
-                x = take.take_activations("x", length, spec.planes, tokens)
+                x = take_activations(take, "x", length, spec.planes, tokens)
                 y = take.take_array("y", "float32")
 
                 def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:

@@ -112,7 +112,7 @@ def measure_rates(contestant: PlanContestant) -> dict[str, float]:
     size = path.stat().st_size // MIB * MIB
     if size < MIB:
         return found
-    bench = StorageBench(str(path), size, parts.executor.read_runs, parts.cache.loops)
+    bench = StorageBench(str(path), size, parts.cache.loops)
     try:
         names = {USUAL.key: "read", STREAM.key: "stream"}
         specs = [spec for spec in (USUAL, STREAM) if spec.block_bytes <= size]

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import importlib.util
 
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.runtime import Library, find_runtime_library, start_threads
 from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.specification import make_spec
-from pi2.backends.kernels.cache import load_or_compile
 from pi2.backends.kernels.isa import ARCHITECTURES
-from pi2.backends.kernels.runtime import Library, find_runtime_library
 from pi2.backends.protocol import BuildRequest
 
 __all__ = ["NAME", "CpuExecutor", "build", "find_obstacles", "make_spec"]
@@ -49,5 +49,6 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 def build(request: BuildRequest) -> CpuExecutor:
     """Compile the kernels unless they are cached, and make the executor."""
     spec = make_spec(request)
-    library = Library(load_or_compile(spec, request.progress), request.threads, request.cores)
-    return CpuExecutor(request, spec, library)
+    path = load_or_compile(spec, request.progress)
+    start_threads(request.threads, request.cores)
+    return CpuExecutor(request, spec, Library(path))

@@ -10,16 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments, ChunkState, name_other_arrays
+from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.arrays import Arrays, make_arrays
 from pi2.backends.cpu.attention import bind_attention, make_rope_tables
-from pi2.backends.cpu.loops import CpuLoops
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.experts import list_chosen, route
-from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
-from pi2.backends.protocol import BuildRequest, CacheLoops
+from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up
 from pi2.plan.weights.tensor_names import (
@@ -33,7 +32,6 @@ from pi2.plan.weights.tensor_names import (
 
 _U8 = npt.NDArray[np.uint8]
 _I32 = npt.NDArray[np.int32]
-_I64 = npt.NDArray[np.int64]
 _F32 = npt.NDArray[np.float32]
 _NONE: _I32 = np.zeros(0, np.int32)
 
@@ -81,8 +79,6 @@ class CpuExecutor:
         self._end = library.find("end_ffn")
         self._head = library.find("logits")
         self._head_logits = space.wrap(self._logits)
-        self._read = library.find("read_runs")
-        self.loops: CacheLoops = CpuLoops(library)
         self._ropes = make_rope_tables(request, space, spec)
         self._now = self._bind_first_chunk(request, arrays)
         self._chunks = [self._now]
@@ -295,21 +291,6 @@ class CpuExecutor:
     def count_active(self) -> int:
         """Return the non-zero activations since the last call."""
         return self._neurons.count_active()
-
-    def read_runs(
-        self,
-        fd: int,
-        vectors: _I64,
-        firsts: _I32,
-        counts: _I32,
-        offsets: _I64,
-        results: _I64,
-        start: int,
-        step: int,
-    ) -> None:
-        """Read with preadv, without the GIL."""
-        flat = vectors.reshape(-1)
-        self._read(fd, start, step, len(firsts), flat, firsts, counts, offsets, results)
 
     def close(self) -> None:
         """Forget every array."""

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments
+from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.arrays import Arrays, count_tiles
 from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Workspace
-from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.packing import slice_experts

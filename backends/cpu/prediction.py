@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.chunk_state import Arguments
+from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.workspace import Workspace
-from pi2.backends.kernels.runtime import Library
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import round_up

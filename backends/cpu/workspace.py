@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.backends.compiler.runtime import Library
 from pi2.backends.experts import slice_tensor
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
-from pi2.backends.kernels.runtime import Library
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, round_up
 

@@ -1,5 +1,5 @@
-"""TensorIR kernels: written with TVMScript's builder, compiled ahead of time, loaded without TVM.
+"""TensorIR kernels that compute a model, written with TVMScript's builder.
 
-The importer needs no compiler: `spec`, `isa`, `cache` and `runtime` are plain Python; everything
-else here is imported only by the compiling process (``python -m pi2.backends.kernels.compile``).
+A process that runs a model needs no compiler: `spec` and `isa` are plain Python; everything else
+here is imported only by the compiling process (`pi2.backends.compiler`).
 """

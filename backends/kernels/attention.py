@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import Cache, count_lanes
 from pi2.backends.kernels.spec import KV_BLOCK, SPANS, KernelSpec
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.attention import (
     count_tile_tokens,
     divide_blocks,
@@ -28,7 +29,7 @@ from pi2.backends.kernels.norms import (
     emit_normalize,
 )
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.parameters import emit_each_token, take_matrix
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
@@ -185,13 +186,13 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     x = take.take_array("x", "float32")
     before = take.take_array("before", "float32") if spec.keeps_input else None
     norm = schedule.take_norm(take)
-    project = take.take_matrix("qkv", spec.qkv_rows, spec.hidden, spec.attention)
+    project = take_matrix(take, "qkv", spec.qkv_rows, spec.hidden, spec.attention)
     bias = take.take_array("bias", "float32") if spec.qkv_bias else None
     head_norms = None
     if spec.head_norm:
         query_norm = take.take_array("query_norm", "float32")
         head_norms = (query_norm, take.take_array("key_norm", "float32"))
-    output = take.take_matrix("output", spec.hidden, spec.width, spec.attention)
+    output = take_matrix(take, "output", spec.hidden, spec.width, spec.attention)
     output_bias = take.take_array("output_bias", "float32") if spec.output_bias else None
     output_norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
     tables = (take.take_array("cosines", "float32"), take.take_array("sines", "float32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

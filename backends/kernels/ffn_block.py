@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Scratch, emit_gathered
 from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
-from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule

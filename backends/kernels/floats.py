@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.units import emit_unit, load_unit_scale

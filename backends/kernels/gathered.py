@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KernelSpec
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, PartName, Precision

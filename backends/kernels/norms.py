@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.quantize import emit_norm, emit_quantize

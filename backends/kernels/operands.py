@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.plan.weights.layout import Precision, split_lanes
 
 FLOAT_PLANES = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 
 TOGETHER = 4
 """Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
 

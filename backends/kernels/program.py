@@ -28,10 +28,6 @@ function                parameters: numbers, then arrays
                         masks, unpacked, y, [routes]
 ``end_ffn``             T; x, y, [bias], [norm, whole]
 ``logits``              first, T; x, norm, weights, scales, [bias], qa (hidden), logits
-``read_runs``           fd, start, step, n; vectors int64 [v, 2], firsts, counts, offsets int64,
-                        results int64
-``find_neurons``, ...   see `kernels.residency`
-``plan_reads``, ...     see `kernels.reads`
 ======================  ==========================================================================
 
 Where scales are resident, an array of them follows every array of bundles, and one of the neurons'
@@ -50,6 +46,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import tvm
+
+from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.compiler.target import make_target
 from pi2.backends.kernels.attention_block import (
     emit_attend,
     emit_attend_mix,
@@ -66,18 +66,15 @@ from pi2.backends.kernels.ffn_block import (
     emit_find_gates,
 )
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.parameters import Parameters
-from pi2.backends.kernels.reads import (
-    emit_fill_entries,
-    emit_note_results,
-    emit_plan_reads,
-    emit_read_runs,
-)
-from pi2.backends.kernels.residency import emit_find_neurons, emit_place_neurons
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.vocabulary import emit_add_positions, emit_embed, emit_logits
+
+
+def read_program(text: str) -> Program:
+    """Return the program of the spec that ``text`` is the JSON of."""
+    return Program(KernelSpec.from_json(text))
 
 
 class Program:
@@ -86,6 +83,11 @@ class Program:
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
         self.isa: Isa = spec.isa
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """The machine that the functions run on."""
+        return make_target(self.isa)
 
     def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
         """Return what emits each function, by name."""
@@ -111,14 +113,6 @@ class Program:
             functions["add_open_neurons"] = emit_add_open_neurons
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
-        }
-        bound |= {
-            "read_runs": emit_read_runs,
-            "find_neurons": emit_find_neurons,
-            "place_neurons": emit_place_neurons,
-            "plan_reads": emit_plan_reads,
-            "fill_entries": emit_fill_entries,
-            "note_results": emit_note_results,
         }
         if spec.some_full:
             everything = Schedule(replace(spec, window=None), self.isa)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.floats import emit_lane_order
 from pi2.backends.kernels.i8mm import place_scale, place_steps
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, list_runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 
 
 def emit_copy(source: v.Buffer, target: v.Buffer, base: v.Expr, length: int) -> None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.norms import NormWeights
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import Parameters
+from pi2.backends.kernels.parameters import take_activations
 from pi2.backends.kernels.spec import KernelSpec
 
 
@@ -36,8 +37,8 @@ class Schedule:
     def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
-        hidden = take.take_activations(
-            "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
+        hidden = take_activations(
+            take, "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
         )
         self._ignore_tiles(take, "hidden")
         return hidden
@@ -45,8 +46,8 @@ class Schedule:
     def take_dense(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of a chunk; ``count`` is any positive parameter."""
         spec = self.spec
-        hidden = take.take_activations(
-            "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
+        hidden = take_activations(
+            take, "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
         )
         self._ignore_tiles(take, "hidden")
         return hidden
@@ -54,8 +55,8 @@ class Schedule:
     def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
         """Declare the activations of one token or a chunk."""
         spec = self.spec
-        chunk = take.take_activations(
-            name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
+        chunk = take_activations(
+            take, name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
         )
         self._ignore_tiles(take, name)
         return chunk

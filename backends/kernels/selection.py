@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank, find_row
 from pi2.backends.kernels.schedule import Schedule
 
@@ -20,12 +21,12 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")
     several = _take_several(schedule, take)
-    inner = take.take_matrix("inner", rank, spec.hidden, precision)
+    inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights = take.take_array("outer_weights", "uint8")
     scales = take.take_array("outer_scales", "uint8")
     bias = take.take_array("bias", "float32")
     hidden = schedule.take_hidden(take, neurons)
-    middle = take.take_activations("middle", rank, spec.planes, neurons)
+    middle = take_activations(take, "middle", rank, spec.planes, neurons)
     scores = take.take_array("scores", "float32")
     indices = take.take_array("indices", "int32")
     found = take.take_array("found", "int32")

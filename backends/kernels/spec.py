@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
@@ -48,6 +48,7 @@ class KernelSpec:
     Context length and chunk size are not part of it: they are arguments of the kernels.
     """
 
+    program: ClassVar[str] = "pi2.backends.kernels.program"
     hidden: int
     """Length of the residual stream's vectors: zeros fill up the last group."""
     heads: int

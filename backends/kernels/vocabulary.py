@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.matrix import emit_multiply
 from pi2.backends.kernels.norms import emit_normalize
 from pi2.backends.kernels.operands import Vector
-from pi2.backends.kernels.parameters import Parameters, emit_each_token
+from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.rows import emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
@@ -57,11 +58,11 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     tokens = take.take_number("tokens")
     x = take.take_array("x", "float32")
     norm = schedule.take_norm(take)
-    head = take.take_matrix("head", spec.vocab, spec.hidden, spec.head)
+    head = take_matrix(take, "head", spec.vocab, spec.hidden, spec.head)
     bias = take.take_array("head_bias", "float32") if spec.head_bias else None
     # All of them in two planes, however the chunk was computed.
-    hidden = take.take_activations(
-        "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
+    hidden = take_activations(
+        take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
     )
     logits = take.take_array("logits", "float32")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -342,28 +340,6 @@ class ReferenceExecutor:
     def count_active(self) -> int:
         active, self._active = self._active, 0
         return active
-
-    def read_runs(
-        self,
-        fd: int,
-        vectors: npt.NDArray[np.int64],
-        firsts: npt.NDArray[np.int32],
-        counts: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int64],
-        results: npt.NDArray[np.int64],
-        start: int,
-        step: int,
-    ) -> None:
-        """See the Protocol."""
-        for i in range(start, len(firsts), step):
-            buffers = [
-                (ctypes.c_uint8 * size).from_address(address)
-                for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
-            ]
-            try:
-                results[i] = os.preadv(fd, buffers, int(offsets[i]))
-            except OSError:
-                results[i] = -1
 
     def close(self) -> None:
         self._x = self._input = self._u = self._y = np.zeros((0, 0), np.float32)

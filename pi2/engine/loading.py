@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from pi2.backends.protocol import BuildRequest, Executor, Tensor
+from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -106,7 +106,7 @@ def allocate_gate_rows(
 
 
 def open_reader(
-    resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache, executor: Executor
+    resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache
 ) -> FlashReader | NullReader:
     """Open the store's neuron files for reading."""
     stride = resolved.bundle.stride
@@ -134,9 +134,7 @@ def open_reader(
         verify=io.verify == "first-read",
         gate_bytes=count_gate_read_bytes(resolved),
     )
-    return FlashReader(
-        files, cache.arena, settings, read_runs=executor.read_runs, loops=cache.loops
-    )
+    return FlashReader(files, cache.arena, settings, cache.loops)
 
 
 def load_neurons(

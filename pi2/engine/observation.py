@@ -86,7 +86,6 @@ class ObservedExecutor:
         add_neurons: Any
         logits: Any
         count_active: Any
-        read_runs: Any
         close: Any
     else:
 

@@ -19,7 +19,7 @@ from pi2.memory.frequency import LeastFrequentlyUsed
 from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import CacheLoops
+    from pi2.backends.host.contract import HostLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ class NeuronCache:
         """
         self.arena = arena
         self.neurons = neurons
-        self.loops: CacheLoops | None = None
+        self.loops: HostLoops | None = None
         """What looks neurons up in compiled code, where a backend has it."""
         self._give_back = give_back
         layers = len(hot)

@@ -25,8 +25,8 @@ from pi2.memory.io_engine import (
     MappedEngine,
     Observer,
     PreadEngine,
-    RunRead,
     make_readers,
+    read_in_python,
 )
 from pi2.memory.requests import (
     Bits,
@@ -42,7 +42,7 @@ from pi2.memory.requests import (
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import CacheLoops
+    from pi2.backends.host.contract import HostLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -112,12 +112,9 @@ class FlashReader:
         files: Sequence[BundleFile],
         arena: U8,
         settings: ReadSettings,
-        *,
-        read_runs: RunRead,
-        loops: CacheLoops | None = None,
+        loops: HostLoops | None = None,
     ) -> None:
-        """``read_runs``: ``Executor.read_runs``; ``loops`` prepare reads in compiled code, where a
-        backend has them."""
+        """``loops`` prepare and issue reads in compiled code; numpy and Python do without."""
         self._files = files
         self._arena = arena
         self._address: int = arena.ctypes.data
@@ -141,7 +138,7 @@ class FlashReader:
         self._scratch = np.empty(0, np.uint8)
         try:
             self._open(settings.direct and settings.engine != "mmap")
-            self._engine, self.engine = self._make_engine(settings, read_runs)
+            self._engine, self.engine = self._make_engine(settings)
         except BaseException:
             self.close()
             raise
@@ -207,9 +204,7 @@ class FlashReader:
             return False
         return True
 
-    def _make_engine(
-        self, settings: ReadSettings, read_runs: RunRead
-    ) -> tuple[IoEngine, EngineName]:
+    def _make_engine(self, settings: ReadSettings) -> tuple[IoEngine, EngineName]:
         if settings.engine == "io_uring":
             try:
                 return UringEngine(self._fds, settings.depth, self._loops), "io_uring"
@@ -217,6 +212,7 @@ class FlashReader:
                 self.engine_fallback = str(reason)
         if settings.engine == "mmap":
             return MappedEngine(self._fds, settings.threads), "mmap"
+        read_runs = read_in_python if self._loops is None else self._loops.read_runs
         return PreadEngine(self._fds, settings.threads, read_runs), "pread"
 
     def _make_merging(self, gap: int) -> Merging:

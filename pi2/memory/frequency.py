@@ -15,7 +15,7 @@ import numpy as np
 from pi2.memory.policy import ABSENT, F32, I32, I64, Bits, carry_over
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import CacheLoops
+    from pi2.backends.host.contract import HostLoops
 
 _HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half, where a token uses the expected number of neurons."""
@@ -115,7 +115,7 @@ class LeastFrequentlyUsed:
         return taken
 
     def find(
-        self, loops: CacheLoops, row: I32, indices: I32, *, first_key: int, first_cold: int
+        self, loops: HostLoops, row: I32, indices: I32, *, first_key: int, first_cold: int
     ) -> tuple[I32, I32]:
         """Look for ``indices`` [n] (distinct, none of them hot) in ``row`` [neurons], and begin a
         request with what is there, as ``touch`` does.
@@ -139,7 +139,7 @@ class LeastFrequentlyUsed:
 
     def place(
         self,
-        loops: CacheLoops,
+        loops: HostLoops,
         missing: I32,
         held: Bits,
         slot_of: I32,

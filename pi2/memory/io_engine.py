@@ -25,7 +25,7 @@ Observer = Callable[[ReadBatch, int, float, float], None]
 (`time.perf_counter`)."""
 
 RunRead = Callable[[int, I64, I32, I32, I64, I64, int, int], None]
-"""``Executor.read_runs`` of `pi2.backends.protocol`."""
+"""``HostLoops.read_runs`` of `pi2.backends.host.contract`."""
 
 
 class IoEngine(Protocol):
@@ -61,6 +61,28 @@ def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         threads, thread_name_prefix=name, initializer=put, initargs=(0, ask(0))
     )
+
+
+def read_in_python(
+    fd: int,
+    vectors: I64,
+    firsts: I32,
+    counts: I32,
+    offsets: I64,
+    results: I64,
+    start: int,
+    step: int,
+) -> None:
+    """Do what ``HostLoops.read_runs`` does, request by request in Python."""
+    for i in range(start, len(firsts), step):
+        buffers = [
+            (ctypes.c_uint8 * size).from_address(address)
+            for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
+        ]
+        try:
+            results[i] = os.preadv(fd, buffers, int(offsets[i]))
+        except OSError:
+            results[i] = -1
 
 
 class PreadEngine:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import CacheLoops
+    from pi2.backends.host.contract import HostLoops
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ def make_batch(
     base: int,
     stride: int,
     merging: Merging | None = None,
-    loops: CacheLoops | None = None,
+    loops: HostLoops | None = None,
 ) -> ReadBatch:
     """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
     at ``address``; ``loops`` do it in compiled code, unless gaps are read across.

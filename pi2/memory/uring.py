@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pi2.memory.requests import I64, PENDING, ReadBatch
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import CacheLoops
+    from pi2.backends.host.contract import HostLoops
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
@@ -84,7 +84,7 @@ class UringEngine:
     What is under way has to be waited for by the thread that has begun it.
     """
 
-    def __init__(self, files: Sequence[int], depth: int, loops: CacheLoops | None = None) -> None:
+    def __init__(self, files: Sequence[int], depth: int, loops: HostLoops | None = None) -> None:
         """``files``: descriptors; ``loops``: compiled code for what is done per request.  Raises
         `RingUnavailable`."""
         self._loops = loops
@@ -385,7 +385,7 @@ class _Ring:
 
 
 def note_results(events: I64, results: I64, *, head: int, count: int, first_name: int) -> int:
-    """See `pi2.backends.protocol.CacheLoops.note_results`."""
+    """See `pi2.backends.host.contract.HostLoops.note_results`."""
     place, size = head % len(events), len(events)
     if place + count <= size:
         taken = events[place : place + count]

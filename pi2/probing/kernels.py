@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import cast
 
-from pi2.backends.protocol import Backend, Executor, LoopOwner
+from pi2.backends.host import load_host_loops
+from pi2.backends.protocol import Backend, Executor
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key, Progress, collect_rounds
@@ -55,8 +56,9 @@ class KernelBench:
         request = replace(request, cores=cores)
         self._bound = cores[:1]
         self._executor: Executor = backend.build(request)
+        self._loops = load_host_loops(progress)
         used_bytes = request.bundle.used_bytes
-        self._made = Steps(self._executor, model, recipe.sizes, used_bytes=used_bytes)
+        self._made = Steps(self._executor, self._loops, model, recipe.sizes, used_bytes=used_bytes)
         self._steps = self._made.list_all()
         layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
         self._others: list[Executor] = []
@@ -74,6 +76,7 @@ class KernelBench:
                     recipe.sizes,
                     variety,
                     used_bytes=used_bytes,
+                    loops=self._loops,
                 )
             )
         self._storage: StorageBench | None = None
@@ -124,8 +127,7 @@ class KernelBench:
 
     def open_storage(self, path: str, size_bytes: int) -> None:
         """Take the file for the reads that `measure_reads` times."""
-        loops = self._executor.loops if isinstance(self._executor, LoopOwner) else None
-        self._storage = StorageBench(path, size_bytes, self._executor.read_runs, loops)
+        self._storage = StorageBench(path, size_bytes, self._loops)
 
     def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         """Bytes per second of each kind of reads, ``rounds`` times."""

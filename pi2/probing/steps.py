@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.backends.experts import route
-from pi2.backends.protocol import Executor, LoopOwner
+from pi2.backends.host import HostLoops
+from pi2.backends.protocol import Executor
 from pi2.memory.cache import NeuronCache
 from pi2.plan.documents.model import Model, Moe
 from pi2.probing import model as synthetic
@@ -27,10 +28,17 @@ class Steps:
     """Steps of a model that ``executor`` runs, with neurons in ``arena``."""
 
     def __init__(
-        self, executor: Executor, model: Model, sizes: synthetic.ProbeShape, *, used_bytes: int
+        self,
+        executor: Executor,
+        loops: HostLoops,
+        model: Model,
+        sizes: synthetic.ProbeShape,
+        *,
+        used_bytes: int,
     ) -> None:
-        """``used_bytes``: of a bundle, without what fills it up."""
+        """``loops``: the neuron cache's; ``used_bytes``: of a bundle, without what fills it up."""
         self._executor = executor
+        self._loops = loops
         self._model = model
         self._sizes = sizes
         self.arena = synthetic.make_arena(model, sizes.arena_neurons)
@@ -134,8 +142,7 @@ class Steps:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
         cache = NeuronCache(arena, [first], neurons, policy="lfu")
-        if isinstance(self._executor, LoopOwner):
-            cache.loops = self._executor.loops
+        cache.loops = self._loops
         hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
         random = np.random.default_rng(2)
         cold = [

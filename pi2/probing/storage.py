@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
-from pi2.backends.protocol import CacheLoops
+from pi2.backends.host import HostLoops
 from pi2.diagnostics import UserError
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
-from pi2.memory.io_engine import EngineName, RunRead
+from pi2.memory.io_engine import EngineName
 from pi2.probing.model import allocate, fill
 from pi2.probing.series import Key, collect_rounds
 
@@ -181,13 +181,10 @@ def _write_sample(path: Path, size: int) -> int:
 class StorageBench:
     """Reads of one file."""
 
-    def __init__(
-        self, path: str, size_bytes: int, read_runs: RunRead, loops: CacheLoops | None = None
-    ) -> None:
-        """``read_runs`` and ``loops``: the executor's, as in `pi2.memory.flash.FlashReader`."""
+    def __init__(self, path: str, size_bytes: int, loops: HostLoops | None = None) -> None:
+        """``loops`` as in `pi2.memory.flash.FlashReader`."""
         self._path = Path(path)
         self._size = size_bytes
-        self._read_runs = read_runs
         self._loops = loops
         self._random = np.random.default_rng(3)
         self._readers: dict[Key, FlashReader] = {}
@@ -368,4 +365,4 @@ class StorageBench:
             count=self._size // spec.block_bytes,
         )
         arena = allocate("", batch * spec.block_bytes).reshape(batch, spec.block_bytes)
-        return FlashReader([file], arena, settings, read_runs=self._read_runs, loops=self._loops)
+        return FlashReader([file], arena, settings, self._loops)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.device import KernelName
@@ -62,8 +63,10 @@ class TokenSteps:
         variety: Variety,
         *,
         used_bytes: int,
+        loops: HostLoops | None = None,
     ) -> None:
-        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without what fills it up."""
+        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without what fills it up;
+        ``loops``: the neuron cache's."""
         self._model, self._sizes, self._variety = model, sizes, variety
         self._used_bytes = used_bytes
         # Not the first token: what a block of keys holds beyond it takes time, too.
@@ -77,7 +80,15 @@ class TokenSteps:
 
         def make(works: list[TokenWork], hot: float) -> TokenSample:
             predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
-            return TokenSample(executor, arena, model, predictor=predictor, works=works, hot=hot)
+            return TokenSample(
+                executor,
+                arena,
+                model,
+                predictor=predictor,
+                works=works,
+                hot=hot,
+                loops=loops,
+            )
 
         self._sample = make(works, 1.0)
         self._cached = {share: make([named], share) for share in _SHARES.get(variety, ())}

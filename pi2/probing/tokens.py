@@ -19,7 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.protocol import Executor, LoopOwner
+from pi2.backends.host import HostLoops
+from pi2.backends.protocol import Executor
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
@@ -87,15 +88,16 @@ class TokenSample:
         predictor: Literal["low-rank", "gate"],
         works: Sequence[TokenWork],
         hot: float = 1.0,
+        loops: HostLoops | None = None,
     ) -> None:
         """``arena`` [n, stride]: neurons, of as many of the model's layers as it has room for;
-        ``hot``: share of them that always stays, while a cache holds the others."""
+        ``hot``: share of them that always stays, while a cache holds the others;
+        ``loops``: the cache's, numpy without."""
         shape = model.shape
         layers = min(shape.layers, len(arena) // shape.ffn)
         stay = round(hot * shape.ffn)
         cache = NeuronCache(arena[: layers * shape.ffn], [stay] * layers, shape.ffn, policy="lfu")
-        if isinstance(executor, LoopOwner):
-            cache.loops = executor.loops
+        cache.loops = loops
         for _ in cache.fill():
             pass
         recorder = _RecordingExecutor(executor)

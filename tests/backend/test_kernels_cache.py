@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.backends.kernels import cache
+from pi2.backends.compiler import cache
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
 from pi2.logging import configure_logging

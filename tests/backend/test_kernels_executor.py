@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 from pi2.backends import cpu, reference
 from pi2.backends.protocol import Executor
 from pi2.plan.weights.packing import split_scales
-from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, allocate, measure_error
+from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, measure_error
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -247,47 +245,6 @@ def test_logits_of_the_last_tokens_only() -> None:
     every = feed(executor, model, list(range(10)), 0)
     assert np.array_equal(executor.logits(7), every[7:])
     assert np.array_equal(executor.logits(9), every[9:])
-
-
-def test_runs_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    executor = cpu.build(model.request)
-    stride = model.request.bundle.stride
-    content = np.random.default_rng(0).integers(0, 256, (64, stride), np.uint8)
-    path = tmp_path / "bundles"
-    path.write_bytes(content.tobytes())
-    arena = allocate("uint8", 60, stride)
-    # Twenty requests, each for two neighbours that go to places far from each other.
-    wanted = np.random.default_rng(1).permutation(62)[:20]
-    slots = np.random.default_rng(2).permutation(60)[:40].reshape(20, 2)
-    vectors = np.empty((40, 2), np.int64)
-    vectors[:, 0] = arena.ctypes.data + slots.reshape(-1) * stride
-    vectors[:, 1] = stride
-    firsts = np.arange(0, 40, 2, dtype=np.int32)
-    counts = np.full(20, 2, np.int32)
-    offsets = (wanted * stride).astype(np.int64)
-    # The last read begins inside the file and ends beyond it.
-    offsets[-1] = 63 * stride + 100
-    results = np.zeros(20, np.int64)
-    fd = os.open(path, os.O_RDONLY)
-    workers = [
-        threading.Thread(
-            target=executor.read_runs,
-            args=(fd, vectors, firsts, counts, offsets, results, start, 3),
-        )
-        for start in range(3)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    os.close(fd)
-    assert np.array_equal(arena[slots[:-1, 0]], content[wanted[:-1]])
-    assert np.array_equal(arena[slots[:-1, 1]], content[wanted[:-1] + 1])
-    assert (results[:-1] == 2 * stride).all()
-    assert results[-1] == stride - 100
-    executor.read_runs(-1, vectors, firsts, counts, offsets, results, 0, 1)
-    assert (results == -1).all()
 
 
 def test_nothing_stands_in_the_way_here() -> None:

@@ -199,8 +199,8 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     precision: Any, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines without VNNI run its schedule with the instruction written out."""
+    from pi2.backends.compiler import vectors as v
     from pi2.backends.kernels import products
-    from pi2.backends.kernels import vectors as v
     from tests.helpers.kernels import (
         compile_kernel,
         list_runnable_isas,

@@ -45,8 +45,9 @@ def generate(isa: Isa, architecture: str, name: str, emit: Callable[[Any], None]
     """Return a function's compiled module."""
     import tvm
 
-    from pi2.backends.kernels.compile import generate, make_target
-    from pi2.backends.kernels.parameters import make_function
+    from pi2.backends.compiler.compile import generate
+    from pi2.backends.compiler.parameters import make_function
+    from pi2.backends.compiler.target import make_target
 
     triple = "aarch64-linux-gnu" if architecture == "aarch64" else "x86_64-linux-gnu"
     module = tvm.IRModule({name: make_function(name, emit)})

@@ -109,8 +109,9 @@ def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]
     """Compile a function in this process; its arrays are passed flat."""
     import tvm
 
-    from pi2.backends.kernels.compile import generate, make_target
-    from pi2.backends.kernels.parameters import make_function
+    from pi2.backends.compiler.compile import generate
+    from pi2.backends.compiler.parameters import make_function
+    from pi2.backends.compiler.target import make_target
 
     module = tvm.IRModule({"kernel": make_function("kernel", emit)})
     kernel = tvm.runtime.Executable(generate(module, make_target(isa))).jit()["kernel"]
@@ -134,8 +135,9 @@ def make_multiply(
     isa: Isa, length: int, precision: Precision, planes: int, threads: int
 ) -> Callable[[Any], None]:
     """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
-    from pi2.backends.kernels import vectors as v
+    from pi2.backends.compiler import vectors as v
     from pi2.backends.kernels.matrix import Matrix, emit_multiply
+    from pi2.backends.kernels.parameters import take_activations
 
     def emit(take: Any) -> None:
         rows, tokens = take.take_number("rows"), take.take_number("tokens")
@@ -146,7 +148,7 @@ def make_multiply(
             length=length,
             precision=precision,
         )
-        x = take.take_activations("x", length, planes, tokens, planes, pairs=isa.pairs)
+        x = take_activations(take, "x", length, planes, tokens, planes, pairs=isa.pairs)
         y = take.take_array("y", "float32")
 
         def keep(token: Any, row: Any, value: Any) -> None:

@@ -186,14 +186,14 @@ def sum_groups(codes: Any, length: int) -> Any:
 @functools.cache
 def make_norm(length: int, planes: int) -> Callable[[Any], None]:
     """A kernel (tokens; x, weight, activations)."""
-    from pi2.backends.kernels.parameters import emit_each_token
+    from pi2.backends.kernels.parameters import emit_each_token, take_activations
     from pi2.backends.kernels.quantize import emit_norm
 
     def emit(take: Any) -> None:
         tokens = take.take_number("tokens")
         x = take.take_array("x", "float32")
         weight = take.take_array("weight", "float32")
-        target = take.take_activations("target", length, planes, tokens)
+        target = take_activations(take, "target", length, planes, tokens)
         emit_each_token(tokens, lambda t: emit_norm(x, t, weight, 1e-5, target, t))
 
     return emit

@@ -13,20 +13,15 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from pi2.backends.reference import ReferenceExecutor
 from pi2.diagnostics import UserError
 from pi2.memory import uring
 from pi2.memory.budget import Budget
 from pi2.memory.flash import BundleFile, FlashReader, PendingRead, ReadSettings
-from pi2.memory.io_engine import EngineName
+from pi2.memory.io_engine import EngineName, read_in_python
 from pi2.memory.requests import divide_clusters, divide_requests
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
-
-
-def read_runs(*arguments: Any) -> None:
-    ReferenceExecutor.read_runs(None, *arguments)  # type: ignore[arg-type]
 
 
 def find_ring_obstacle() -> str | None:
@@ -64,7 +59,7 @@ def file(tmp_path: Path) -> BundleFile:
 def open_reader(file: BundleFile, **settings: Any) -> FlashReader:
     arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
     chosen = ReadSettings(**{"cluster": 8, **settings})
-    return FlashReader([file], arena, chosen, read_runs=read_runs)
+    return FlashReader([file], arena, chosen)
 
 
 def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
@@ -129,7 +124,7 @@ def test_neighbours_are_one_request_and_gaps_count_as_bytes(file: BundleFile) ->
 
     def note(fd: int, vectors: Any, firsts: Any, counts: Any, *rest: Any) -> None:
         calls.append(counts.tolist())
-        read_runs(fd, vectors, firsts, counts, *rest)
+        read_in_python(fd, vectors, firsts, counts, *rest)
 
     for gap, counts, size in ((0, [2, 1, 1], 4), (2, [5, 1], 6)):
         reader = open_reader(file, merge_gap=gap)
@@ -347,7 +342,7 @@ def test_where_direct_reads_do_not_fit_the_reader_says_so(tmp_path: Path) -> Non
     path.write_bytes(bytes(range(200)) * 10)
     arena = Budget({"cold": 400}).allocate("cold", 400).reshape(-1, 100)
     odd = BundleFile(path=path, bundles_offset=0, stride=100, count=20)
-    reader = FlashReader([odd], arena, ReadSettings(), read_runs=read_runs)
+    reader = FlashReader([odd], arena, ReadSettings())
     assert reader.fallback is not None
     finish(reader, reader.start(0, ids(1), ids(0)))
     assert reader._arena[0, 0] == 100

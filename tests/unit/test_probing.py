@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
-import mmap
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -234,21 +232,11 @@ def test_figures_that_one_document_lacks_are_not_compared() -> None:
     assert compare_devices(old, make_device("my", make_measurements())) == []
 
 
-def read_plainly(
-    fd: int, vectors: Any, firsts: Any, counts: Any, offsets: Any, results: Any, start: int, _: int
-) -> None:
-    """Stands for the compiled loop."""
-    for i in range(start, len(firsts)):
-        size = int(vectors[firsts[i] : firsts[i] + counts[i], 1].sum())
-        with mmap.mmap(-1, size) as room:  # direct reads want an aligned place
-            results[i] = os.preadv(fd, [room], int(offsets[i]))
-
-
 def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pi2.probing.storage.ROUND_S", 0.005)
     path = tmp_path / "sample"
     path.write_bytes(np.random.default_rng(0).bytes(8 * MIB))
-    bench = StorageBench(str(path), 8 * MIB, read_plainly)
+    bench = StorageBench(str(path), 8 * MIB)
     specs = [
         ReadSpec(pattern="sequential", block_bytes=65536),
         ReadSpec(pattern="random", block_bytes=4096, threads=2),

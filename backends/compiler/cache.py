@@ -1,6 +1,6 @@
-"""The kernel cache: compiled libraries by digest of everything that they depend on.
+"""The cache of compiled libraries, by digest of everything that they depend on.
 
-An entry is one file, ``KEY-CONTENT.so``: KEY is the SHA-256 of the kernels' sources, the versions
+An entry is one file, ``KEY-CONTENT.so``: KEY is the SHA-256 of the functions' sources, the versions
 of TVM and its FFI, and the spec; CONTENT that of the file itself, so that a damaged entry is seen
 and built again.  Entries appear by rename: processes may compile the same kernels at once.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -19,9 +20,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pi2
-from pi2.backends.kernels.spec import KernelSpec
 from pi2.caches import VARIABLE, find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
@@ -33,21 +34,41 @@ _DIGITS = 32
 _NO_LINKER = 3
 
 
-def compute_key(spec: KernelSpec) -> str:
+class Spec(Protocol):
+    """Everything that the code of a library depends on, besides its sources."""
+
+    @property
+    def program(self) -> str:
+        """The module whose ``read_program`` makes the functions; all files beside it are their
+        sources."""
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+
+
+def compute_key(spec: Spec) -> str:
     """Return the digest of everything that the compiled code depends on."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
+    folders = (Path(__file__).parent, _find_sources(spec))
     layout = Path(pi2.__file__).parent / "plan" / "weights" / "layout.py"
-    for path in (*sorted(folder.glob("*.py")), layout):
+    for path in (*(path for folder in folders for path in sorted(folder.glob("*.py"))), layout):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     for package in ("apache-tvm", "apache-tvm-ffi"):
         digest.update(importlib.metadata.version(package).encode())
+    digest.update(spec.program.encode())
     digest.update(spec.to_json().encode())
     return digest.hexdigest()[:_DIGITS]
 
 
-def load_or_compile(spec: KernelSpec, progress: Progress) -> Path:
+def _find_sources(spec: Spec) -> Path:
+    """Return the folder of a spec's program."""
+    found = importlib.util.find_spec(spec.program)
+    assert found is not None and found.origin is not None, spec.program
+    return Path(found.origin).parent
+
+
+def load_or_compile(spec: Spec, progress: Progress) -> Path:
     """Return the library of ``spec``, compiled now unless an intact one is cached."""
     key = compute_key(spec)
     folder = find_cache_folder("kernels")
@@ -95,7 +116,7 @@ def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
 
 
-def _compile(spec: KernelSpec, output: Path, progress: Progress) -> None:
+def _compile(spec: Spec, output: Path, progress: Progress) -> None:
     """Run the compiler in a process of its own."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -106,7 +127,14 @@ def _compile(spec: KernelSpec, output: Path, progress: Progress) -> None:
         errors = Path(folder) / "errors.txt"
         with errors.open("w") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.compile", str(spec_path), str(output)],
+                [
+                    sys.executable,
+                    "-m",
+                    f"{__package__}.compile",
+                    spec.program,
+                    str(spec_path),
+                    str(output),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=stream,
                 text=True,

@@ -1,11 +1,11 @@
-"""Compiled loops over the neuron cache's arrays do what `pi2.memory` does with numpy."""
+"""The compiled loops of the host do what `pi2.memory` does with numpy and Python."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.backends.cpu.loops import CpuLoops
-from pi2.backends.kernels import reads, residency
+from pi2.backends.host import CompiledLoops, load_host_loops
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.frequency import expect_uses
+from pi2.memory.io_engine import RunRead, read_in_python
 from pi2.memory.requests import make_batch
 from pi2.memory.uring import note_results
-from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
+from tests.helpers.kernels import allocate
 
 LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
-ISAS = list_runnable_isas()
-pytestmark = pytest.mark.skipif(not ISAS, reason="kernels run on x86-64 only in these tests")
 
 
 @functools.cache
-def make_loops() -> CpuLoops:
-    emitters = (
-        residency.emit_find_neurons,
-        residency.emit_place_neurons,
-        reads.emit_plan_reads,
-        reads.emit_fill_entries,
-        reads.emit_note_results,
-    )
-    isa = make_isa(ISAS[0])
-    kernels = {emit.__name__: functools.partial(compile_kernel, emit, isa) for emit in emitters}
-
-    def find(name: str) -> Callable[..., None]:
-        kernel = kernels[f"emit_{name}"]()
-
-        def call(*arguments: Any) -> None:
-            arrays = [item for item in arguments if isinstance(item, np.ndarray)]
-            assert all(array.strides == (array.itemsize,) for array in arrays), "refused"
-            kernel(*arguments)
-
-        return call
-
-    return CpuLoops(SimpleNamespace(find=find))  # type: ignore[arg-type]
+def make_loops() -> CompiledLoops:
+    return load_host_loops(lambda _label, _share: None)
 
 
 def make_cache(filled: bool) -> NeuronCache:
@@ -138,8 +116,7 @@ def test_neurons_are_read_with_compiled_lists_and_entries(tmp_path: Path) -> Non
         [file],
         arena,
         ReadSettings(engine="io_uring", depth=4, cluster=8),
-        read_runs=_read_nothing,
-        loops=make_loops(),
+        make_loops(),
     )
     if reader.engine != "io_uring":
         pytest.skip(str(reader.engine_fallback))
@@ -155,5 +132,45 @@ def test_neurons_are_read_with_compiled_lists_and_entries(tmp_path: Path) -> Non
     reader.close()
 
 
-def _read_nothing(*arguments: Any) -> None:
-    raise AssertionError("io_uring reads")
+@pytest.mark.parametrize(
+    "read_runs",
+    [lambda *arguments: make_loops().read_runs(*arguments), read_in_python],
+    ids=["compiled", "in Python"],
+)
+def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: RunRead) -> None:
+    stride = 448
+    content = np.random.default_rng(0).integers(0, 256, (64, stride), np.uint8)
+    path = tmp_path / "bundles"
+    path.write_bytes(content.tobytes())
+    arena = allocate("uint8", 60, stride)
+    # Twenty requests, each for two neighbours that go to places far from each other.
+    wanted = np.random.default_rng(1).permutation(62)[:20]
+    slots = np.random.default_rng(2).permutation(60)[:40].reshape(20, 2)
+    vectors = np.empty((40, 2), np.int64)
+    vectors[:, 0] = arena.ctypes.data + slots.reshape(-1) * stride
+    vectors[:, 1] = stride
+    firsts = np.arange(0, 40, 2, dtype=np.int32)
+    counts = np.full(20, 2, np.int32)
+    offsets = (wanted * stride).astype(np.int64)
+    # The last read begins inside the file and ends beyond it.
+    offsets[-1] = 63 * stride + 100
+    results = np.zeros(20, np.int64)
+    fd = os.open(path, os.O_RDONLY)
+    workers = [
+        threading.Thread(
+            target=read_runs,
+            args=(fd, vectors, firsts, counts, offsets, results, start, 3),
+        )
+        for start in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    os.close(fd)
+    assert np.array_equal(arena[slots[:-1, 0]], content[wanted[:-1]])
+    assert np.array_equal(arena[slots[:-1, 1]], content[wanted[:-1] + 1])
+    assert (results[:-1] == 2 * stride).all()
+    assert results[-1] == stride - 100
+    read_runs(-1, vectors, firsts, counts, offsets, results, 0, 1)
+    assert (results == -1).all()

@@ -1,11 +1,11 @@
-"""Compiled loops over the neuron cache's arrays: `pi2.backends.protocol.CacheLoops`."""
+"""The host loops as functions of a compiled library: see `pi2.backends.host.contract`."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from pi2.backends.kernels.runtime import Library
+from pi2.backends.compiler.runtime import Library
 
 _I32 = npt.NDArray[np.int32]
 _I64 = npt.NDArray[np.int64]
@@ -13,17 +13,33 @@ _F32 = npt.NDArray[np.float32]
 _Bits = npt.NDArray[np.bool_]
 
 
-class CpuLoops:
+class CompiledLoops:
     """One call of a kernel per method; none where there is nothing to do, since kernels refuse
     the strides that numpy gives some empty arrays."""
 
     def __init__(self, library: Library) -> None:
+        self._read = library.find("read_runs")
         self._find = library.find("find_neurons")
         self._place = library.find("place_neurons")
         self._plan = library.find("plan_reads")
         self._fill = library.find("fill_entries")
         self._note = library.find("note_results")
         self._found = np.zeros(3, np.int32)
+
+    def read_runs(
+        self,
+        fd: int,
+        vectors: _I64,
+        firsts: _I32,
+        counts: _I32,
+        offsets: _I64,
+        results: _I64,
+        start: int,
+        step: int,
+    ) -> None:
+        """Read requests with preadv."""
+        flat = vectors.reshape(-1)
+        self._read(fd, start, step, len(firsts), flat, firsts, counts, offsets, results)
 
     def find_neurons(
         self,

@@ -1,4 +1,6 @@
-"""Compile the kernels of a spec: ``python -m pi2.backends.kernels.compile SPEC.json OUT.so``.
+"""Compile a spec: ``python -m pi2.backends.compiler.compile MODULE SPEC.json OUT.so``.
+
+MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
@@ -7,22 +9,21 @@ it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import tvm
 from tvm import s_tir, tirx
 
-from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.parameters import make_function
-from pi2.backends.kernels.program import Program
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.compiler.parameters import Parameters, make_function
 
 LINKERS = (
     ("ld", ("-shared",)),
@@ -35,22 +36,21 @@ NO_LINKER = 3
 """Exit status where none of them works."""
 
 
-def make_target(isa: Isa, triple: str | None = None) -> tvm.target.Target:
-    """Return the compiler's target for a schedule; ``triple`` for another machine than this."""
-    options: dict[str, object] = {"kind": "llvm"}
-    if isa.mcpu is not None:
-        options["mcpu"] = isa.mcpu
-    if isa.mattr:
-        options["mattr"] = list(isa.mattr)
-    if triple is not None:
-        options["mtriple"] = triple
-    return tvm.target.Target(options)
+class Program(Protocol):
+    """The functions of a library."""
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """The machine that they run on."""
+
+    def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
+        """Return what emits each function, by name."""
 
 
 def lower(module: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Turn kernels into what the code generator takes.
+    """Turn functions into what the code generator takes.
 
-    The kernels are explicit loops and vectors over flat buffers: the passes of the default
+    They are explicit loops and vectors over flat buffers: the passes of the default
     pipeline that look for such structure have nothing to find here.  FlattenBuffer in particular
     turns vector loads into gathers (it adds a vector of zeros to every index), from which LLVM
     needs seconds to recover.
@@ -69,14 +69,13 @@ def lower(module: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
 
 
 def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
-    """Return machine code for kernels."""
+    """Return machine code for functions."""
     return tvm.get_global_func("target.build.llvm")(lower(module, target), target)
 
 
-def compile_functions(spec: KernelSpec, folder: Path) -> Iterable[Path]:
-    """Write an object file per function of a spec to ``folder``; yield each."""
-    program = Program(spec)
-    target = make_target(program.isa)
+def compile_functions(program: Program, folder: Path) -> Iterable[Path]:
+    """Write an object file per function of a program to ``folder``; yield each."""
+    target = program.target
     for name, emit in program.list_functions().items():
         code = generate(tvm.IRModule({name: make_function(name, emit)}), target)
         path = folder / f"{name}.o"
@@ -106,9 +105,9 @@ def link(files: list[Path], output: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
-    spec_path, output = Path(arguments[0]), Path(arguments[1])
-    spec = KernelSpec.from_json(spec_path.read_text())
-    total = len(Program(spec).list_functions()) + 1
+    module, spec_path, output = arguments[0], Path(arguments[1]), Path(arguments[2])
+    program: Program = importlib.import_module(module).read_program(spec_path.read_text())
+    total = len(program.list_functions()) + 1
 
     def report(label: str, share: float) -> None:
         print(json.dumps({"label": label, "share": share}), flush=True)
@@ -116,7 +115,7 @@ def main(arguments: list[str]) -> int:
     report("loading the compiler", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         files: list[Path] = []
-        for path in compile_functions(spec, Path(folder)):
+        for path in compile_functions(program, Path(folder)):
             files.append(path)
             report(f"compiled {path.stem}", len(files) / total)
         failures = link(files, output)

@@ -1,4 +1,5 @@
-"""Load compiled kernels with tvm_ffi and libtvm_runtime alone: the compiler is never imported."""
+"""Load compiled functions with tvm_ffi, and libtvm_runtime where they run on several threads: the
+compiler is never imported."""
 
 from __future__ import annotations
 
@@ -36,31 +37,37 @@ def find_runtime_library() -> Path | None:
     return path if path.exists() else None
 
 
+def start_threads(count: int, cores: Sequence[int] = ()) -> None:
+    """Let functions of libraries run on ``count`` threads, the calling one included.
+
+    ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
+    """
+    # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
+    os.environ["TVM_NUM_THREADS"] = str(count)
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
+    import tvm_ffi
+
+    runtime = find_runtime_library()
+    assert runtime is not None, "find_obstacles says so first"
+    # Functions look the pool's up among the global symbols.
+    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    # Another executor of this process may have started the pool with another number.
+    configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+    if cores:
+        configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
+    else:
+        configure(_ANY_CORE, count)
+
+
 class Library:
     """A compiled library and the tensors that are passed to it."""
 
-    def __init__(self, path: Path, threads: int, cores: Sequence[int] = ()) -> None:
-        """Load ``path``; kernels run on ``threads`` threads, the calling one included.
-
-        ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
-        """
-        # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
-        os.environ["TVM_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
+    def __init__(self, path: Path) -> None:
+        """Load ``path``; `start_threads` comes first where functions run on several threads."""
         import tvm_ffi
 
-        runtime = find_runtime_library()
-        assert runtime is not None, "find_obstacles says so first"
-        # Kernels look the pool's functions up among the global symbols.
-        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
         self._ffi = tvm_ffi
         self._module = tvm_ffi.load_module(str(path))
-        # Another executor of this process may have started the pool with another number.
-        configure = tvm_ffi.get_global_func("runtime.config_threadpool")
-        if cores:
-            configure(_ONE_CORE_EACH, threads, [str(core) for core in cores])
-        else:
-            configure(_ANY_CORE, threads)
 
     def find(self, name: str) -> Kernel:
         """Return a kernel."""

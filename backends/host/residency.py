@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels import vectors as v
+from pi2.backends.compiler import vectors as v
 
 if TYPE_CHECKING:
-    from pi2.backends.kernels.parameters import Parameters
+    from pi2.backends.compiler.parameters import Parameters
 
 
 def emit_find_neurons(take: Parameters) -> None:

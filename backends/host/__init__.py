@@ -1,0 +1,26 @@
+"""Compiled loops of the machine that runs the engine: cache look-up, placing, read lists, reads.
+
+They are TensorIR in a library of its own, which depends on no model and no compute unit: one
+compilation per machine, for all plans.  `HostLoops` says what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.runtime import Library
+from pi2.backends.host.contract import HostLoops
+from pi2.backends.host.loops import CompiledLoops
+from pi2.backends.host.spec import HostSpec
+
+__all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]
+
+
+def load_host_loops(progress: Callable[[str, float], None]) -> CompiledLoops:
+    """Return the host loops, compiled now unless they are cached.
+
+    ``progress`` is called with a label and the share done while they are.  UserError P650 without
+    a linker, P651 where compiling fails.
+    """
+    return CompiledLoops(Library(load_or_compile(HostSpec(), progress)))
