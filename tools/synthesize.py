@@ -25,18 +25,6 @@ from pathlib import Path
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.importing.activations import check_experts, note_identity
-from pi2.importing.synthesis.blueprint import Blueprint
-from pi2.importing.synthesis.calibration import tune_blueprint
-from pi2.importing.synthesis.generation import RECIPE_FILE, write_synthetic_store
-from pi2.importing.synthesis.measurement import Measurement, measure_store
-from pi2.importing.synthesis.plan_file import PlanWish, write_plan
-from pi2.importing.synthesis.recipe import Recipe, check_recipe
-from pi2.importing.synthesis.statistics import (
-    average_layers,
-    describe_layers,
-    round_values,
-    write_counts,
-)
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -52,6 +40,18 @@ from pi2.planning.documents import read_document
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
+from synthesis.blueprint import Blueprint
+from synthesis.calibration import tune_blueprint
+from synthesis.generation import RECIPE_FILE, write_synthetic_store
+from synthesis.measurement import Measurement, measure_store
+from synthesis.plan_file import PlanWish, write_plan
+from synthesis.recipe import Recipe, check_recipe
+from synthesis.statistics import (
+    average_layers,
+    describe_layers,
+    round_values,
+    write_counts,
+)
 
 STATISTICS_FILE = "statistics.json"
 COUNTS_FILE = "activations.parquet"

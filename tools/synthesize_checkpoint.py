@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from pi2.importing.requirements import Requirement, list_requirements
-from pi2.importing.synthesis.tokenizer import make_tokenizer
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
+from synthesis.tokenizer import make_tokenizer
 
 PIECE = 2**24
 """Weights that are drawn once; tensors are made of them again and again."""

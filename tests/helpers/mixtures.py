@@ -8,14 +8,14 @@ from typing import Any
 
 import tomlkit
 
-from pi2.importing.synthesis.blueprint import draw_blueprint
-from pi2.importing.synthesis.generation import write_synthetic_store
-from pi2.importing.synthesis.plan_file import PlanWish, write_plan
-from pi2.importing.synthesis.recipe import Recipe
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest
+from synthesis.blueprint import draw_blueprint
+from synthesis.generation import write_synthetic_store
+from synthesis.plan_file import PlanWish, write_plan
+from synthesis.recipe import Recipe
 from tests.helpers.models import MIXTURE, make_model
 
 SHAPE = {"layers": 2, "hidden": 128, "ffn": 200, "vocab": 300}

@@ -26,7 +26,7 @@ PAGE = Page(code="P210", what="A `b`.", why="c.", example="d.", fix="e.")
 
 def find_used_codes() -> set[str]:
     found: set[str] = set()
-    for folder in ("pi2", "pi2/backends"):  # a walk does not follow the link
+    for folder in ("pi2", "pi2/backends", "tools"):  # a walk does not follow the link
         for parent, _, names in os.walk(ROOT / folder):
             for name in names:
                 if name.endswith(".py"):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise
+from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
+from paper.scenarios import MIXTRAL, Scenario
 from pi2.simulate.constants import Constants
-
-TOOLS = Path(__file__).parents[2] / "tools"
-if str(TOOLS) not in sys.path:
-    sys.path.insert(0, str(TOOLS))
-
-from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise  # noqa: E402
-from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions  # noqa: E402
-from paper.scenarios import MIXTRAL, Scenario  # noqa: E402
 
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 NOISE = 0.01

@@ -15,15 +15,15 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.activations import EXPERT_BANDS, group_experts, note_identity
-from pi2.importing.synthesis.blueprint import draw_blueprint
-from pi2.importing.synthesis.generation import write_synthetic_store
-from pi2.importing.synthesis.recipe import Recipe
 from pi2.plan.documents.model import Model
 from pi2.statistics.ordering import choose_orders
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
 from pi2.store.verification import verify_store
+from synthesis.blueprint import draw_blueprint
+from synthesis.generation import write_synthetic_store
+from synthesis.recipe import Recipe
 from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
 from tests.helpers.plans import write_plan
 

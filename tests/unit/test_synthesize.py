@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.importing.synthesis.calibration import tune_blueprint
-from pi2.importing.synthesis.generation import write_synthetic_store
-from pi2.importing.synthesis.measurement import Measurement, choose_tokens, measure_store
-from pi2.importing.synthesis.recipe import Recipe, check_recipe
-from pi2.importing.synthesis.statistics import average_layers
 from pi2.plan.documents.model import Model
 from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
+from synthesis.calibration import tune_blueprint
+from synthesis.generation import write_synthetic_store
+from synthesis.measurement import Measurement, choose_tokens, measure_store
+from synthesis.recipe import Recipe, check_recipe
+from synthesis.statistics import average_layers
 from tests.helpers.models import make_model, make_tiny
 from tests.helpers.synthetic_stores import SHAPE, hash_store
 

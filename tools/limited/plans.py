@@ -41,12 +41,12 @@ def write_whole_plan(row: Row, store: Path, folder: Path) -> Path:
 
 def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
     """Write a plan for ``memory`` bytes, or with everything in memory."""
-    from pi2.importing.synthesis.plan_file import PlanWish, write_plan
     from pi2.plan.checking.check import check_file
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.reading.references import find_document
     from pi2.store.manifest import read_manifest
+    from synthesis.plan_file import PlanWish, write_plan
 
     model_file = find_document(row.model, "model", Path())
     model = check_file(model_file).document

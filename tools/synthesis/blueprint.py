@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pi2.importing.synthesis.hotness import (
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import GROUP
+from synthesis.hotness import (
     find_biases,
     find_paired_biases,
     normal_cdf,
@@ -16,7 +18,7 @@ from pi2.importing.synthesis.hotness import (
     solve_pair_spread,
     solve_shared_part,
 )
-from pi2.importing.synthesis.randomness import (
+from synthesis.randomness import (
     F32,
     I32,
     draw_integers,
@@ -24,9 +26,7 @@ from pi2.importing.synthesis.randomness import (
     draw_permutation,
     draw_signs,
 )
-from pi2.importing.synthesis.recipe import Recipe
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import GROUP
+from synthesis.recipe import Recipe
 
 F64 = npt.NDArray[np.float64]
 
@@ -55,7 +55,7 @@ ORDER, ATTENTION, EMBEDDING, NORM, TRIAL, ROUTER = range(7, 13)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What trial runs have found (`pi2.importing.synthesis.calibration`)."""
+    """What trial runs have found (`synthesis.calibration`)."""
 
     shift: float = 0.0
     """Added to all biases, so that the mean share of active neurons is right after rounding."""

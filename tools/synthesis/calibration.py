@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pi2.importing.synthesis.blueprint import (
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.packing import dequantize, quantize
+from synthesis.blueprint import (
     CONSTANT,
     RANDOM,
     TRIAL,
@@ -15,18 +17,16 @@ from pi2.importing.synthesis.blueprint import (
     Tuning,
     draw_blueprint,
 )
-from pi2.importing.synthesis.dense import make_predictor_bias, make_predictor_in, spread_loadings
-from pi2.importing.synthesis.hotness import find_skew
-from pi2.importing.synthesis.neurons import (
+from synthesis.dense import make_predictor_bias, make_predictor_in, spread_loadings
+from synthesis.hotness import find_skew
+from synthesis.neurons import (
     count_chunk_neurons,
     draw_factors,
     make_gates,
     scale_groups,
 )
-from pi2.importing.synthesis.randomness import F32, draw_normals
-from pi2.importing.synthesis.recipe import MOST_SKEW, Recipe, find_least_skew
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.packing import dequantize, quantize
+from synthesis.randomness import F32, draw_normals
+from synthesis.recipe import MOST_SKEW, Recipe, find_least_skew
 
 _TRIAL_TOKENS = 256
 _TRIAL_NEURONS = 1024

@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 
-from pi2.importing.synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
-from pi2.importing.synthesis.randomness import (
+from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
+from pi2.plan.weights.packing import quantize
+from synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
+from synthesis.randomness import (
     F16,
     F32,
     U8,
@@ -18,8 +20,6 @@ from pi2.importing.synthesis.randomness import (
     measure_int4_deviation,
     measure_int8_deviation,
 )
-from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
-from pi2.plan.weights.packing import quantize
 
 CHUNK_WEIGHTS = 2**22
 """Weights of one matrix that are made together."""

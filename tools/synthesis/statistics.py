@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from pi2.importing.synthesis.hotness import find_skew
+from synthesis.hotness import find_skew
 
 I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]

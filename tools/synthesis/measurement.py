@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference import ReferenceExecutor, activate
-from pi2.importing.synthesis.statistics import (
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.packing import join_scales, slice_experts, unpack_part
+from pi2.store.reader import NeuronStore, StoredLayer
+from synthesis.statistics import (
     LayerStatistics,
     Overlap,
     compute_overlap,
     compute_skew,
 )
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import join_scales, slice_experts, unpack_part
-from pi2.store.reader import NeuronStore, StoredLayer
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

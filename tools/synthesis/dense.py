@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pi2.importing.synthesis.blueprint import (
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
+from pi2.plan.weights.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
+from pi2.store.tensors import DenseTensor
+from pi2.store.writer import TensorPieces
+from synthesis.blueprint import (
     ATTENTION,
     CONSTANT,
     NORM,
@@ -16,20 +22,14 @@ from pi2.importing.synthesis.blueprint import (
     STREAM,
     Blueprint,
 )
-from pi2.importing.synthesis.neurons import (
+from synthesis.neurons import (
     CHUNK_WEIGHTS,
     count_chunks,
     draw_vectors,
     find_gate_biases,
     locate_chunk,
 )
-from pi2.importing.synthesis.randomness import F32, draw_normals, draw_signs
-from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import quantize
-from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.weights.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
-from pi2.store.tensors import DenseTensor
-from pi2.store.writer import TensorPieces
+from synthesis.randomness import F32, draw_normals, draw_signs
 
 _NEXT_LOGIT = 12.0
 _TIED_LOGIT_DEVIATION = 4.0

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from pi2.importing.synthesis.randomness import draw_normals
-from pi2.importing.synthesis.recipe import SKEW_SHARE
+from synthesis.randomness import draw_normals
+from synthesis.recipe import SKEW_SHARE
 
 F64 = npt.NDArray[np.float64]
 

@@ -13,15 +13,15 @@ from typing import Literal
 import numpy as np
 
 from pi2.importing.activations import group_experts
-from pi2.importing.synthesis.blueprint import Blueprint
-from pi2.importing.synthesis.dense import make_tensor
-from pi2.importing.synthesis.neurons import count_chunks, make_bundles
-from pi2.importing.synthesis.randomness import I32, U8
-from pi2.importing.synthesis.tokenizer import make_tokenizer
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
+from synthesis.blueprint import Blueprint
+from synthesis.dense import make_tensor
+from synthesis.neurons import count_chunks, make_bundles
+from synthesis.randomness import I32, U8
+from synthesis.tokenizer import make_tokenizer
 
 Progress = Callable[[str, float], None]
 
