@@ -69,7 +69,7 @@ def describe_values(root: type[BaseModel], path: KeyPath, doc: FieldDoc) -> str:
     if get_origin(kind) is tuple and _find_table(root, path) is not None:
         return "tables"
     if get_origin(kind) is dict and get_args(kind):
-        return "a table with names of its own"
+        return "a table"
     example = f", such as `{doc.examples[0]}`" if doc.examples else ""
     return doc.values + example
 

@@ -130,7 +130,7 @@ def write_explanation(item: Explanation) -> str:
     if item.value is not None:
         lines = [f"{shown} = {write_value(item.value)}"]
     if item.doc is not None:
-        lines += [_indent(item.doc.text), _indent(f"may be: {item.doc.values}")]
+        lines += [_indent(item.doc.text), _indent(f"type: {item.doc.values}")]
         if item.doc.default is not None:
             lines.append(_indent(f"default: {item.doc.default}"))
         elif item.doc.is_required:

@@ -173,7 +173,7 @@ def test_hover_says_what_a_key_means_and_where_its_value_is_from(editor: Editor)
     assert editor.open(NAME, text) == []
     answer = editor.ask("textDocument/hover", editor.point(NAME, text, "context"))
     shown = answer["contents"]["value"]
-    assert "**`kv.context`** — Most tokens of prompt and answer together." in shown
+    assert "**`kv.context`** — Context length in tokens, prompt and answer together." in shown
     assert "a whole number; required" in shown
     assert "my.plan.toml:4:11: replaces it by 128" in shown
     assert "base.plan.toml:" in shown

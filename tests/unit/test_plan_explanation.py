@@ -91,7 +91,7 @@ def test_what_a_value_costs(plan: Path) -> None:
 def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = explain("memory.segments.hot", str(plan), capsys=capsys)
     assert text.splitlines()[0] == 'memory.segments.hot = "17 MiB"'
-    assert "  Neurons that are loaded at start and stay.\n" in text
+    assert "  Hot neurons: loaded at start and kept.\n" in text
     replaced, first = (line for line in text.splitlines() if line.startswith("  from: "))
     assert replaced == '  from: my.plan.toml:4:23: replaces it by "17 MiB"'
     assert first == '  from: base.plan.toml:15:7: sets "16 MiB"'
@@ -111,7 +111,9 @@ def test_devices_and_models_are_reached_through_the_plan(
 
 def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture[str]) -> None:
     text = explain("kv.context", capsys=capsys)
-    assert text.startswith("kv.context (of a plan)\n  Most tokens of prompt and answer together.")
+    assert text.startswith(
+        "kv.context (of a plan)\n  Context length in tokens, prompt and answer together."
+    )
     assert "  required\n" in text
     both = explain("memory", capsys=capsys)
     assert "memory (of a plan)" in both

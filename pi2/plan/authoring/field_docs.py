@@ -89,7 +89,7 @@ _WORDS = {
 
 def _describe_values(kind: Any, field: FieldInfo) -> str:
     if _find_quantity(field) is not None:
-        return "a number and its unit, as text"
+        return "a quantity with its unit"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(write_value(item) for item in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -97,5 +97,5 @@ def _describe_values(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return "an array"
     if get_origin(kind) is dict:
-        return "a table with names of its own"
+        return "a table"
     return _WORDS.get(kind, "a value")

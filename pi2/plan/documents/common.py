@@ -50,20 +50,20 @@ class Document(Table):
     schema_version: Literal[1]
     """Version of the plan language that the file is written in."""
     name: str = Field(default="", max_length=120, examples=["Demo"])
-    """What people call it."""
+    """Display name."""
     description: str = Field(default="", max_length=4000, examples=["The demo model here."])
     """One or two sentences for the reader."""
     extends: tuple[str, ...] = Field(default=(), exclude=True, examples=[["base.plan.toml"]])
-    """Documents of the same kind that this one begins with, the weakest first: relative paths that
-    end in `.toml`, short names, or locked references. Tables merge, other values are replaced,
+    """Documents of the same kind that this one extends, weakest first: relative paths that end
+    in `.toml`, short names, or locked references. Tables merge, other values are replaced,
     arrays of tables that have an `id` merge by it."""
     inherit: dict[str, Any] = Field(
         default={}, exclude=True, examples=[{"layers": {"overrides": "append"}}]
     )
-    """Arrays that are added to what is inherited instead of replacing it, by key: `append` or
+    """Inherited arrays that this document adds to instead of replacing, by key: `append` or
     `prepend`, such as `inherit.layers.overrides = "append"`."""
     remove: tuple[str, ...] = Field(default=(), exclude=True, examples=[["units.npu"]])
-    """Keys that are taken away from what is inherited before anything is added."""
+    """Inherited keys to remove before the document's own are merged."""
 
 
 Provenance = Literal["measured", "vendor-claimed", "published", "estimated"]

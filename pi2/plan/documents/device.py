@@ -103,19 +103,21 @@ class KernelFigure(Origin):
     kernel: KernelName
     """Which one."""
     size: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[1024])]
-    """How much it works on: see the kernel."""
+    """Problem size; see ``kernel`` for its meaning."""
     time: Seconds
-    """One call, from Python and back; of ``look-up``, what `size` missing neurons add to none."""
+    """Time of one call from Python; for ``look-up``, the additional time for ``size`` missing
+    neurons."""
     bytes: Bytes | None = None
-    """Weights, keys and values that it reads; absent where they are not what takes the time."""
+    """Bytes of weights, keys and values that the call reads; absent if reading does not dominate
+    the time."""
     giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])
     """Operations per second, in units of 1e9, where arithmetic takes the time."""
     width: Annotated[int, Field(ge=32, le=2**20, examples=[4096])] | None = None
-    """Width of the model that it was measured with; 4096 where absent."""
+    """Hidden size of the model that was measured; default: 4096."""
     kv: Literal["fp16", "int8", "fp32"] = "fp16"
-    """What keys and values were."""
+    """Type of keys and values during the measurement."""
     activations: Literal["int8", "int16", "fp32"] = "int16"
-    """What the inputs of projections were rounded to."""
+    """Precision of the inputs of projections during the measurement."""
 
 
 class CpuCluster(Table):
@@ -126,7 +128,7 @@ class CpuCluster(Table):
     cores: Count
     """Number of cores."""
     frequency: Hertz | None = None
-    """Highest sustained clock."""
+    """Maximum sustained clock frequency."""
     core: str | None = Field(default=None, examples=["cortex-x4"])
     """Micro-architecture, for example ``"cortex-x4"``; chooses the compiler's schedule."""
 
@@ -137,18 +139,18 @@ class Memory(Table):
     capacity: Bytes | None = None
     """Installed memory; absent means *ask the machine*."""
     usable: Bytes | None = None
-    """What the system leaves to one process, if less."""
+    """Memory that the system leaves to one process, if less than the capacity."""
     read_bandwidth: RateFigure | None = None
     """Rate that all units reach together."""
     peak_bandwidth: RateFigure | None = None
-    """Rate of the memory's interface, which no program reaches."""
+    """Theoretical rate of the memory interface, which no program reaches."""
 
 
 class Unit(Table):
     """A compute unit: what a plan gives work to."""
 
     kind: Literal["cpu", "gpu", "npu"]
-    """What it is; a plan's backends serve kinds."""
+    """Kind of unit; a plan's ``backends`` are by kind."""
     model: str = Field(default="", max_length=120, examples=["Adreno 750"])
     """Its commercial name."""
     architecture: (
@@ -162,7 +164,8 @@ class Unit(Table):
     read_bandwidth: RateFigure | None = None
     """Rate at which the whole unit reads main memory."""
     memory: Memory | None = None
-    """Memory of its own, such as a graphics card's; absent means that it uses main memory."""
+    """Dedicated memory, such as that of a graphics card; absent means that the unit uses main
+    memory."""
     compute: tuple[ComputeFigure, ...] = ()
     """Arithmetic rates by operand type."""
     bandwidth_by_threads: tuple[ThreadsFigure, ...] = ()
@@ -172,8 +175,8 @@ class Unit(Table):
     power: PowerFigure | None = None
     """Power drawn while the unit works."""
     emulated: bool | None = None
-    """Whether the processor's own cores play this unit's part, as PoCL does for OpenCL: planner
-    and simulator do not take it for another unit."""
+    """Whether the unit is emulated by the processor's own cores, as PoCL does for OpenCL;
+    planner and simulator do not count it as a separate unit."""
 
 
 class ReadFigure(Origin):
@@ -190,9 +193,9 @@ class ReadFigure(Origin):
     depth: Count | None = None
     """Reads in flight at the same time."""
     threads: Count | None = None
-    """Threads that issue them."""
+    """Number of threads that issue the reads."""
     cluster: str | None = Field(default=None, examples=["big"])
-    """CPU cluster that issues them, where it matters."""
+    """CPU cluster that issues the reads, if it matters."""
     burst: Count | None = Field(default=None, examples=[16])
     """Reads that are asked for at once, the queue being empty before and after; absent means as
     many as it takes to keep the storage busy."""
@@ -209,7 +212,7 @@ class Storage(Table):
     kind: Literal["ufs", "nvme", "sata", "emmc", "sd", "virtual"] | None = None
     """Type of the device."""
     block_size: Bytes | None = None
-    """Logical block: direct reads are multiples of it; absent means *ask the machine*."""
+    """Logical block size, which direct reads are multiples of; absent means *ask the machine*."""
     queue_depth: Count | None = None
     """Entries of the command queue."""
     queues: Count | None = None

@@ -72,10 +72,11 @@ class Norm(Table):
     bias: bool = False
     """Whether a bias is added."""
     weight_offset: float = 0.0
-    """What the checkpoint leaves out of its weights: 1 for Gemma, whose norms multiply by
-    1 + weight."""
+    """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
+    weight."""
     outputs: bool = False
-    """Whether what attention and the FFN give is normalised too, before it is added (Gemma 2)."""
+    """Whether the outputs of attention and FFN are normalised before they are added to the
+    residual stream (Gemma 2)."""
 
 
 Divisor = Annotated[float, Field(gt=0.0, examples=[1.5])]
@@ -95,13 +96,13 @@ class Rope(Table):
     """Which elements of the checkpoint's heads turn together: one of each half of the rotated
     part, or two that follow each other."""
     factor: float = Field(default=1.0, ge=1.0)
-    """By how much the context is stretched (``linear``, ``llama3``, ``yarn``, ``longrope``)."""
+    """Factor by which the context is extended (``linear``, ``llama3``, ``yarn``, ``longrope``)."""
     low_frequency_factor: float = Field(default=1.0, gt=0.0)
     """Longest wavelength kept unscaled by factor (``llama3``)."""
     high_frequency_factor: float = Field(default=4.0, gt=0.0)
     """Shortest wavelength that is scaled (``llama3``)."""
     original_context: Count = 8192
-    """Context before stretching, in tokens (``llama3``, ``yarn``, ``longrope``)."""
+    """Context length before extension, in tokens (``llama3``, ``yarn``, ``longrope``)."""
     fast_rotations: float = Field(default=32.0, gt=0.0)
     """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
     slow_rotations: float = Field(default=1.0, gt=0.0)
@@ -109,13 +110,13 @@ class Rope(Table):
     whole_pairs: bool = True
     """Whether the two bounds are rounded to whole pairs (``yarn``)."""
     attention_factor: float | None = Field(default=None, gt=0.0, examples=[1.1])
-    """What sines and cosines are multiplied by; absent means 0.1 ln(factor) + 1 (``yarn``) or
-    sqrt(1 + ln(factor) / ln(original_context)) (``longrope``)."""
+    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``) or sqrt(1 + ln(factor)
+    / ln(original_context)) (``longrope``)."""
     short_factors: tuple[Divisor, ...] = ()
-    """What each pair's frequency is divided by in sequences of up to ``original_context`` tokens
+    """Divisors of each pair's frequency in sequences of up to ``original_context`` tokens
     (``longrope``)."""
     long_factors: tuple[Divisor, ...] = ()
-    """The same in longer ones."""
+    """Divisors of each pair's frequency in longer sequences (``longrope``)."""
 
     def count_rotated(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
@@ -146,11 +147,11 @@ class Attention(Table):
     head_norm: bool = False
     """Whether every head of queries and keys goes through an RMSNorm before it is rotated."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
-    """What scores are multiplied by; absent means 1 / sqrt(head_dim)."""
+    """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
     """Scores s become c tanh(s / c), where it is stated."""
     sliding_window: Count | None = None
-    """Tokens that a query looks back, itself included; absent means all."""
+    """Sliding window in tokens, the query's own included; absent means the whole context."""
     window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
     """Layers that have the sliding window; absent means all."""
 
@@ -159,7 +160,7 @@ class Ffn(Table):
     """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
 
     activation: Activation
-    """Its activation."""
+    """Activation function."""
     threshold: float = 0.0
     """Activations at or below it are zero (``fatrelu``)."""
     gated: bool = True
@@ -185,9 +186,9 @@ class Moe(Table):
     experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
-    """How many of them compute a token."""
+    """Number of experts that compute each token."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's scores into weights."""
+    """Function that turns router scores into weights."""
     router_input: Literal["ffn", "layer"] = "ffn"
     """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
     normalise_weights: bool = True
@@ -205,9 +206,9 @@ class Tokenizer(Table):
     file: str = "tokenizer.json"
     """File of the `tokenizers` library, relative to the neuron store."""
     bos: int | None = Field(default=None, ge=0, examples=[1])
-    """Id of the token that begins a sequence."""
+    """Id of the beginning-of-sequence token."""
     eos: tuple[int, ...] = Field(default=(), examples=[[2]])
-    """Ids that end a generation."""
+    """Ids of end-of-sequence tokens."""
     add_bos: bool = False
     """Whether a prompt begins with ``bos``."""
 
@@ -233,7 +234,7 @@ class Predictor(Table):
     rank: Count
     """Rows of fc1, a multiple of 32; the largest where layers differ."""
     recall: Share | None = None
-    """Share of truly active neurons that are predicted, on held-out text."""
+    """Recall: share of the active neurons that are predicted, on held-out text."""
     active: Share | None = None
     """Share of neurons that are predicted to be active."""
 
@@ -270,7 +271,8 @@ class Model(Document):
     attention: Attention = Attention.default()
     """Attention."""
     residual: Literal["sequential", "parallel"] = "sequential"
-    """``parallel``: the FFN reads the layer's input, not what attention has made of it."""
+    """``sequential``: the FFN reads the output of attention; ``parallel``: it reads the layer's
+    input."""
     ffn: Ffn
     """Feed-forward network."""
     moe: Moe | None = None

@@ -43,44 +43,44 @@ class Segments(Table):
     """Regions of the memory budget; together they may not exceed it."""
 
     runtime: Bytes
-    """Interpreter, libraries, tokenizer: what a process needs before the model."""
+    """Python interpreter, libraries and tokenizer."""
     attention: Bytes
-    """Everything dense that stays resident: embeddings, attention, norms, head."""
+    """Dense weights that stay resident: embedding, attention, norms, head."""
     kv: Bytes
-    """Keys and values of the context."""
+    """KV cache of the context."""
     predictor: Bytes
-    """Activation predictors, or all gate rows where ``decode.predictor = "gate"``."""
+    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``."""
     hot: Bytes
-    """Neurons that are loaded at start and stay."""
+    """Hot neurons: loaded at start and kept."""
     cold: Bytes
-    """Cache of the other neurons, filled on demand."""
+    """Cache of cold neurons, filled on demand."""
     workspace: Bytes
-    """Activations, staging buffers of the prefill, logits."""
+    """Activations, prefill staging buffers, logits."""
 
 
 class Memory(Table):
     """The budget is a promise: the process, everything included, stays under it."""
 
     budget: Bytes
-    """Highest resident set of the process."""
+    """Maximum resident set size of the whole process."""
     segments: Segments
     """What the budget is spent on."""
     embedding: Literal["resident", "flash"] = "resident"
-    """Where rows of the embedding come from: ``flash`` reads those of the tokens that come, a few
-    KiB each, and leaves the memory to neurons.  Where the embedding is the head too, every token
-    needs all of it, and it stays."""
+    """Where embedding rows come from: ``flash`` reads a few KiB for each token and leaves the
+    memory to neurons. A tied embedding (shared with the head) is always resident, because every
+    token needs all of it."""
 
 
 class Bundle(Table):
     """How one neuron lies in the store."""
 
     stride: Bytes
-    """Distance of two neurons in a layer's file: a multiple of the device's block."""
+    """Distance between two neurons in a layer's file; a multiple of the device's block size."""
     scales: Literal["inline", "resident"] = "inline"
-    """Where the scales of quantised weights lie: ``inline`` in the bundles, read with the weights;
-    ``resident`` in a file of their own for each layer, loaded at start into the segment
-    ``attention``, so that bundles are smaller and less is read of each missing neuron.  As the
-    store has them: `pi2 store repack` changes it."""
+    """Where the scales of quantised weights are stored: ``inline`` in the bundles, read with the
+    weights; ``resident`` in a separate file for each layer, loaded at start into the segment
+    ``attention``, so that bundles are smaller and less is read for each missing neuron. Must
+    match the store; ``pi2 store repack`` changes it."""
 
 
 class LayerSettings(Table):
@@ -89,7 +89,7 @@ class LayerSettings(Table):
     split: Split
     """Share of the layer's neurons that each unit computes; adds up to 1."""
     hot: Share
-    """Share of the layer's neurons that stay resident."""
+    """Share of the layer's neurons that stay in memory, hottest first."""
 
 
 class LayerOverride(Table):
@@ -98,7 +98,7 @@ class LayerOverride(Table):
     select: Selector
     """Which layers, such as ``"0-7,28-31"``."""
     id: Identifier | None = None
-    """Name by which a plan that extends this one changes this exception, or removes it."""
+    """Name by which a plan that extends this one changes or removes the exception."""
     split: Split | None = None
     """Replaces ``layers.split``."""
     hot: Share | None = None
@@ -116,49 +116,50 @@ class Io(Table):
     """How neurons are read."""
 
     mode: Literal["direct", "buffered"] = "direct"
-    """``direct`` goes past the page cache (O_DIRECT), ``buffered`` through it."""
+    """``direct`` bypasses the page cache (O_DIRECT), ``buffered`` uses it."""
     engine: Literal["pread", "io_uring", "mmap"] = "io_uring"
-    """``io_uring`` (Linux) queues many requests in one system call, without threads, and gives way
-    to ``pread`` where the system has none; ``pread`` reads with threads, one request each;
-    ``mmap`` copies out of mapped files, through the page cache: a baseline."""
+    """``io_uring`` (Linux) queues many requests per system call, without threads, and falls back
+    to ``pread`` where it is not available; ``pread`` reads with threads, one request each;
+    ``mmap`` copies from mapped files through the page cache, as a baseline."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Threads that issue reads; with ``io_uring``, half the clusters that a layer's reads are
-    divided into."""
+    """Number of threads that issue reads; with ``io_uring``, half the number of clusters that a
+    layer's reads are divided into."""
     depth: Annotated[int, Field(ge=1, le=4096)] = 192
-    """Most requests of ``io_uring`` in flight.  With more than the system's queue for the drive
-    holds (on Linux often 256, and others use it too) the computing thread waits for room in it."""
+    """Maximum number of ``io_uring`` requests in flight. If it exceeds the system's queue for
+    the drive (on Linux often 256, shared with other programs), the computing thread waits for
+    room."""
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
-    """Neighbours in the store are read in one request; so are two neurons with at most this many
-    others between them, which are read and thrown away."""
+    """Number of unneeded neurons that may be read and discarded between two needed ones, so that
+    both are one request. Adjacent neurons are always one request."""
     verify: Literal["never", "first-read"] = "never"
-    """``first-read`` compares every neuron with its checksum when it is read for the first time,
-    and the other files of the store with their hashes at loading."""
+    """``first-read`` verifies each neuron's checksum when it is first read, and the hashes of
+    the other files at loading."""
 
 
 class Cache(Table):
     """The cache of cold neurons: the segment ``cold``."""
 
     policy: Literal["lfu", "lru"] = "lfu"
-    """Which neuron goes when another one comes: ``lfu``, the one that was used least often, old
-    uses counting less and less; ``lru``, the one that was not used for longest."""
+    """Eviction policy: ``lfu`` evicts the neuron used least often, with use counts that decay;
+    ``lru`` the least recently used one."""
     fill: bool = True
-    """Whether loading fills it with the neurons that follow the hot ones in stored order."""
+    """Whether loading fills the cache with the neurons that follow the hot ones in stored order."""
     rebalance: Annotated[Count, Field(examples=[64])] | None = None
-    """Generated tokens after which each layer's hot neurons are weighed against cold ones again: a
-    64th of the layer becomes cold where it is used less than cold slots are on average, as when the
-    text differs from the one that was counted; the next 64th becomes hot where it is used twice as
-    often and in memory anyway, and cold again when the context takes back what it lent.  What stays
-    in memory is not read again.  Absent leaves hot neurons as the plan says."""
+    """Number of generated tokens after which each layer's hot set is adjusted: a 64th of the
+    layer becomes cold if it is used less than the average cold slot (as when the text differs
+    from the statistics); the next 64th becomes hot if it is used twice as often and is in memory
+    already, and cold again when the context takes back what it lent. What stays in memory is not
+    read again. Absent keeps the hot neurons of the plan."""
 
 
 class Threads(Table):
     """Compute threads."""
 
     compute: Annotated[int, Field(ge=1, le=1024, examples=[4])] | None = None
-    """Number of compute threads; absent means one per core of the device."""
+    """Number of compute threads; default: one per core of the device."""
     cores: Cores | None = None
-    """Cores that compute threads are bound to, one each, in this order; absent lets the system
-    move them.  Threads that read from flash are never bound."""
+    """Cores that compute threads are pinned to, one each, in this order; absent leaves placement
+    to the system. Threads that read from flash are never pinned."""
 
 
 ActivationType = Literal["int8", "int16", "fp32"]
@@ -168,11 +169,11 @@ class Prefill(Table):
     """How a prompt is processed: dense, in chunks."""
 
     chunk: Annotated[int, Field(ge=1, le=1024)] = 128
-    """Tokens that go through a layer together."""
+    """Number of prompt tokens that go through a layer together."""
     activations: ActivationType = "int16"
-    """What the cpu backend rounds the inputs of matrices to, with a scale for 32 of them: ``int8``
-    takes half of the arithmetic, and moves logits by up to 1 % of the largest; ``fp32`` rounds
-    nothing and is slower."""
+    """Precision of matrix inputs in the cpu backend, with one scale for 32 of them: ``int8``
+    halves the arithmetic and changes logits by up to 1 % of the largest; ``fp32`` rounds nothing
+    and is slower."""
 
 
 class Decode(Table):
@@ -182,11 +183,11 @@ class Decode(Table):
     """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
     ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors."""
     threshold: float = 0.0
-    """Predictor score from which a neuron counts as active: higher is faster and less exact."""
+    """Predictor score from which a neuron counts as active; higher is faster and less accurate."""
     missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
-    """Predictor score from which a neuron that is not in memory is read, where that shall be higher
-    than ``threshold``: fewer reads, and a few of the neurons that fire rarely are left out.  Absent
-    means the same as ``threshold``."""
+    """Predictor score from which a neuron that is not in memory is read, if higher than
+    ``threshold``: fewer reads, at the cost of leaving out some neurons that fire rarely.
+    Default: ``threshold``."""
     phases: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
     """How neurons in memory are computed: 1 takes gate, up and down of a few neurons at a time, 2
     the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
@@ -194,15 +195,15 @@ class Decode(Table):
     else 1, which was quicker with ReLU, dReLU and SiLU (docs/lab/kernels.md).  Neurons with biases
     or without gates are computed one by one in either case."""
     activations: Literal["int16", "fp32"] = "int16"
-    """What the cpu backend rounds the inputs of matrices to, as in ``prefill``: ``int16`` moves
-    logits by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
+    """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
+    by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
-    """Sequences that may generate at the same time, each with its own keys and values in
-    ``memory.segments.kv``: weights and neurons are read once for all of them."""
+    """Maximum number of sequences that generate at the same time, each with its own KV cache in
+    ``memory.segments.kv``. Weights and neurons are read once for all of them."""
     look_ahead: Literal["none", "attention", "layer"] = "none"
-    """``attention`` predicts a layer's neurons from its input, before its attention, so that
-    attention hides the reads; ``layer`` before the FFN of the layer before it, so that the storage
-    is never idle.  Predictors then do not see what comes in between, and find a little less."""
+    """When a layer's neurons are predicted: ``none`` after its attention; ``attention`` before
+    its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
+    that storage is never idle. Earlier predictions find slightly fewer active neurons."""
 
 
 SparsityMethod = Literal["cats", "cats-teal"]
@@ -220,9 +221,9 @@ class Sparsity(Table):
     also those whose act(gate) * up is small, so that down is not read, divided where it costs
     least."""
     target: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.5])] | None = None
-    """Share of up and down that is not read."""
+    """Share of up and down projections that is skipped."""
     max_perplexity_increase: Annotated[float, Field(gt=0.0, examples=[0.02])] | None = None
-    """Largest share by which the perplexity may grow."""
+    """Maximum relative increase in perplexity."""
     thresholds: Annotated[Reference, Field(examples=["llama.thresholds.toml"])]
     """File of the calibrated thresholds, relative to the plan file."""
 
@@ -234,17 +235,18 @@ class Sampling(Table):
     """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, examples=[0.7])] = 0.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1, examples=[40])] = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[0.9])] = 1.0
-    """Keep the smallest set of tokens whose probabilities reach p."""
+    """Sample from the smallest set of tokens with at least this total probability."""
     min_p: Share = 0.0
-    """Keep tokens with at least min_p times the probability of the most likely one."""
+    """Sample from tokens with at least this fraction of the top probability."""
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, examples=[1.1])] = 1.0
-    """Divides the positive logits of tokens already seen, multiplies their negative ones."""
+    """Penalty for tokens that were already used: divides their positive logits, multiplies
+    negative ones."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1, examples=[1])] | None = None
-    """Start of the random numbers; absent draws another one for every run."""
+    """Random seed; absent means a new one for every run."""
 
 
 class Pipeline(Table):
@@ -264,12 +266,12 @@ class Pipeline(Table):
     share a request, are read whole in either case, and so are neurons whose gates are known, with
     ``predictor = "gate"``.  2 reads fewer bytes in more requests."""
     cluster: Count = 64
-    """Neurons that are read and computed together, at least."""
+    """Minimum number of neurons that are read and computed together."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
-    """``chunks-first`` takes a chunk of the prompt through all layers, then the next, and reads
-    what is not in memory again for every chunk; ``layers-first`` reads every layer once, in one
-    sequential stream, and takes up to 512 tokens through it before the next, as many as the segment
-    ``workspace`` has room for."""
+    """``chunks-first`` computes one chunk of the prompt through all layers, then the next, and
+    reads what is not in memory again for every chunk; ``layers-first`` reads every layer once,
+    sequentially, and computes up to 512 tokens with it before the next layer, as many as fit
+    into the segment ``workspace``."""
 
 
 KvType = Literal["fp16", "int8", "fp32"]
@@ -279,13 +281,13 @@ class Kv(Table):
     """The cache of keys and values."""
 
     type: KvType = "fp16"
-    """Type of its elements: ``int8`` halves it, with a scale for every head's vector of a token;
+    """Element type of the KV cache: ``int8`` halves it, with one scale per head and token;
     ``fp32`` doubles it and rounds nothing."""
     context: Annotated[Count, Field(examples=[4096])]
-    """Most tokens of prompt and answer together."""
+    """Context length in tokens, prompt and answer together."""
     lend: bool = False
-    """Whether cold neurons lie in what the context does not use yet of the segment ``kv``; they go
-    as it grows, those that are needed least first, and may come again with the next sequence."""
+    """Whether cold neurons may use the part of the segment ``kv`` that the context does not use
+    yet. They are evicted as the context grows, least needed first."""
 
 
 class Plan(Document):
@@ -298,7 +300,7 @@ class Plan(Document):
     store: Annotated[Reference, Field(examples=["stores/pi2-demo"])]
     """Neuron store: a folder, relative to the plan file."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
-    """Backend by kind of unit."""
+    """Backend for each kind of unit."""
     memory: Memory
     """Budget and segments."""
     bundle: Bundle
