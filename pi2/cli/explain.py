@@ -45,9 +45,10 @@ def command(
 
     With FILE, a plan, device or model, it shows the key's value in that file, where it comes from
     and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer;
-    device.memory.capacity and model.shape.ffn refer to its device and model.  Without arguments, it
-    lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term: predicted, not
-    measured.
+    device.memory.capacity and model.shape.ffn refer to its device and model.
+    layers.overrides[].hot and device.units.*.kind are those of every item or name.  Without
+    arguments, it lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term:
+    predicted, not measured.
     """
     from pi2.plan.checking.pages import load_pages
 
@@ -97,7 +98,7 @@ def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> N
 
 
 def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
-    from pi2.plan.authoring.explanation import explain_value
+    from pi2.plan.authoring.explanation import explain_values
     from pi2.plan.checking.check import check_file, check_plan
     from pi2.plan.composing.overrides import parse_assignments
     from pi2.plan.resolve import make_error
@@ -116,7 +117,8 @@ def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
     if kind is None or kind not in report.files:
         raise make_error(report)
     print_diagnostics(report.diagnostics, report.sources)
-    return write_explanation(explain_value(report, kind, key))
+    found = explain_values(report, kind, key)
+    return "\n".join(write_explanation(item) for item in found)
 
 
 def write_explanation(item: Explanation) -> str:

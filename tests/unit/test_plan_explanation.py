@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 import tomli
 
 from pi2.cli.main import run
-from pi2.plan.authoring.explanation import explain_value, parse_path
+from pi2.plan.authoring.explanation import describe_path, explain_value, parse_path
 from pi2.plan.authoring.field_docs import describe_field
 from pi2.plan.checking.check import check_file, check_plan
 from pi2.plan.composing.history import trace_value
 from pi2.plan.reading.kinds import DOCUMENTS
 from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.source import Kind
+from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -39,6 +42,35 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def explain(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert run(["explain", *arguments]) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_every_key_is_explained_as_the_reference_spells_it(kind: Kind) -> None:
+    for path in write_key_docs.list_keys(DOCUMENTS[kind]):
+        found = describe_path(write_key_docs.write_path(path))
+        assert any(item.kind == kind and item.doc is not None for item in found), path
+
+
+def test_a_key_of_every_item_or_name_is_explained_with_each_value(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = explain("layers.overrides[].select", str(plan), capsys=capsys)
+    assert re.findall(r"^layers.overrides(.*)$", text, re.MULTILINE) == [
+        '[0].select = "0-1"',
+        '[1].select = "7"',
+        '[2].select = "3"',
+    ]
+    text = explain("device.units.*.kind", str(plan), capsys=capsys)
+    assert set(re.findall(r"^units\.(\w+)\.kind = ", text, re.MULTILINE)) == {"cpu", "npu"}
+    text = explain("layers.overrides[].select", capsys=capsys)
+    assert text.startswith("layers.overrides[].select (of a plan)")
+
+
+def test_a_key_of_every_item_that_does_not_exist_is_refused(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", "layers.overrides[].selcet", str(plan)]) == 2
+    assert "did you mean `layers.overrides[].select`?" in capsys.readouterr().err
 
 
 def test_a_value_has_a_history(plan: Path) -> None:
@@ -72,8 +104,13 @@ def test_set_has_a_history_in_a_plain_plan(plan: Path) -> None:
 
 def test_a_layer_leads_to_what_sets_it(plan: Path) -> None:
     report = check_plan(plan)
-    assert explain_value(report, "plan", "layers.3.hot").path == ("layers", "overrides", 2, "hot")
-    split = explain_value(report, "plan", "layers.3.split.npu")
+    assert explain_value(report, "plan", parse_path("layers.3.hot")).path == (
+        "layers",
+        "overrides",
+        2,
+        "hot",
+    )
+    split = explain_value(report, "plan", parse_path("layers.3.split.npu"))
     assert (split.path, split.value) == (("layers", "split", "npu"), 0.75)
     assert [cost.needed_bytes for cost in split.costs] == [round(0.1 * 2048) * 4096]
 
@@ -83,9 +120,9 @@ def test_what_a_value_costs(plan: Path) -> None:
     assert report.resolved is not None
     needs = dict(report.resolved.needs.items())
     for key, segment in [("kv.context", "kv"), ("decode.predictor", "predictor")]:
-        costs = explain_value(report, "plan", key).costs
+        costs = explain_value(report, "plan", parse_path(key)).costs
         assert costs[0].needed_bytes == needs[segment].bytes
-    assert explain_value(report, "plan", "sampling.top_k").costs == ()
+    assert explain_value(report, "plan", parse_path("sampling.top_k")).costs == ()
 
 
 def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

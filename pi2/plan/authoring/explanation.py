@@ -15,10 +15,12 @@ from pi2.plan.composing.history import Step, look_up, trace_value
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.fields import list_known_keys, suggest
 from pi2.plan.reading.kinds import DOCUMENTS
-from pi2.plan.toml.paths import KeyPath, format_path
+from pi2.plan.toml.paths import EVERY_ITEM, EVERY_NAME, KeyPath, format_path
 from pi2.plan.toml.source import Kind
 
-_PART = re.compile(r"""\.?(?:(?P<plain>[\w-]+)|"(?P<quoted>[^"]*)"|\[(?P<index>\d{1,9})\])""")
+_PART = re.compile(
+    r"""\.?(?:(?P<plain>[\w-]+|\*)|"(?P<quoted>[^"]*)"|\[(?P<index>\d{1,9}|\*)?\])"""
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,10 @@ class Explanation:
 
 
 def parse_path(text: str) -> KeyPath:
-    """Take a key path apart: ``layers.overrides[0].hot``, ``layers.3.hot``, ``units."a.b"``."""
+    """Take a key path apart: ``layers.overrides[0].hot``, ``layers.3.hot``, ``units."a.b"``.
+
+    ``layers.overrides[].hot`` and ``units.*.kind`` mean those of every item and of every name.
+    """
     parts: list[str | int] = []
     position = 0
     while position < len(text):
@@ -46,6 +51,9 @@ def parse_path(text: str) -> KeyPath:
             raise _refuse(text, "write names with dots between them: kv.context")
         position = match.end()
         name = match["plain"] if match["plain"] is not None else match["quoted"]
+        if name is None and match["index"] in (None, "*"):
+            parts.append(EVERY_ITEM)
+            continue
         index = match["index"] if match["index"] is not None else name
         parts.append(int(index) if index.isdecimal() and len(index) <= 9 else name)
     if not parts:
@@ -89,8 +97,9 @@ def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath] | None:
     return kind, path
 
 
-def explain_value(report: Report, kind: Kind, text: str) -> Explanation:
-    """Explain the value at ``text`` of a document that was checked as ``report``.
+def explain_values(report: Report, kind: Kind, text: str) -> list[Explanation]:
+    """Explain the value at ``text`` of a document that was checked as ``report``, or the values
+    where ``text`` means those of every item or name; what the key means where there are none.
 
     In a plan, ``layers.3`` means the settings of the fourth layer, and ``device.…`` and ``model.…``
     go on in those documents.  Raises `UserError` P019 where there is no such key.
@@ -99,12 +108,43 @@ def explain_value(report: Report, kind: Kind, text: str) -> Explanation:
     found = _find_document(kind, path)
     assert found is not None
     owner, own = found
+    if EVERY_ITEM not in own and EVERY_NAME not in own:
+        return [explain_value(report, kind, path)]
+    source = report.files.get(owner)
+    before = path[: len(path) - len(own)]
+    values = None if source is None else _dump(report, owner, source.values)
+    items = [explain_value(report, kind, (*before, *item)) for item in _expand_path(values, own)]
+    return items or describe_path(text)
+
+
+def _expand_path(values: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Paths of all values that ``path`` means in ``values``."""
+    if not path:
+        yield ()
+        return
+    part, rest = path[0], path[1:]
+    if isinstance(values, list):
+        chosen = range(len(values)) if part == EVERY_ITEM else [part]
+        found = [(item, values[item]) for item in chosen if item in range(len(values))]
+    elif isinstance(values, dict):
+        found = [(key, item) for key, item in values.items() if part in (EVERY_NAME, key)]
+    else:
+        return
+    for key, item in found:
+        yield from ((key, *inner) for inner in _expand_path(item, rest))
+
+
+def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
+    """Explain the value at ``path``, as `explain_values` does."""
+    found = _find_document(kind, path)
+    assert found is not None
+    owner, own = found
     resolved = report.resolved
     if owner == "plan" and len(path) > 1 and path[0] == "layers" and isinstance(path[1], int):
         own = _find_layer(report, path) if resolved is not None else own
     doc = describe_field(DOCUMENTS[owner], own)
     if doc is None:
-        raise _report_unknown(text, own, owner)
+        raise _report_unknown(format_path(path), own, owner)
     source = report.files.get(owner)
     value = None if source is None else look_up(_dump(report, owner, source.values), own)
     costs: tuple[Cost, ...] = ()

@@ -8,12 +8,18 @@ KeyPath = tuple[str | int, ...]
 """Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
 
 
+EVERY_ITEM = -1
+"""In the place of an index: every item of the array, written ``[]``."""
+EVERY_NAME = "*"
+"""In the place of a name of the user's: every name of the table."""
+
+
 def format_path(path: Sequence[str | int]) -> str:
     """Write a key path for people: ``layers.overrides[0].select``."""
     text = ""
     for part in path:
         if isinstance(part, int):
-            text += f"[{part}]"
+            text += "[]" if part == EVERY_ITEM else f"[{part}]"
         else:
             text += f".{part}" if text else part
     return text
