@@ -43,6 +43,38 @@ def _refuse(form: str, problem: str) -> UserError:
     )
 
 
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")
+"""Told apart with any kind of colour vision.  Source: M. Okabe and K. Ito, Color Universal Design;
+the last one, for their yellow, which is hardly seen on white, from P. Tol's muted scheme."""
+_MARKERS = "os^Dv*PX<>hp"
+_LINES = ("-", "--", ":", "-.")
+
+
+def pick_styles(count: int) -> list[dict[str, str]]:
+    """Arguments of ``plot`` for ``count`` series: no two of the first 12 have the same mark, and no
+    two of the first 32 the same colour and kind of line."""
+    return [
+        {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)],
+            "marker": _MARKERS[number % len(_MARKERS)],
+        }
+        for number in range(count)
+    ]
+
+
+def add_legend(axes: Any, *, title: str | None = None, reverse: bool = False) -> None:
+    """Put the legend beside the axes, where it covers no data."""
+    axes.legend(
+        title=title,
+        reverse=reverse,
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize="small",
+    )
+
+
 def pick_colours(count: int) -> Any:
     """Colours [count, 4] from dark to light, for things in an order; after `make_figure`."""
     from matplotlib import colormaps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pi2.pictures import make_figure, save_figure
+from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.planning.sweep import Outcome
 
@@ -105,24 +105,28 @@ def _read_speed(outcome: Outcome | None) -> float:
 def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
     """Speed over memory, a picture per device; UserError P632 without matplotlib."""
     devices = list(dict.fromkeys(item.device for item in outcomes))
-    figure = make_figure(7.0, 3.0 * len(devices))
+    models = list(dict.fromkeys(item.model for item in outcomes))
+    styles = dict(zip(models, pick_styles(len(models)), strict=True))  # the same on every device
+    figure = make_figure(9.0, max(3.0, 0.25 * len(models)) * len(devices))
     memories = [item.memory_bytes / 2**30 for item in outcomes]
     room = 0.03 * (max(memories) - min(memories)) or 0.5
     for number, device in enumerate(devices):
         axes = figure.add_subplot(len(devices), 1, number + 1)
         own = [item for item in outcomes if item.device == device]
-        for model in dict.fromkeys(item.model for item in own):
+        for model, style in styles.items():
             points = [
                 (item.memory_bytes / 2**30, item.simulated_tokens_s)
                 for item in own
                 if item.model == model and item.simulated_tokens_s is not None
             ]
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=model)
+            if points:
+                axes.plot([x for x, _ in points], [y for _, y in points], label=model, **style)
         axes.set_title(f"{device}, simulated")
         axes.set_xlabel("memory (GiB)")
         axes.set_ylabel("tokens/s")
         axes.set_ylim(bottom=0.0)
         axes.set_xlim(min(memories) - room, max(memories) + room)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.lines:
+            add_legend(axes)
     return save_figure(figure, form)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from pi2.pictures import make_figure, save_figure
+from pi2.pictures import add_legend, make_figure, save_figure
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.planning.cost import Cost
 from pi2.planning.cost_layer import LayerCost
@@ -81,8 +81,7 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
     speed = f"{approximate_number(cost.tokens_s)} tokens/s, predicted"
     axes.set_title(f"{title}: {speed}".removeprefix(": "))
     axes.set_xlim(-0.7, len(cost.layers) - 0.3)
-    # Beside the bars, and in their order.
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)
+    add_legend(axes, reverse=True)  # in the order of the bars
     return save_figure(figure, form)
 
 

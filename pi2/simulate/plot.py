@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.pictures import make_figure, save_figure
+from pi2.pictures import add_legend, make_figure, save_figure
 from pi2.plan.documents.quantities import approximate_number
 from pi2.simulate.report import PERCENTILES, SimulationResult
 
@@ -12,7 +12,7 @@ from pi2.simulate.report import PERCENTILES, SimulationResult
 def draw_run(result: SimulationResult, file_format: str) -> bytes:
     """Draw times between tokens in order and sorted; UserError P632 without matplotlib."""
     milliseconds = result.decode.token_s * 1e3
-    figure = make_figure(9, 4)
+    figure = make_figure(10, 4)
     left, right = figure.subplots(1, 2)
     left.plot(np.arange(1, len(milliseconds) + 1), milliseconds, linewidth=0.8)
     left.set_xlabel("token")
@@ -20,11 +20,11 @@ def draw_run(result: SimulationResult, file_format: str) -> bytes:
     left.set_ylabel("ms per token")
     ordered = np.sort(milliseconds)
     right.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered))
-    for percent in PERCENTILES:
+    for percent, line in zip(PERCENTILES, (":", "--", "-."), strict=True):
         place = result.find_percentile_s(percent) * 1e3
-        right.axvline(place, linestyle=":", linewidth=0.8, color="gray")
-        label = f"P{percent:g}: {approximate_number(place, 4)}"
-        right.text(place, 0.02, label, rotation=90, ha="right", va="bottom", fontsize="small")
+        label = f"P{percent:g}: {approximate_number(place, 4)} ms"
+        right.axvline(place, linestyle=line, linewidth=1.0, color="gray", label=label)
+    add_legend(right)
     right.set_xlabel("ms per token")
     right.set_ylabel("share of tokens that take no longer")
     figure.suptitle(f"Simulated, not measured: {result.inputs.name}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.importing.activations import read_counts
-from pi2.pictures import make_figure, pick_colours, save_figure
+from pi2.pictures import add_legend, make_figure, pick_colours, pick_styles, save_figure
 from pi2.statistics.recording import ACTIVATIONS, Statistics
 
 
@@ -21,7 +21,7 @@ def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> 
     layers = len(statistics.layers)
     rows = count_rows(folder / ACTIVATIONS)
     counts = read_counts(folder / ACTIVATIONS, layers, rows // layers)
-    figure = make_figure(11, 4)
+    figure = make_figure(13, 4)
     left, middle, right = figure.subplots(1, 3)
     colours = pick_colours(layers)
     for layer, fired in enumerate(counts):
@@ -31,16 +31,16 @@ def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> 
         left.plot(shares * 100, chances * 100, color=colours[layer], linewidth=0.8, label=label)
     left.set_xlabel("% of the layer's neurons, hottest first")
     left.set_ylabel("% of tokens that activate them")
-    left.legend(title="layer")
+    add_legend(left, title="layer")
     middle.bar(np.arange(layers), [layer.skew * 100 for layer in statistics.layers], color=colours)
     middle.set_xlabel("layer")
     middle.set_ylabel("% of neurons for 80 % of activations")
-    for batch in range(4):
+    for batch, style in enumerate(pick_styles(4)):
         shares = np.array([layer.batches[batch] * 100 for layer in statistics.layers])
-        right.plot(np.arange(layers), shares, marker=".", label=str(batch + 1))
+        right.plot(np.arange(layers), shares, markersize=4, label=str(batch + 1), **style)
     right.set_xlabel("layer")
     right.set_ylabel("% of neurons active")
-    right.legend(title="tokens in a batch")
+    add_legend(right, title="tokens in\na batch")
     figure.suptitle(f"{statistics.model}: {statistics.tokens} tokens")
     return save_figure(figure, file_format)
 
