@@ -123,9 +123,9 @@ def _expand_path(values: Any, path: KeyPath) -> Iterator[KeyPath]:
         yield ()
         return
     part, rest = path[0], path[1:]
+    found: list[tuple[str | int, Any]]
     if isinstance(values, list):
-        chosen = range(len(values)) if part == EVERY_ITEM else [part]
-        found = [(item, values[item]) for item in chosen if item in range(len(values))]
+        found = [(key, item) for key, item in enumerate(values) if part in (EVERY_ITEM, key)]
     elif isinstance(values, dict):
         found = [(key, item) for key, item in values.items() if part in (EVERY_NAME, key)]
     else:
