@@ -178,24 +178,24 @@ def read_constraints() -> dict[str, str]:
     return pins
 
 
-def read_requirements() -> list[Requirement]:
-    """What pyproject.toml asks for, development included."""
+def read_requirements(extra: str) -> list[Requirement]:
+    """The requirements of pyproject.toml with those of one extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [Requirement(text) for text in project["dependencies"]] + [
-        Requirement(text) for text in project["optional-dependencies"]["dev"]
+        Requirement(text) for text in project["optional-dependencies"][extra]
     ]
 
 
 def test_constraints_pin_versions_that_pyproject_allows() -> None:
     pins = read_constraints()
-    for requirement in read_requirements():
+    for requirement in [*read_requirements("dev"), *read_requirements("docs")]:
         pinned = pins[canonicalize_name(requirement.name)]
         assert pinned in requirement.specifier, requirement
 
 
 def test_constraints_pin_what_dependencies_depend_on() -> None:
     pins = read_constraints()
-    waiting = [canonicalize_name(requirement.name) for requirement in read_requirements()]
+    waiting = [canonicalize_name(requirement.name) for requirement in read_requirements("dev")]
     seen = set()
     while waiting:
         name = waiting.pop()
