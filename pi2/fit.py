@@ -37,7 +37,7 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
         bound=list_cores(resolved.plan.threads.cores or ""),
         native=not backends <= _PORTABLE,
     )
-    return _locate(found, resolved.path) if found else []
+    return locate_findings(found, resolved.path) if found else []
 
 
 def list_backends(resolved: ResolvedPlan) -> frozenset[str]:
@@ -151,7 +151,7 @@ def _check_memory(machine: Machine, budget_bytes: int) -> Iterator[Diagnostic]:
         )
 
 
-def _locate(found: list[Diagnostic], path: Path) -> list[Diagnostic]:
+def locate_findings(found: list[Diagnostic], path: Path) -> list[Diagnostic]:
     """Add the places in the plan's file."""
     source = read_source(path, display_path(path))
     if not isinstance(source, SourceFile):  # changed or gone since it was loaded

@@ -28,7 +28,7 @@ from pi2.engine.loading import (
     open_reader,
     read_tokenizer,
 )
-from pi2.fit import find_plan_misfits
+from pi2.fit import find_plan_misfits, locate_findings
 from pi2.logging import get_logger
 from pi2.machine import (
     Machine,
@@ -48,6 +48,7 @@ from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.resolve import ResolvedPlan, load_plan
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
+from pi2.store.agreement import find_bundle_misfits
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import check_small_files
@@ -107,7 +108,6 @@ def build(
         store = None
         tokenizer = None
         if name != "null":
-            check_batch(resolved)
             check_fit(resolved, machine)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
             cleanup.callback(store.close)
@@ -225,44 +225,11 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
         raise UserError(errors, exit_code=2)
 
 
-def check_batch(resolved: ResolvedPlan) -> None:
-    """UserError P322 for several sequences at a time whose positions are computed otherwise in long
-    ones than in short ones: they would need tables of their own."""
-    model, plan = resolved.model, resolved.plan
-    for rope in (model.rope, model.other_rope):
-        if plan.decode.batch == 1 or rope is None or rope.kind != "longrope":
-            continue
-        if plan.kv.context > rope.original_context:
-            raise UserError.of(
-                "P322",
-                f"the plan generates {plan.decode.batch} sequences at a time, and the model's "
-                f"positions differ between sequences of up to {rope.original_context} tokens and "
-                "longer ones",
-                help=f"set kv.context to {rope.original_context} at most, or decode.batch to 1",
-                file=str(resolved.path),
-            )
-
-
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
-    stored, planned = store.manifest.bundle, resolved.bundle
-    found, keys, options = [], [], []
-    if stored.stride != planned.stride:
-        found.append(f"the store's bundles are {stored.stride} bytes apart, not {planned.stride}")
-        keys.append(f'bundle.stride = "{stored.stride} B"')
-        options.append(f"--stride '{planned.stride} B'")
-    if stored.scales != planned.scales:
-        found.append(f"its scales are {stored.scales}, not {planned.scales}")
-        keys.append(f'bundle.scales = "{stored.scales}"')
-        options.append(f"--scales {planned.scales}")
+    found = list(find_bundle_misfits(resolved, store.manifest.bundle))
     if found:
-        raise UserError.of(
-            "P520",
-            f"the store {resolved.store_path} is not as the plan says: {', and '.join(found)}",
-            help=f"set {' and '.join(keys)}, or write the store anew: `pi2 store repack "
-            f"{resolved.store_path} {' '.join(options)}`",
-            file=str(resolved.path),
-        )
+        raise UserError(locate_findings(found, resolved.path), exit_code=2)
 
 
 def describe_build(

@@ -15,6 +15,7 @@ from pi2.diagnostics.formats import find_renderer, list_formats
 
 if TYPE_CHECKING:
     from pi2.diagnostics.page import Page
+    from pi2.plan.checking.check import Report
 
 
 @click.command("validate")
@@ -44,8 +45,9 @@ def command(
     """Check plans, devices and models.
 
     FILE is a *.plan.toml, *.device.toml or *.model.toml, or a folder that is searched for them.  A
-    plan is checked together with its device and model.  Findings go to standard output, a summary
-    to standard error.  The formats github, gitlab, sarif and junit are for continuous integration.
+    plan is checked together with its device, its model and, where there is one, its neuron store.
+    Findings go to standard output, a summary to standard error.  The formats github, gitlab, sarif
+    and junit are for continuous integration.
     Remote references are resolved through pi2.lock; nothing is fetched.  Exits with 0 without
     errors, 1 with errors, 2 if a file cannot be read.
     """
@@ -62,7 +64,7 @@ def command(
     for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
         report = check_file(path, name=display_path(path), resolver=resolver, reuse=reuse)
-        found.update(dict.fromkeys(report.diagnostics))
+        found.update(dict.fromkeys([*report.diagnostics, *_check_store(report)]))
         sources.update(report.sources)
     diagnostics = tuple(found)
     render = find_renderer(output_format)
@@ -83,6 +85,15 @@ def command(
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0
+
+
+def _check_store(report: Report) -> list[Diagnostic]:
+    """What the plan's neuron store does not fit in, where there is one."""
+    if report.resolved is None or not report.resolved.store_path.exists():
+        return []  # nothing to import for
+    from pi2.store.agreement import list_store_findings
+
+    return list_store_findings(report)
 
 
 def _find_page(code: str) -> Page | None:

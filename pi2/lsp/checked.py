@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pi2.plan.toml.paths import KeyPath
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.sharing.resolver import LockedReferences
+from pi2.store.agreement import list_store_findings
 
 MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000
 """Longer texts and lines get findings, and no help: they come from programs."""
@@ -42,7 +43,9 @@ class Checked:
     @cached_property
     def report(self) -> Report:
         """What `pi2 validate` says."""
-        return check_file(self.path, name=str(self.path), resolver=self.resolver, text=self.text)
+        report = check_file(self.path, name=str(self.path), resolver=self.resolver, text=self.text)
+        found = list_store_findings(report)
+        return replace(report, diagnostics=(*report.diagnostics, *found)) if found else report
 
     @cached_property
     def spans(self) -> SpanIndex:

@@ -331,7 +331,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if not folder.is_dir():
             raise UserError.of("P501", f"{folder} is not a folder, so not a neuron store")
-        if not file.exists():
+        if not file.is_file():
             raise UserError.of(
                 "P502",
                 f"{folder} has no {MANIFEST}: it is not a neuron store, or not a finished one",

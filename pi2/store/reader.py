@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.protocol import Tensor
-from pi2.diagnostics import Diagnostic, UserError
+from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Tokenizer
 from pi2.plan.weights.layout import GROUP, BundleLayout
 from pi2.plan.weights.packing import join_scales
-from pi2.store.identity import compute_digest, describe_weights, list_differences
+from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,
     Manifest,
@@ -170,8 +170,8 @@ class NeuronStore:
         folder = Path(path)
         manifest = read_manifest(folder)
         if model is not None:
-            _check_model(folder, manifest, model)
-        _check_files(folder, manifest)
+            check_model(folder, manifest, model)
+        check_files(folder, manifest)
         tokenizer = model.tokenizer if model is not None else Tokenizer()
         return cls(folder, manifest, tokenizer.file)
 
@@ -257,51 +257,7 @@ def _map_file(path: Path, entry: StoredFile) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != entry.bytes:
-                raise _wrong_size(path, entry, os.fstat(file.fileno()).st_size)
+                raise report_size(path, entry, os.fstat(file.fileno()).st_size)
             return mmap.mmap(file.fileno(), entry.bytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
-
-
-def _check_model(folder: Path, manifest: Manifest, model: Model) -> None:
-    wanted = describe_weights(model)
-    if manifest.model.digest == compute_digest(wanted):
-        return
-    differences = list_differences(manifest.model.parts, wanted)
-    raise UserError(
-        [
-            Diagnostic(
-                code="P505",
-                message=f"the store {folder} is not of this model: {'; '.join(differences)}",
-                help=f"use a store of {model.id!r}, or convert its checkpoint again"
-                if manifest.model.id != model.id
-                else "convert the checkpoint again with this model document, or undo its change",
-            )
-        ],
-        exit_code=2,
-    )
-
-
-def _check_files(folder: Path, manifest: Manifest) -> None:
-    for entry in manifest.files:
-        path = folder / entry.path
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise UserError.of(
-                "P506",
-                f"{path} is missing from the neuron store",
-                help="make the store again, or copy it again as a whole",
-            ) from None
-        except OSError as error:
-            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
-        if size != entry.bytes:
-            raise _wrong_size(path, entry, size)
-
-
-def _wrong_size(path: Path, entry: StoredFile, size: int) -> UserError:
-    return UserError.of(
-        "P506",
-        f"{path} has {size} bytes instead of {entry.bytes}: it was cut or replaced",
-        help="make the store again, or copy it again as a whole",
-    )

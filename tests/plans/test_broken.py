@@ -39,6 +39,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "bare-bytes.plan.toml": ("P105", 8, 10),
     "bare-quantity.plan.toml": ("P010", 13, 6),
     "bare-text.plan.toml": ("P010", 44, 13),
+    "batch-of-long-positions.plan.toml": ("P322", 46, 9),
     "beyond-64-bits.plan.toml": ("P108", 41, 9),
     "block-of-500.device.toml": ("P251", 19, 14),
     "broken-device.plan.toml": ("P101", 12, 1, "parts/dented.device.toml"),

@@ -1,0 +1,130 @@
+"""`pi2 validate` knows of a plan's neuron store what a run would refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+
+ROOT = Path(__file__).parents[2]
+PLAN = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
+STORE = ROOT / "plans/stores/pi2-demo"
+TWICE_AS_WIDE = {'"512 B"': '"1 KiB"', '"512 KiB"': '"1 MiB"', 'cold = "1 MiB"': 'cold = "2 MiB"'}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A copy of the demo store."""
+    return Path(shutil.copytree(STORE, tmp_path / "store"))
+
+
+def write_plan(folder: Path, changes: dict[str, str]) -> Path:
+    """The demo plan with other texts, beside the store."""
+    text = PLAN.replace("stores/pi2-demo", "store")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "my.plan.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def check(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Codes, and lines, that `pi2 validate` reports; a run has to end with the same code."""
+    run(["validate", str(path), "--output-format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    codes = [f"{item['code']} {item['path']}" for item in found]
+    assert all(item["span"]["file"] for item in found)
+    exit_code = run(["run", str(path), "--prompt", "x", "--max-tokens", "1"])
+    told = re.findall(r"error\[(P\d+)\]", capsys.readouterr().err)
+    assert told == [item["code"] for item in found]
+    assert (exit_code == 0) == (not found)
+    return codes
+
+
+def remove_a_layer(store: Path) -> None:
+    (store / "layers/ffn-003.arrow").unlink()
+
+
+def cut_a_layer(store: Path) -> None:
+    path = store / "layers/ffn-003.arrow"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def spoil_the_manifest(store: Path) -> None:
+    (store / "manifest.json").write_text("{}")
+
+
+def remove_the_manifest(store: Path) -> None:
+    (store / "manifest.json").unlink()
+
+
+def test_a_store_that_fits_is_no_finding(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(write_plan(tmp_path, {}), capsys) == []
+
+
+def test_a_store_of_another_stride_is_found_at_the_stride(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plan(tmp_path, TWICE_AS_WIDE)
+    assert check(path, capsys) == ["P520 bundle.stride"]
+    run(["validate", str(path), "--output-format", "concise"])
+    line = path.read_text("utf-8").split("stride")[0].count("\n") + 1
+    out = capsys.readouterr().out
+    assert f"my.plan.toml:{line}:10: " in out
+    assert 'set bundle.stride = "512 B"' in out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (remove_a_layer, "P506"),
+        (cut_a_layer, "P506"),
+        (spoil_the_manifest, "P503"),
+        (remove_the_manifest, "P502"),
+    ],
+)
+def test_a_damaged_store_is_found(
+    spoil: Callable[[Path], None],
+    code: str,
+    tmp_path: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(store)
+    assert check(write_plan(tmp_path, {}), capsys) == [f"{code} store"]
+
+
+def test_a_store_of_another_model_is_found(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (ROOT / "plans/models/pi2-demo.model.toml").read_text("utf-8")
+    model = model.replace('id = "pi2-demo"', 'id = "other"').replace(
+        "context = 1024", "context = 2048"
+    )
+    (tmp_path / "other.model.toml").write_text(model, "utf-8")
+    changes = {'model = "pi2-demo"': 'model = "other.model.toml"'}
+    found = check(write_plan(tmp_path, changes), capsys)
+    assert found == ["P505 store"]
+
+
+def test_a_store_that_is_not_there_is_no_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", str(write_plan(tmp_path, {}))]) == 0
+
+
+def test_a_plan_that_runs_dry_does_not_look_at_the_store(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove_the_manifest(store)
+    changes = {'backends = { cpu = "cpu" }': 'backends = { cpu = "null" }'}
+    assert run(["validate", str(write_plan(tmp_path, changes))]) == 0
