@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from pi2.arrays import F32
 
-_F32 = npt.NDArray[np.float32]
 Arguments = tuple[Any, ...]
 
 
@@ -22,11 +20,11 @@ class ChunkState:
     """A chunk of T tokens in the course of the layers."""
 
     tokens: int = 0
-    normalized: _F32
+    normalized: F32
     """What the FFN reads [chunk, hidden], before it is rounded."""
-    layer_input: _F32 | None
+    layer_input: F32 | None
     """What attention reads, where the FFN or a router reads it too."""
-    routes: _F32
+    routes: F32
     """Weights of the experts [chunk, experts]."""
     embed: Arguments
     positions: Arguments

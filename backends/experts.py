@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Moe
-
-F32 = npt.NDArray[np.float32]
 
 
 def route(moe: Moe, inputs: F32, router: F32, shared_router: F32 | None = None) -> F32:
@@ -40,7 +38,7 @@ def route(moe: Moe, inputs: F32, router: F32, shared_router: F32 | None = None) 
     return np.asarray(weights, np.float32)
 
 
-def list_chosen(routes: F32) -> npt.NDArray[np.int32]:
+def list_chosen(routes: F32) -> I32:
     """Experts, ascending, that compute a token, from its weights float32 [experts]."""
     return np.flatnonzero(routes).astype(np.int32)
 

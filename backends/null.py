@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I32, U8, Bits
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
@@ -28,7 +28,7 @@ def build(request: BuildRequest) -> NullExecutor:
     return NullExecutor(request)
 
 
-def compute_hotness(neurons: int, active: float, skew: float) -> npt.NDArray[np.float64]:
+def compute_hotness(neurons: int, active: float, skew: float) -> F64:
     """Chance [neurons] of firing, hottest first: mean ``active``, and the first ``skew`` of the
     neurons make 80 % of all activations where no chance has to be cut at 1.
 
@@ -70,16 +70,14 @@ class NullExecutor:
     def select_token(self, number: int) -> None:
         self._token = number
 
-    def begin_step(
-        self, tokens: npt.NDArray[np.int32], sequences: Sequence[int], positions: Sequence[int]
-    ) -> None:
+    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         self.select_chunk(0)
         self.embed(tokens)
 
     def attend_step(self, layer: int) -> None:
         pass
 
-    def embed(self, tokens: npt.NDArray[np.int32]) -> None:
+    def embed(self, tokens: I32) -> None:
         self._tokens[self._chunk] = len(tokens)
         self._token = 0
 
@@ -94,12 +92,10 @@ class NullExecutor:
                 order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
                 self._experts.append(np.concatenate([order, shared]).astype(np.int32))
 
-    def list_experts(self) -> npt.NDArray[np.int32]:
+    def list_experts(self) -> I32:
         return np.sort(self._experts[self._token])
 
-    def predict_low_rank(
-        self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
-    ) -> npt.NDArray[np.int32]:
+    def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         neurons = self._request.neurons
         fires = self._random.random(neurons) < self._chances
         if self._moe is not None:
@@ -109,39 +105,39 @@ class NullExecutor:
             fires &= chosen[np.arange(neurons) % len(chosen)]
         return np.flatnonzero(fires).astype(np.int32)
 
-    def read_scores(self) -> npt.NDArray[np.float32]:
+    def read_scores(self) -> F32:
         # Whatever fires is worth a read: there are no scores to tell by.
         return np.full(self._request.neurons, np.inf, np.float32)
 
-    def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
+    def predict_gate(self, layer: int) -> I32:
         return self.predict_low_rank(layer, 0.0)
 
     def find_open(
         self,
         layer: int,
-        arena: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.int32],
-        indices: npt.NDArray[np.int32] | None = None,
-    ) -> npt.NDArray[np.bool_]:
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
+    ) -> Bits:
         return np.ones(len(slots), bool)
 
     def add_neurons(
         self,
         layer: int,
-        arena: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.int32],
-        indices: npt.NDArray[np.int32] | None = None,
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
         known: bool = False,
     ) -> None:
         self._active += len(slots)
 
-    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8], first: int = 0) -> None:
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         pass
 
     def end_ffn(self, layer: int) -> None:
         pass
 
-    def logits(self, first: int) -> npt.NDArray[np.float32]:
+    def logits(self, first: int) -> F32:
         count = min(self._tokens[self._chunk] - first, LOGIT_ROWS)
         return np.zeros((count, self._request.model.shape.vocab), np.float32)
 

@@ -36,13 +36,8 @@ from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Precision
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    U8 = npt.NDArray[np.uint8]
-    Bits = npt.NDArray[np.bool_]
-    I32 = npt.NDArray[np.int32]
-    F32 = npt.NDArray[np.float32]
+    from pi2.arrays import F16, F32, I32, U8, Bits, Raw
+    from pi2.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +53,8 @@ class Tensor:
     rows: int
     length: int
     precision: Precision | None
-    weights: npt.NDArray[np.generic]
-    scales: npt.NDArray[np.float16] | None = None
+    weights: Raw
+    scales: F16 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class BuildRequest:
     phases: Literal[1, 2] | None = None
     """Loops of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves it
     to the backend."""
-    gate_rows: Sequence[tuple[U8, npt.NDArray[np.float16] | None]] | None
+    gate_rows: Sequence[tuple[U8, F16 | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
     scales: Sequence[U8] | None = None
@@ -117,7 +112,7 @@ class BuildRequest:
     """Cores to bind compute threads to, one each; empty lets the system move them."""
     allocate: Callable[[str, int], U8]
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
-    progress: Callable[[str, float], None]
+    progress: Progress
     """Called with a label and the share done while something takes its time."""
 
     @property

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64
 from pi2.plan.documents.model import Rope
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 
 
 def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> F64:

@@ -46,6 +46,7 @@ from pi2.plan.documents.device import Unit
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.progress import Progress, ignore_progress
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.agreement import find_bundle_misfits
@@ -53,7 +54,6 @@ from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import check_small_files
 
-Progress = Callable[[str, float], None]
 WrapExecutor = Callable[[Executor, BuildRequest], Executor]
 """Gives what stands in for an executor, for example to observe it."""
 
@@ -87,7 +87,7 @@ def load(
         get_logger().info("plan fitted to another budget", changes=refit.changes)
         fitted = {**(set or {}), **refit.overrides}
         resolved, changes = read(overrides=fitted), refit.changes
-    report = progress or _ignore_progress
+    report = progress or ignore_progress
     model = build(resolved, progress=report, start=start, wrap_executor=wrap_executor)
     model.changes = changes
     return model
@@ -311,7 +311,3 @@ def report_build(
         log.info("neurons are read with pread", reason=reader.engine_fallback)
     if reader.phases_fallback is not None:
         log.info("neurons are read in one phase", reason=reader.phases_fallback)
-
-
-def _ignore_progress(label: str, share: float) -> None:
-    """Show nothing."""

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32
 from pi2.memory.cache import NeuronCache
 from pi2.memory.frequency import expect_uses
 from pi2.memory.policy import PolicyName
 from synthesis.hotness import find_biases, normal_cdf, solve_chances
 
-I32 = npt.NDArray[np.int32]
 Trace = list[list[I32]]
 """Named neurons of every token and layer, ascending stored indices."""
 

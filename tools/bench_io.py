@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import U8
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.memory.budget import Budget
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
-
-U8 = npt.NDArray[np.uint8]
+from pi2.progress import ignore_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ def main() -> int:
     ]
     arena = Budget({"cold": 2048 * stride}).allocate("cold", 2048 * stride).reshape(-1, stride)
     arena[:] = 1
-    loops = load_host_loops(lambda label, share: None)
+    loops = load_host_loops(ignore_progress)
     for file in files:  # mmap would otherwise find everything in the page cache
         with file.path.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

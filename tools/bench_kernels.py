@@ -22,6 +22,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import U8
 from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
@@ -306,7 +307,7 @@ class Bench:
             run=lambda _: kernel(count, tokens, *fixed),
         )
 
-    def make_arena(self) -> npt.NDArray[np.uint8]:
+    def make_arena(self) -> U8:
         """Return the rotated memory as neurons that all fire for an input of ones.
 
         Random nibbles are -0.5 on average: with negative scales, sums of thousands are positive.

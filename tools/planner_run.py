@@ -31,6 +31,7 @@ from pi2.planning.kernel_times import Linear
 from pi2.planning.rates import KernelRates, Rates
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
+from pi2.progress import ignore_progress
 from pi2.simulate.flash import FlashPoint
 
 TEXT_CHARACTERS = 20_000
@@ -70,7 +71,7 @@ def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     # Others' work on the machine makes the system put two threads on one core.
     overrides = {"threads.cores": ",".join(map(str, cores))} if cores else {}
     recipe = PlanRecipe(path=arguments.plans[0], overrides=overrides, text=text)
-    contestant = recipe(lambda label, share: None)
+    contestant = recipe(ignore_progress)
     found: dict[str, Any] = {"prefill": None}
     try:
         if arguments.prompt:

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -26,8 +25,7 @@ import pi2
 from pi2.caches import VARIABLE, find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
-
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress
 
 LABEL = "compiling kernels"
 _DIGITS = 32

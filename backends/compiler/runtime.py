@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import U8
+
 ALIGNMENT = 64
 """Bytes; kernels assume it of every array that is not uint8."""
 
@@ -90,5 +92,5 @@ class Library:
 def _view_writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the same memory without the read-only mark, which DLPack cannot express."""
     raw = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    writeable: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+    writeable: U8 = np.ctypeslib.as_array(raw)
     return writeable.view(array.dtype)

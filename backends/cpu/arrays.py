@@ -5,25 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from pi2.arrays import F32
 from pi2.backends.chunk_state import Arguments
 from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.kernels.spec import KernelSpec
-
-_F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
     """Arrays of a chunk of tokens, and the kernels' views of them."""
 
-    normalized: _F32
+    normalized: F32
     """What the FFN reads [chunk, hidden], before it is rounded."""
-    layer_input: _F32 | None
+    layer_input: F32 | None
     """What attention reads, where the FFN or a router reads it too."""
-    weights: _F32
+    weights: F32
     """Weights of the experts [chunk, experts]."""
     x: Any
     x_rows: Arguments

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.chunk_state import Arguments, ChunkState, name_other_arrays
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.arrays import Arrays, make_arrays
@@ -30,10 +30,7 @@ from pi2.plan.weights.tensor_names import (
     name_layer_tensor,
 )
 
-_U8 = npt.NDArray[np.uint8]
-_I32 = npt.NDArray[np.int32]
-_F32 = npt.NDArray[np.float32]
-_NONE: _I32 = np.zeros(0, np.int32)
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 class CpuExecutor:
@@ -168,7 +165,7 @@ class CpuExecutor:
         self._prediction.select_token(number)
         self._neurons.select_token(number)
 
-    def begin_step(self, tokens: _I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
+    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Set x to the embeddings of a token each of several sequences."""
         self.select_chunk(0)
         self.embed(tokens)
@@ -190,7 +187,7 @@ class CpuExecutor:
             mix(token, position, context, *attend[sequence][layer])
         output(count, 0, context, *common)
 
-    def embed(self, tokens: _I32) -> None:
+    def embed(self, tokens: I32) -> None:
         """Set x to the embeddings of ``tokens``."""
         self._step = None
         if self._token:
@@ -220,42 +217,40 @@ class CpuExecutor:
             tokens = slice(0, now.tokens)
             now.routes[tokens] = route(self._moe, read[tokens], *self._routers[layer])
 
-    def list_experts(self) -> _I32:
+    def list_experts(self) -> I32:
         """Return the experts that the router chose."""
         return list_chosen(self._now.routes[self._token]) if self._moe is not None else _NONE
 
-    def predict_low_rank(self, layer: int, threshold: float, experts: _I32 | None = None) -> _I32:
+    def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         chosen = self.list_experts() if experts is None else experts
         return self._prediction.find_named(layer, threshold, chosen)
 
-    def read_scores(self) -> _F32:
+    def read_scores(self) -> F32:
         """Return the scores of the last prediction."""
         return self._prediction.read_scores()
 
-    def predict_gate(self, layer: int) -> _I32:
+    def predict_gate(self, layer: int) -> I32:
         """Return the neurons whose gate is open."""
         assert self._prediction.has_gates, "gate rows were not given to build"
         return self._prediction.find_open(layer, self.list_experts())
 
-    def find_open(
-        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None = None
-    ) -> npt.NDArray[np.bool_]:
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Return whether the gates of gathered neurons are open."""
         return self._neurons.find_open(layer, arena, slots, indices)
 
     def add_neurons(
         self,
         layer: int,
-        arena: _U8,
-        slots: _I32,
-        indices: _I32 | None = None,
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
         known: bool = False,
     ) -> None:
         """Add gathered neurons for one token."""
         self._neurons.add_gathered(layer, arena, slots, indices, known)
 
-    def add_dense(self, layer: int, bundles: _U8, first: int = 0) -> None:
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""
         now = self._now
         routes = None if self._moe is None else now.routes[: now.tokens]
@@ -273,16 +268,16 @@ class CpuExecutor:
         for tables in self._ropes:
             tables.expect(end)
 
-    def read_ffn_input(self) -> _F32:
+    def read_ffn_input(self) -> F32:
         """Return what the FFN reads, before it was rounded to integers."""
-        values: _F32 = np.asarray(self._now.normalized[: self._now.tokens], np.float32)
+        values: F32 = np.asarray(self._now.normalized[: self._now.tokens], np.float32)
         return values
 
-    def read_routes(self) -> _F32:
+    def read_routes(self) -> F32:
         """Return the weights of a mixture's experts."""
         return self._now.routes[: self._now.tokens]
 
-    def logits(self, first: int) -> _F32:
+    def logits(self, first: int) -> F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""
         count = min(self._now.tokens - first, len(self._logits))
         self._head(first, count, *self._now.head, self._head_logits)
@@ -316,7 +311,7 @@ def _find_step_kernels(
     return [(project, mixes[full], output) for full in everything]
 
 
-def _read_rows(request: BuildRequest, name: str) -> _F32:
+def _read_rows(request: BuildRequest, name: str) -> F32:
     """Rows of a tensor in float32 [rows, length]."""
     tensor = request.tensors[name]
     return np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-_I32 = npt.NDArray[np.int32]
-_F32 = npt.NDArray[np.float32]
+from pi2.arrays import F32, I32
 
 
-def list_groups(experts: _I32, routes: _F32) -> Iterator[tuple[_I32, _I32]]:
+def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
     """Give the places of an expert's neurons, and its tokens, for every expert that has both.
 
     ``experts`` [n] of the neurons; ``routes`` [T, experts], not 0 where an expert computes a token.
@@ -25,7 +23,7 @@ def list_groups(experts: _I32, routes: _F32) -> Iterator[tuple[_I32, _I32]]:
             yield order[start:end], tokens
 
 
-def complete_pairs(tokens: _I32, count: int) -> _I32:
+def complete_pairs(tokens: I32, count: int) -> I32:
     """``tokens``, ascending, of ``count``, with the other of each two that are computed together:
     tokens 0 and 1, 2 and 3, ..."""
     pairs = np.unique(tokens // 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.chunk_state import Arguments
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.arrays import Arrays, count_tiles
@@ -20,10 +20,7 @@ from pi2.plan.weights.packing import slice_experts
 _MOST_ARENAS = 256
 """Views of arenas that are remembered."""
 
-_U8 = npt.NDArray[np.uint8]
-_I32 = npt.NDArray[np.int32]
-_F32 = npt.NDArray[np.float32]
-_NONE: _I32 = np.zeros(0, np.int32)
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 class Neurons:
@@ -93,7 +90,7 @@ class Neurons:
         self._in_pairs = count_tiles(spec) > 0 and spec.ffn != "fp16"
         self._tokens = space.make("int32", request.chunk if spec.experts else 1)
         self._dense_tokens = space.wrap(self._tokens)
-        self._arenas: dict[int, tuple[_U8, Any]] = {}
+        self._arenas: dict[int, tuple[U8, Any]] = {}
 
     def select_token(self, number: int) -> None:
         """Let gathered neurons be those of another token."""
@@ -101,7 +98,7 @@ class Neurons:
             self._token = (number,)
 
     def add_gathered(
-        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None, known: bool
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool
     ) -> None:
         """Add the neurons in ``slots`` for one token; gates of ``indices`` may be ``known``."""
         count = len(slots)
@@ -122,7 +119,7 @@ class Neurons:
             *self._prediction.get_known_gates(*self._token),
         )
 
-    def _take_bundles(self, layer: int, arena: _U8, rows: _I32 | None) -> Arguments:
+    def _take_bundles(self, layer: int, arena: U8, rows: I32 | None) -> Arguments:
         """Return the kernels' views of bundles and, where they are resident, of the layer's scales;
         note the ``rows`` that gathered neurons have there."""
         view = self._wrap_arena(arena)
@@ -132,9 +129,7 @@ class Neurons:
         self._rows[: len(rows)] = rows
         return (view, *self._scales[layer])
 
-    def find_open(
-        self, layer: int, arena: _U8, slots: _I32, indices: _I32 | None
-    ) -> npt.NDArray[np.bool_]:
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None) -> Bits:
         """Return whether the gates of the neurons in ``slots`` are open."""
         assert self._find_gates is not None, "every neuron counts whatever its gate is"
         count = len(slots)
@@ -142,18 +137,18 @@ class Neurons:
         bundles = self._take_bundles(layer, arena, indices)
         arguments = (*bundles, *self._gather_slots, *self._find_gates_rest)
         self._find_gates(count, *self._token, *arguments)
-        opened: npt.NDArray[np.bool_] = self._gates[:count] > self._least_gate
+        opened: Bits = self._gates[:count] > self._least_gate
         return opened
 
     def add_neighbours(
         self,
         layer: int,
-        bundles: _U8,
+        bundles: U8,
         first: int,
         tokens: int,
         one: Arguments,
         several: Arguments,
-        routes: _F32 | None = None,
+        routes: F32 | None = None,
         *,
         is_step: bool = False,
     ) -> None:
@@ -179,9 +174,9 @@ class Neurons:
     def _add_experts(
         self,
         layer: int,
-        bundles: _U8,
+        bundles: U8,
         first: int,
-        routes: _F32,
+        routes: F32,
         one: Arguments,
         several: Arguments,
         is_step: bool,
@@ -212,7 +207,7 @@ class Neurons:
         self._counts[-1] = 0
         return count
 
-    def _wrap_arena(self, arena: _U8) -> Any:
+    def _wrap_arena(self, arena: U8) -> Any:
         """Return the kernels' view of an arena; the same array is wrapped once."""
         known = self._arenas.get(id(arena))
         if known is not None and known[0] is arena:

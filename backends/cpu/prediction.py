@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32
 from pi2.backends.chunk_state import Arguments
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.cpu.workspace import Workspace
@@ -15,9 +15,6 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
-
-_I32 = npt.NDArray[np.int32]
-_F32 = npt.NDArray[np.float32]
 
 
 class Prediction:
@@ -34,7 +31,7 @@ class Prediction:
         neurons, layers = request.neurons, request.model.shape.layers
         self._neurons = neurons
         self._is_mixture = request.model.moe is not None
-        self.wanted: _I32 = space.make("int32", neurons)
+        self.wanted: I32 = space.make("int32", neurons)
         """Room for the stored indices of neurons."""
         rows = request.sequences
         # Of every token in whole lines.
@@ -86,7 +83,7 @@ class Prediction:
         """Return the layer's limit of act(gate) * up, if it has one."""
         return self._limits[layer][1:]
 
-    def find_named(self, layer: int, threshold: float, experts: _I32) -> _I32:
+    def find_named(self, layer: int, threshold: float, experts: I32) -> I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         kernel, arguments = self._low_rank[layer]
         if not self._is_mixture:
@@ -98,7 +95,7 @@ class Prediction:
             layer, experts, lambda size, n: kernel(size, float(threshold), *one, *arguments[n])
         )
 
-    def find_open(self, layer: int, experts: _I32) -> _I32:
+    def find_open(self, layer: int, experts: I32) -> I32:
         """Return the neurons whose gate is open."""
         kernel, arguments = self._open, self._gate_arguments[layer]
         limits = self._limits[layer][:1]
@@ -122,14 +119,14 @@ class Prediction:
         """The same of a prediction for the selected one; its results are those of token 0."""
         return (self._token, 1) if self._is_several else ()
 
-    def _list_found(self, token: int) -> _I32:
+    def _list_found(self, token: int) -> I32:
         return self._indices[token, : self._found[token]]
 
-    def read_scores(self) -> _F32:
+    def read_scores(self) -> F32:
         """Return the scores of the last prediction."""
         return self._named_scores if self._is_mixture else self._scores[self._token]
 
-    def _collect(self, layer: int, experts: _I32, find: Callable[[int, int], object]) -> _I32:
+    def _collect(self, layer: int, experts: I32, find: Callable[[int, int], object]) -> I32:
         """Return the neurons, ascending, that ``find(neurons, expert)`` names of each expert."""
         groups, end = self._expert_neurons[layer], 0
         for expert in experts.tolist():

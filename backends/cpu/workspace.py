@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.experts import slice_tensor
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, round_up
-
-_F32 = npt.NDArray[np.float32]
 
 
 class Workspace:
@@ -71,7 +70,7 @@ class Workspace:
         tokens: int,
         length: int,
         planes: int,
-        values: _F32 | None = None,
+        values: F32 | None = None,
         *,
         tiles: int = 0,
     ) -> tuple[Any, ...]:

@@ -6,18 +6,17 @@ compilation per machine, for all plans.  `HostLoops` says what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.host.contract import HostLoops
 from pi2.backends.host.loops import CompiledLoops
 from pi2.backends.host.spec import HostSpec
+from pi2.progress import Progress
 
 __all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]
 
 
-def load_host_loops(progress: Callable[[str, float], None]) -> CompiledLoops:
+def load_host_loops(progress: Progress) -> CompiledLoops:
     """Return the host loops, compiled now unless they are cached.
 
     ``progress`` is called with a label and the share done while they are.  UserError P650 without

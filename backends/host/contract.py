@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Bits = npt.NDArray[np.bool_]
-    I32 = npt.NDArray[np.int32]
-    I64 = npt.NDArray[np.int64]
-    F32 = npt.NDArray[np.float32]
+    from pi2.arrays import F32, I32, I64, Bits
 
 
 class HostLoops(Protocol):

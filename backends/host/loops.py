@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.compiler.runtime import Library
-
-_I32 = npt.NDArray[np.int32]
-_I64 = npt.NDArray[np.int64]
-_F32 = npt.NDArray[np.float32]
-_Bits = npt.NDArray[np.bool_]
 
 
 class CompiledLoops:
@@ -29,11 +24,11 @@ class CompiledLoops:
     def read_runs(
         self,
         fd: int,
-        vectors: _I64,
-        firsts: _I32,
-        counts: _I32,
-        offsets: _I64,
-        results: _I64,
+        vectors: I64,
+        firsts: I32,
+        counts: I32,
+        offsets: I64,
+        results: I64,
         start: int,
         step: int,
     ) -> None:
@@ -43,17 +38,17 @@ class CompiledLoops:
 
     def find_neurons(
         self,
-        row: _I32,
-        indices: _I32,
+        row: I32,
+        indices: I32,
         *,
         first_key: int,
         first_cold: int,
         clock: int,
         weight: float,
-        counts: _F32,
-        scores: _F32,
-        used_at: _I64,
-    ) -> tuple[_I32, _I32]:
+        counts: F32,
+        scores: F32,
+        used_at: I64,
+    ) -> tuple[I32, I32]:
         """Divide ``indices`` into cold slots and what is missing."""
         count, found = len(indices), self._found
         if count == 0 or len(scores) == 0:
@@ -66,21 +61,21 @@ class CompiledLoops:
 
     def place_neurons(
         self,
-        missing: _I32,
-        candidates: _I32,
-        held: _Bits,
-        given: _I32,
+        missing: I32,
+        candidates: I32,
+        held: Bits,
+        given: I32,
         *,
         first_key: int,
         first_cold: int,
         clock: int,
         listed_at: int,
         weight: float,
-        slot_of: _I32,
-        owner: _I64,
-        counts: _F32,
-        scores: _F32,
-        used_at: _I64,
+        slot_of: I32,
+        owner: I64,
+        counts: F32,
+        scores: F32,
+        used_at: I64,
     ) -> tuple[int, int, int]:
         """Give candidates to what is missing."""
         sizes = (len(missing), len(candidates))
@@ -94,15 +89,15 @@ class CompiledLoops:
 
     def plan_reads(
         self,
-        indices: _I32,
-        slots: _I32,
+        indices: I32,
+        slots: I32,
         *,
         most: int,
         base: int,
         stride: int,
         address: int,
         pending: int,
-    ) -> tuple[_I64, _I32, _I32, _I64, _I64, _I32, _I64]:
+    ) -> tuple[I64, I32, I32, I64, I64, I32, I64]:
         """Plan reads of bundles into slots."""
         count = len(indices)
         vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
@@ -118,14 +113,14 @@ class CompiledLoops:
 
     def fill_entries(
         self,
-        entries: _I64,
+        entries: I64,
         *,
         head: int,
         first_name: int,
-        vectors: _I64,
-        firsts: _I32,
-        counts: _I32,
-        offsets: _I64,
+        vectors: I64,
+        firsts: I32,
+        counts: I32,
+        offsets: I64,
     ) -> None:
         """Write entries of io_uring."""
         if len(entries) == 0:
@@ -134,7 +129,7 @@ class CompiledLoops:
         self._fill(*numbers, firsts, counts, offsets, entries.reshape(-1))
 
     def note_results(
-        self, events: _I64, results: _I64, *, head: int, count: int, first_name: int
+        self, events: I64, results: I64, *, head: int, count: int, first_name: int
     ) -> int:
         """Write results of completions of io_uring."""
         if count == 0 or len(results) == 0:

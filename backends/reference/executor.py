@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
@@ -23,8 +23,6 @@ from pi2.plan.weights.tensor_names import (
     POSITIONS,
     name_layer_tensor,
 )
-
-_F32 = npt.NDArray[np.float32]
 
 
 class ReferenceExecutor:
@@ -51,29 +49,29 @@ class ReferenceExecutor:
         self._y = self._x
         self._chunk = self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self._others: dict[int, tuple[_F32, ...]] = {}
+        self._others: dict[int, tuple[F32, ...]] = {}
         """What belongs to other chunks."""
         self._active = 0
         self._scores = np.zeros(0, np.float32)
 
-    def _matrix(self, name: str) -> _F32:
+    def _matrix(self, name: str) -> F32:
         return self._widen(self._request.tensors[name])
 
     @staticmethod
-    def _widen(tensor: Tensor) -> _F32:
+    def _widen(tensor: Tensor) -> F32:
         if tensor.precision is None:
             return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
         weights = np.asarray(tensor.weights).view(np.uint8)
         return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
 
-    def _layer(self, layer: int, kind: str) -> _F32:
+    def _layer(self, layer: int, kind: str) -> F32:
         return self._matrix(name_layer_tensor(layer, kind))
 
-    def _bias(self, layer: int, kind: str, there: bool) -> _F32 | float:
+    def _bias(self, layer: int, kind: str, there: bool) -> F32 | float:
         """A vector to add, or 0 where the model has none."""
         return self._layer(layer, kind)[0] if there else 0.0
 
-    def _normalize(self, x: _F32, name: str) -> _F32:
+    def _normalize(self, x: F32, name: str) -> F32:
         bias = self._matrix(f"{name}_bias") if self._model.norm.bias else None
         width = self._model.shape.hidden
         return normalize(self._model.norm, x, self._matrix(name), bias, width)
@@ -90,9 +88,7 @@ class ReferenceExecutor:
     def select_token(self, number: int) -> None:
         self._token = number
 
-    def begin_step(
-        self, tokens: npt.NDArray[np.int32], sequences: Sequence[int], positions: Sequence[int]
-    ) -> None:
+    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         self.select_chunk(0)
         self.embed(tokens)
         self._step = sequences, positions
@@ -107,7 +103,7 @@ class ReferenceExecutor:
             rows.append((self._x, self._input))
         self._x, self._input = (np.concatenate(part) for part in zip(*rows, strict=True))
 
-    def embed(self, tokens: npt.NDArray[np.int32]) -> None:
+    def embed(self, tokens: I32) -> None:
         tensor = self._request.tensors[EMBEDDING]
         assert tensor.precision is not None
         weights = np.asarray(tensor.weights).view(np.uint8)[tokens]
@@ -163,7 +159,7 @@ class ReferenceExecutor:
         output = output + self._bias(layer, "output_bias", attention.output_bias)
         self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
 
-    def _add_output(self, output: _F32, norm: str) -> None:
+    def _add_output(self, output: F32, norm: str) -> None:
         """Add what attention or the FFN gives to x."""
         if self._model.norm.outputs:
             width = self._model.shape.hidden
@@ -181,12 +177,10 @@ class ReferenceExecutor:
         self._y = np.zeros_like(self._x)
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
 
-    def list_experts(self) -> npt.NDArray[np.int32]:
+    def list_experts(self) -> I32:
         return list_chosen(self._routes[self._token]) if self._model.moe else np.empty(0, np.int32)
 
-    def predict_low_rank(
-        self, layer: int, threshold: float, experts: npt.NDArray[np.int32] | None = None
-    ) -> npt.NDArray[np.int32]:
+    def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         if self._model.moe is None:
             self._scores = self.score_low_rank(layer, 0, self._get_input())[0]
             return np.flatnonzero(self._scores >= threshold).astype(np.int32)
@@ -197,11 +191,11 @@ class ReferenceExecutor:
             self._scores[groups[expert]] = self.score_low_rank(layer, expert, self._get_input())[0]
         return np.flatnonzero(self._scores >= threshold).astype(np.int32)
 
-    def _get_input(self) -> _F32:
+    def _get_input(self) -> F32:
         """What the FFN reads of the selected token [1, hidden]."""
         return self._u[self._token : self._token + 1]
 
-    def score_low_rank(self, layer: int, expert: int, u: _F32) -> _F32:
+    def score_low_rank(self, layer: int, expert: int, u: F32) -> F32:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
         ``u`` [T, hidden]."""
         inner, outer, bias = (
@@ -216,10 +210,10 @@ class ReferenceExecutor:
         )
         return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
 
-    def read_scores(self) -> _F32:
+    def read_scores(self) -> F32:
         return self._scores
 
-    def predict_gate(self, layer: int) -> npt.NDArray[np.int32]:
+    def predict_gate(self, layer: int) -> I32:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
@@ -240,14 +234,14 @@ class ReferenceExecutor:
         """What counts as zero of a smooth activation."""
         return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
 
-    def _find_gate_limits(self, layer: int) -> _F32 | float:
+    def _find_gate_limits(self, layer: int) -> F32 | float:
         """The first limit: of the layer, or in a mixture of every gate row [neurons]."""
         if self._request.expert_limits is None:
             return self._find_limits(layer)[0]
         limits = np.array(self._request.expert_limits[layer], np.float32)
         return np.repeat(limits, self._model.shape.ffn)
 
-    def _activate(self, bundles: npt.NDArray[np.uint8], tokens: slice) -> _F32:
+    def _activate(self, bundles: U8, tokens: slice) -> F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
         ``tokens``."""
         layout = self._layout
@@ -263,9 +257,9 @@ class ReferenceExecutor:
     def _join(
         self,
         layer: int,
-        bundles: npt.NDArray[np.uint8],
-        indices: npt.NDArray[np.int32] | slice | None,
-    ) -> npt.NDArray[np.uint8]:
+        bundles: U8,
+        indices: I32 | slice | None,
+    ) -> U8:
         """Bundles [n, .] with their scales in them, of the neurons ``indices``."""
         if self._request.scales is None:
             return bundles
@@ -275,15 +269,15 @@ class ReferenceExecutor:
     def find_open(
         self,
         layer: int,
-        arena: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.int32],
-        indices: npt.NDArray[np.int32] | None = None,
-    ) -> npt.NDArray[np.bool_]:
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
+    ) -> Bits:
         bundles = self._join(layer, arena[slots], indices)
         gates = self._u[self._token] @ unpack_part(bundles, self._layout, 0).T
         return self._is_open(gates)
 
-    def _is_open(self, gates: _F32) -> npt.NDArray[np.bool_]:
+    def _is_open(self, gates: F32) -> Bits:
         """Whether these gates, of an activation that is not smooth, let anything through."""
         fatrelu = self._model.ffn.activation == "fatrelu"
         return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
@@ -291,9 +285,9 @@ class ReferenceExecutor:
     def add_neurons(
         self,
         layer: int,
-        arena: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.int32],
-        indices: npt.NDArray[np.int32] | None = None,
+        arena: U8,
+        slots: I32,
+        indices: I32 | None = None,
         known: bool = False,
     ) -> None:
         bundles = self._join(layer, arena[slots], indices)
@@ -304,11 +298,11 @@ class ReferenceExecutor:
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
 
-    def add_dense(self, layer: int, bundles: npt.NDArray[np.uint8], first: int = 0) -> None:
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         joined = self._join(layer, bundles, slice(first, first + len(bundles)))
         self._add(self._activate(joined, slice(None)), joined, slice(None))
 
-    def _add(self, active: _F32, bundles: npt.NDArray[np.uint8], tokens: slice) -> None:
+    def _add(self, active: F32, bundles: U8, tokens: slice) -> None:
         layout = self._layout
         self._y[tokens] += active @ unpack_part(bundles, layout, len(layout.parts) - 1)
 
@@ -320,15 +314,15 @@ class ReferenceExecutor:
         for tables in self._ropes:
             tables.expect(end)
 
-    def read_ffn_input(self) -> _F32:
+    def read_ffn_input(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""
         return self._u
 
-    def read_routes(self) -> _F32:
+    def read_routes(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""
         return self._routes
 
-    def logits(self, first: int) -> _F32:
+    def logits(self, first: int) -> F32:
         head = EMBEDDING if self._model.tied_head else HEAD
         x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
         logits = x @ self._matrix(head).T

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I8, Raw
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
-_F32 = npt.NDArray[np.float32]
 
-
-def quantize_kv(x: _F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+def quantize_kv(x: F32) -> tuple[I8, F16]:
     """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
 
     The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
@@ -35,7 +33,7 @@ class KvCache:
         vectors = (request.sequences, 2, shape.layers, request.context, shape.kv_heads)
         count, size = int(np.prod(vectors)), shape.head_dim
         raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
-        self._elements: npt.NDArray[np.generic]
+        self._elements: Raw
         if request.kv_type == "fp16":
             self._elements = np.zeros((*vectors, size), np.float32)
         elif request.kv_type == "fp32":
@@ -44,7 +42,7 @@ class KvCache:
             self._elements = raw.view(np.int8).reshape(*vectors, size)
             self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
 
-    def keep(self, sequence: int, kind: int, layer: int, position: int, x: _F32) -> None:
+    def keep(self, sequence: int, kind: int, layer: int, position: int, x: F32) -> None:
         """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
         place = (sequence, kind, layer, slice(position, position + len(x)))
         if self._int8:
@@ -52,7 +50,7 @@ class KvCache:
         else:
             self._elements[place] = x
 
-    def read(self, sequence: int, kind: int, layer: int, end: int) -> _F32:
+    def read(self, sequence: int, kind: int, layer: int, end: int) -> F32:
         """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
         found = self._elements[sequence, kind, layer, :end].astype(np.float32)
         if self._int8:

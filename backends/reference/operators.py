@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.plan.documents.model import Model, Norm
 
-_F32 = npt.NDArray[np.float32]
 
-
-def activate(model: Model, gate: _F32, up: _F32 | None) -> _F32:
+def activate(model: Model, gate: F32, up: F32 | None) -> F32:
     """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
 
     ``up`` is None where neurons have no gate: their own value then comes as ``gate``.
@@ -36,14 +34,14 @@ def activate(model: Model, gate: _F32, up: _F32 | None) -> _F32:
     return np.asarray(active * (np.maximum(up, 0) if model.ffn.activation == "drelu" else up))
 
 
-def _erf(x: _F32) -> _F32:
+def _erf(x: F32) -> F32:
     """The error function; numpy has none."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
 
 
 def normalize(
-    norm: Norm, x: _F32, weight: _F32, bias: _F32 | None = None, width: int | None = None
-) -> _F32:
+    norm: Norm, x: F32, weight: F32, bias: F32 | None = None, width: int | None = None
+) -> F32:
     """RMSNorm or LayerNorm over the last axis, or its first ``width`` elements: ``weight`` and
     ``bias`` are zero beyond."""
     if norm.kind == "layernorm":
@@ -53,12 +51,12 @@ def normalize(
     return np.asarray(result if bias is None else result + bias)
 
 
-def cap(x: _F32, limit: float | None) -> _F32:
+def cap(x: F32, limit: float | None) -> F32:
     """Soft cap: limit * tanh(x / limit), or x as it is."""
     return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))
 
 
-def rotate(x: _F32, cosines: _F32, sines: _F32) -> _F32:
+def rotate(x: F32, cosines: F32, sines: F32) -> F32:
     """Rotate the halves of each head: x [T, heads, d], cosines and sines [T, d / 2]."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import U64
 from pi2.benchmarks.samples import Bandwidth
-from pi2.benchmarks.worker import Progress, Worker
+from pi2.benchmarks.worker import Worker
+from pi2.progress import Progress
 
 BUFFER_BYTES = 512 * 2**20
 """Far more than any cache."""
@@ -76,7 +77,7 @@ class BandwidthMeter:
         self._pool = pool
         parts = np.array_split(self._buffer, self._threads)
 
-        def find_maximum(part: npt.NDArray[np.uint64]) -> object:
+        def find_maximum(part: U64) -> object:
             return part.max()
 
         # numpy gives the GIL back while it reduces.

@@ -7,8 +7,9 @@ from typing import Protocol, Self
 
 from pi2.benchmarks.profile import Profile
 from pi2.benchmarks.samples import Description, Sample, TokenBytes
-from pi2.benchmarks.worker import Progress, Recipe, Worker
+from pi2.benchmarks.worker import Recipe, Worker
 from pi2.benchmarks.workloads import Workload
+from pi2.progress import Progress
 
 
 class Contestant(Protocol):

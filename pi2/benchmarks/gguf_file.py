@@ -6,22 +6,22 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Precision
 from pi2.plan.weights.layout import GROUP
+from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-Progress = Callable[[str, float], None]
 
 FORMAT = 1
 """Raise it when the files change."""
@@ -106,7 +106,7 @@ def find_gguf(model: Model, folder: Path) -> Path:
     return folder / f"{model.id}-{digest[:12]}.gguf"
 
 
-def write_gguf(model: Model, path: Path, progress: Progress = lambda label, share: None) -> None:
+def write_gguf(model: Model, path: Path, progress: Progress = ignore_progress) -> None:
     """Write random weights for ``model``, a tensor at a time; appears when it is complete.
 
     int4 becomes Q4_0, int8 Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises
@@ -200,7 +200,7 @@ def _count_row_bytes(tensor: GgufTensor) -> int:
             return tensor.length * 4
 
 
-def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[npt.NDArray[np.generic]]:
+def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[Raw]:
     """Weights of each: random codes, and one scale that keeps activations finite."""
     bits = np.random.SFC64(0)
     for tensor in tensors:
@@ -227,7 +227,7 @@ def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[npt.NDArray[np.generic]
             yield blocks
 
 
-def _take_mean_out(codes: npt.NDArray[np.uint8]) -> None:
+def _take_mean_out(codes: U8) -> None:
     """Make codes of 4 bits, -8 to 7, no smaller than -7.
 
     With a mean that is not 0, all tokens come to be alike, and a router sends them to the same
@@ -237,5 +237,5 @@ def _take_mean_out(codes: npt.NDArray[np.uint8]) -> None:
         codes |= np.where(codes & smallest == 0, np.uint8(middle), np.uint8(0))
 
 
-def _draw_bytes(bits: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:
+def _draw_bytes(bits: np.random.SFC64, count: int) -> U8:
     return np.asarray(bits.random_raw(-(-count // 8))).view(np.uint8)[:count]

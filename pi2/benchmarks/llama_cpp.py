@@ -15,10 +15,10 @@ from pi2.benchmarks.gguf_file import INSTALL_HELP, find_gguf, write_gguf
 from pi2.benchmarks.profile import Profile
 from pi2.benchmarks.samples import Description, Sample, TokenBytes
 from pi2.benchmarks.token_bytes import count_dense_bytes
-from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
+from pi2.progress import Progress
 
 
 def check_installed() -> None:

@@ -13,11 +13,11 @@ import numpy as np
 from pi2.benchmarks.profile import Profile, watch_parts
 from pi2.benchmarks.samples import Description, Sample, TokenBytes
 from pi2.benchmarks.token_bytes import count_token_bytes
-from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.orchestrator import choose_unit, load
+from pi2.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

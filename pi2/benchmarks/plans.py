@@ -11,10 +11,10 @@ from pi2.benchmarks.contestant import RemoteContestant
 from pi2.benchmarks.llama_cpp import LlamaRecipe, check_installed
 from pi2.benchmarks.plan_contestant import PlanRecipe
 from pi2.benchmarks.session import Outcome, run_session
-from pi2.benchmarks.worker import Progress
 from pi2.benchmarks.workloads import Workload
 from pi2.caches import find_cache_folder
 from pi2.plan.resolve import load_plan
+from pi2.progress import Progress, ignore_progress
 from pi2.sharing.resolver import LockedReferences
 
 
@@ -27,7 +27,7 @@ def measure_plan(
     with_profile: bool = False,
     against: str | None = None,
     text: str | None = None,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
     """Measure ``workloads`` with the plan at ``path``.

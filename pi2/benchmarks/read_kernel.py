@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import numpy.typing as npt
 import tvm
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
+
+from pi2.arrays import U64
 
 LINE_BYTES = 256
 """Bytes of one step of the loop: four vectors of 64."""
@@ -27,7 +28,7 @@ _STEP = LINE_BYTES // 4
 class CompiledReader:
     """Reads all of a buffer with some threads when it is called."""
 
-    def __init__(self, buffer: npt.NDArray[np.uint64], *, threads: int) -> None:
+    def __init__(self, buffer: U64, *, threads: int) -> None:
         # TVM's pool reads it when it starts.
         os.environ["TVM_NUM_THREADS"] = str(threads)
         module = tvm.IRModule({"read": _build_function(threads)})

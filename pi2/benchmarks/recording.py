@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.benchmarks.profile import replace_parts
 from pi2.benchmarks.workloads import TokenSource
 from pi2.engine.loaded_model import LoadedModel, Parts
 from pi2.memory.flash import PendingRead
 from pi2.memory.requests import ReadBatch
 from pi2.tracing import Recorder
-
-F32 = npt.NDArray[np.float32]
 
 DRIVER = "driver"
 _KERNELS = frozenset(

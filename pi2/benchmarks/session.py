@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,8 +16,7 @@ from pi2.benchmarks.samples import (
     add_counters,
 )
 from pi2.benchmarks.workloads import Workload
-
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress, ignore_progress
 
 
 class Measured(Protocol):
@@ -62,7 +61,7 @@ def run_session(
     repetitions: int,
     limit: Limit,
     with_profile: bool = False,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Iterator[Outcome]:
     """Measure every workload with every contestant, in turns: A B A B.
 

@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -14,8 +13,7 @@ from typing import Any, Protocol, Self
 
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
-
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress, ignore_progress
 
 _STOP, _PEAK = "<stop>", "<peak>"
 _PATIENCE_S = 20.0
@@ -52,7 +50,7 @@ class _Failure:
 class Worker:
     """The caller's end.  Use it as a context manager; the process ends with it."""
 
-    def __init__(self, recipe: Recipe, progress: Progress = lambda label, share: None) -> None:
+    def __init__(self, recipe: Recipe, progress: Progress = ignore_progress) -> None:
         """Start the process and wait until the object is made.
 
         Raises what making it raised: `UserError` as it was, anything else as `RuntimeError`.
@@ -71,7 +69,7 @@ class Worker:
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the object; raises what it raises, as the constructor does."""
         self._pipe.send((name, *arguments))
-        return self._receive(lambda label, share: None)
+        return self._receive(ignore_progress)
 
     def read_peak_rss_bytes(self) -> int:
         """Highest resident set of the process so far."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-I32 = npt.NDArray[np.int32]
+from pi2.arrays import I32
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.engine.observation import ObservedExecutor
@@ -28,10 +28,6 @@ from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.null_reader import NullReader
-
-Bits = npt.NDArray[np.bool_]
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
 PredictorMode = Literal["none", "gate", "low-rank"]
 LookAhead = Literal["none", "attention", "layer"]

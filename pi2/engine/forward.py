@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32
 from pi2.backends.protocol import Executor, LengthAware
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
 from pi2.memory.lending import ContextLoan
 from pi2.store.embedding_rows import EmbeddingRows
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
 
 
 class Forward:

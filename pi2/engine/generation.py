@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32
 from pi2.engine.forward import Forward
 from pi2.engine.sampling import Sampler, SamplingOptions
 from pi2.engine.statistics import RunStatistics, divide
@@ -86,7 +86,7 @@ class Answer:
         """Why it has ended; None as long as it goes on."""
 
     @property
-    def prompt_ids(self) -> npt.NDArray[np.int32]:
+    def prompt_ids(self) -> I32:
         """Tokens of the prompt [n]."""
         return self._ids[: self._prompt].astype(np.int32)
 
@@ -95,7 +95,7 @@ class Answer:
         """The token that comes next through the model."""
         return int(self._ids[self._count - 1])
 
-    def take(self, logits: npt.NDArray[np.float32]) -> str:
+    def take(self, logits: F32) -> str:
         """Draw a token from ``logits`` [vocab]; return the text that has become certain."""
         assert self.reason is None, "it has ended"
         token = self._sampler.sample(logits, self._ids[: self._count])

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from pi2.arrays import F32
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
 from pi2.engine.batch import BatchGeneration
@@ -321,7 +321,7 @@ class LoadedModel:
 
     def logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
-    ) -> npt.NDArray[np.float32]:
+    ) -> F32:
         """Logits [tokens, vocab], float32, after each of ``token_ids``.
 
         ``prefill`` runs them through in chunks, every neuron computed; ``decode`` one by one with
@@ -331,7 +331,7 @@ class LoadedModel:
 
     def iterate_logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
-    ) -> Iterator[npt.NDArray[np.float32]]:
+    ) -> Iterator[F32]:
         """The same in pieces [n, vocab], n at most a chunk: a long text would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)

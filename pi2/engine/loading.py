@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from pi2.arrays import F16, I32, U8
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
@@ -22,12 +22,10 @@ from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING
+from pi2.progress import Progress
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer
-
-Progress = Callable[[str, float], None]
-U8 = npt.NDArray[np.uint8]
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -42,7 +40,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> npt.NDArray[np.int32]:
+def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> I32:
     """Stored indices [neurons] of a layer's neurons, expert by expert."""
     grouped = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
     grouped[:] = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
@@ -92,9 +90,7 @@ def load_scales(store: NeuronStore, budget: Budget, progress: Progress) -> list[
     )
 
 
-def allocate_gate_rows(
-    resolved: ResolvedPlan, budget: Budget
-) -> tuple[U8, npt.NDArray[np.float16] | None]:
+def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
     bundle, neurons = resolved.bundle, resolved.model.layer_neurons
     weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))

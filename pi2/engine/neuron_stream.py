@@ -16,15 +16,12 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, U8
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
-
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
 BUFFERS = 2
 """One is filled while the other is computed with."""

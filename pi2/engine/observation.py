@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import activate
 from pi2.diagnostics import UserError
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_experts, unpack_part
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ class Routing:
 
     owners: I32
     """Expert of every neuron in stored order [neurons]."""
-    computes: npt.NDArray[np.bool_]
+    computes: Bits
     """Whether an expert computes a token [T, experts]."""
 
 
@@ -132,7 +128,7 @@ class ObservedExecutor:
     def _read_input(self) -> F32:
         return self._input.read_ffn_input()
 
-    def _find_computing(self) -> npt.NDArray[np.bool_]:
+    def _find_computing(self) -> Bits:
         """Whether an expert computes a token [T, experts]."""
         return np.asarray(self._input.read_routes() != 0)
 

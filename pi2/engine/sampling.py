@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I64
 from pi2.diagnostics import UserError
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class Sampler:
         self._options = options
         self._random = np.random.default_rng(options.seed)
 
-    def sample(self, logits: F32, seen: npt.NDArray[np.int64]) -> int:
+    def sample(self, logits: F32, seen: I64) -> int:
         """Return a token id for ``logits`` [vocab]; ``seen`` holds the ids so far."""
         options = self._options
         scores = logits.astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,9 @@ from pi2.evaluation.layerwise import score_layerwise
 from pi2.evaluation.weights import CheckpointWeights, StoreWeights
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.plan.documents.model import Model
+from pi2.progress import Progress, ignore_progress
 from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
-
-Progress = Callable[[str, float], None]
 
 WINDOWS = 8
 CONTEXT = 256
@@ -50,7 +49,7 @@ def measure_conversion(
     store: Path,
     texts: Sequence[str],
     *,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> ConversionCost:
     """Score ``texts`` by both weights, every neuron computed, activations in float32.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,9 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.scores import Mode, Scores, score_windows
 from pi2.orchestrator import load
+from pi2.progress import Progress, ignore_progress
 from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
 from pi2.statistics.texts import Window, encode_windows
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ def evaluate_plan(
     windows: int | None = None,
     against: Sequence[str] = (),
     with_layers: bool = True,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Evaluation:
     """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I64
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference import ReferenceExecutor, activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS
+from pi2.progress import ignore_progress
 from pi2.statistics.texts import Window
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 _BLOCK = 8192
 """Rows of the head that are widened together."""
@@ -111,7 +107,7 @@ class _LayerExecutor(ReferenceExecutor):
                 features=frozenset(),
                 architecture="",
                 allocate=lambda segment, size: np.zeros(size, np.uint8),
-                progress=lambda label, share: None,
+                progress=ignore_progress,
             )
         )
 

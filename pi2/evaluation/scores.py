@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I64
 from pi2.engine.loaded_model import LoadedModel
 from pi2.statistics.texts import Window
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 
 Mode = Literal["prefill", "decode"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import FUSED, pad_columns
 from pi2.importing.rows import Rows, find_rows
@@ -20,10 +20,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 PIECE_NEURONS = 4096
 """Neurons whose weights are widened together."""

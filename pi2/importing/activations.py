@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, I64
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 MODEL_NOTE, WEIGHTS_NOTE = "pi2.model", "pi2.weights"
 """Keys beside the columns of counts: the model's name, and what tells its weights from others'."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.activations import order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
@@ -32,19 +32,13 @@ from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize
+from pi2.progress import Progress, ignore_progress
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-Raw = npt.NDArray[np.generic]
-Progress = Callable[[str, float], None]
-
-Packed = tuple[npt.NDArray[np.generic], npt.NDArray[np.float16] | None]
+Packed = tuple[Raw, F16 | None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,10 +50,6 @@ FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias"
 
 _AHEAD_BYTES = 2**29
 """Matrices of a layer beside which there is room for those of the next."""
-
-
-def ignore_progress(label: str, share: float) -> None:
-    """Tell nobody."""
 
 
 def convert_checkpoint(

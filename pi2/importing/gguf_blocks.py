@@ -10,16 +10,11 @@ import importlib.util
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I8, U8
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.plan.weights.packing import pack_codes
-
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
 
 INSTALL = "pip install 'pi2[gguf]'"
 

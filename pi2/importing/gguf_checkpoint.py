@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
@@ -33,12 +33,6 @@ from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_n
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import Precision
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-Raw = npt.NDArray[np.generic]
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}

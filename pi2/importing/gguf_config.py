@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_names import Architecture
-
-F32 = npt.NDArray[np.float32]
-
 
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models with 27 billion weights."""

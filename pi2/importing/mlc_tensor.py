@@ -12,17 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.importing.mlc_shards import STORAGE, Record, Shard
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.plan.weights.packing import pack_codes
-
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-Raw = npt.NDArray[np.generic]
 
 PLAIN = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}
 """What safetensors files call the types."""

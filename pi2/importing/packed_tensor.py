@@ -10,14 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I64, U8, Raw
 from pi2.importing.safetensors_file import SourceTensor, turn
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-Raw = npt.NDArray[np.generic]
 
 _PIECE_WEIGHTS = 2**20
 """Weights that are decoded together."""

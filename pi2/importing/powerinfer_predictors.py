@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.torch_file import list_torch_file
 from pi2.plan.documents.model import Model
-
-F32 = npt.NDArray[np.float32]
 
 _NAME = re.compile(r"model_(\d+)\.pt")
 

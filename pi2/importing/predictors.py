@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.powerinfer_predictors import list_powerinfer_predictors
@@ -21,8 +21,6 @@ from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.plan.documents.model import Model, Predictor
 from pi2.plan.weights.layout import GROUP, round_up
-
-F32 = npt.NDArray[np.float32]
 
 _HELP = "give their file with --predictors, or remove [predictor] from the model document"
 

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I64, Raw
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-Raw = npt.NDArray[np.generic]
 
 _QKV = ("query", "key", "value")
 

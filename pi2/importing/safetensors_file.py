@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
-
-U8 = npt.NDArray[np.uint8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-Raw = npt.NDArray[np.generic]
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

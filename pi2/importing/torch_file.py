@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import Raw
 from pi2.diagnostics import UserError
 from pi2.importing.safetensors_file import SourceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Raw = npt.NDArray[np.generic]
 
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
+from pi2.arrays import U8
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
@@ -22,8 +20,6 @@ from pi2.plan.weights.layout import round_up
 
 BANDS = 64
 """A layer's neurons are divided into so many bands, which become hot or cold together."""
-
-U8 = npt.NDArray[np.uint8]
 
 
 def allocate_cache(

@@ -15,14 +15,12 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
-
-I32 = npt.NDArray[np.int32]
 
 MORE_USED = 2.0
 """A band becomes hot when its neurons are used so many times as often as an average cold slot."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -54,13 +54,11 @@ class Budget:
             )
         self._used[segment] += size
 
-    def allocate(self, segment: str, size: int) -> npt.NDArray[np.uint8]:
+    def allocate(self, segment: str, size: int) -> U8:
         """Return ``size`` zeroed bytes, page-aligned; UserError P610 as for ``charge``."""
         return self.allocate_spanning({segment: size})
 
-    def allocate_spanning(
-        self, sizes: Mapping[str, int], *, reserved_bytes: int = 0
-    ) -> npt.NDArray[np.uint8]:
+    def allocate_spanning(self, sizes: Mapping[str, int], *, reserved_bytes: int = 0) -> U8:
         """Return one contiguous region charged to several segments, in bytes each.
 
         It is ``reserved_bytes`` longer than what is charged: the caller sees to it that no more
@@ -101,7 +99,7 @@ class Budget:
                 if segments == {segment}:
                     region.madvise(advice)
 
-    def give_back(self, unused: npt.NDArray[np.uint8], *, small_pages: bool = False) -> None:
+    def give_back(self, unused: U8, *, small_pages: bool = False) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
         this budget gave; its contents are lost.  With ``small_pages`` it comes back page by page,
         as it is touched, and never 2 MiB at once."""

@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64, U8
 from pi2.memory.frequency import LeastFrequentlyUsed
 from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)

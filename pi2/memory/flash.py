@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, U8, U32, Bits
 from pi2.diagnostics import UserError
 from pi2.memory.io_engine import (
     EngineName,
@@ -29,7 +29,6 @@ from pi2.memory.io_engine import (
     read_in_python,
 )
 from pi2.memory.requests import (
-    Bits,
     Merging,
     ReadBatch,
     divide_clusters,
@@ -44,10 +43,6 @@ from pi2.memory.uring import RingUnavailable, UringEngine
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 
 _PAGE = 4096
 
@@ -133,7 +128,7 @@ class FlashReader:
         """Of up and down that were not read, because the gate was closed."""
         self._gate_bytes = settings.gate_bytes
         self._fds: list[int] = []
-        self._checked: list[npt.NDArray[np.bool_]] = []
+        self._checked: list[Bits] = []
         self._checks: list[U32] = []
         self._scratch = np.empty(0, np.uint8)
         try:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.memory.policy import ABSENT, F32, I32, I64, Bits, carry_over
+from pi2.arrays import F32, I32, I64, Bits
+from pi2.memory.policy import ABSENT, carry_over
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops

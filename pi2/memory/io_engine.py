@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from pi2.memory.requests import I32, I64, ReadBatch
+from pi2.arrays import I32, I64
+from pi2.memory.requests import ReadBatch
 
 EngineName = Literal["pread", "io_uring", "mmap"]
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pi2.memory.flash import I32, U8, PendingRead
+from pi2.arrays import I32, U8, Bits
+from pi2.memory.flash import PendingRead
 from pi2.memory.io_engine import EngineName, Observer
-from pi2.memory.requests import Bits
 
 
 class NullReader:

@@ -10,12 +10,8 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-Bits = npt.NDArray[np.bool_]
+from pi2.arrays import F32, I32, I64, Bits
 
 ABSENT = -1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.memory.policy import ABSENT, I32, I64, Bits
+from pi2.arrays import I32, I64, Bits
+from pi2.memory.policy import ABSENT
 
 
 class LeastRecentlyUsed:

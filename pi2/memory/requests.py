@@ -8,14 +8,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
+
+from pi2.arrays import I32, I64, Bits
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.bool_]
 
 Content = Literal["neurons", "gates", "rest"]
 """Whole neurons; the gates of those that are read alone; up and down of these."""
@@ -146,7 +144,7 @@ def _make_merged(
     file: int,
     indices: I32,
     addresses: I64,
-    begins: npt.NDArray[np.bool_],
+    begins: Bits,
     base: int,
     stride: int,
     merging: Merging,

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from pi2.memory.requests import I64, PENDING, ReadBatch
+from pi2.arrays import I64
+from pi2.memory.requests import PENDING, ReadBatch
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
@@ -55,8 +55,6 @@ _WORTH_A_CALL = 4
 """What waits is handed over when one part in so many of the depth is free."""
 _ENTRY_WORDS = 8
 """64-bit words of an entry."""
-
-U32 = npt.NDArray[np.uint32]
 
 
 class RingUnavailable(Exception):

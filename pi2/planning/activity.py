@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pi2.arrays import F64
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.planning.counted import make_counted, read_counts
@@ -33,7 +33,6 @@ from pi2.simulate.activations import (
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.constants import Constants
 
-Floats = NDArray[np.float64]
 PredictorMode = Literal["none", "gate", "low-rank"]
 Policy = Literal["lfu", "lru"]
 
@@ -148,7 +147,7 @@ class LayerActivity:
         return float(chances.sum()) * self._class_uses
 
     @property
-    def _chances(self) -> Floats:
+    def _chances(self) -> F64:
         return average_chances(self.named)
 
     @property
@@ -157,7 +156,7 @@ class LayerActivity:
         return self.neurons * self.chosen / CLASSES
 
 
-def _compute_normal(values: Floats) -> Floats:
+def _compute_normal(values: F64) -> F64:
     """The normal distribution function, to 0.0003 (Page's approximation)."""
     return np.asarray(0.5 * (1.0 + np.tanh(0.7978846 * (values + 0.044715 * values**3))))
 
@@ -184,7 +183,7 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
 
 
 @lru_cache(maxsize=512)
-def average_chances(hotness: Hotness) -> Floats:
+def average_chances(hotness: Hotness) -> F64:
     """Mean chance of each class [CLASSES] over tokens, some of which use more neurons than others:
     rare neurons gain by it, and they are the ones that are missing."""
     if hotness.active >= 1.0:

@@ -8,11 +8,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pi2.arrays import F64
 from pi2.simulate.activations import CLASSES, Hotness
-
-Floats = NDArray[np.float64]
 
 COUNTS_FILE = "activations.parquet"
 _NORMAL = NormalDist()
@@ -29,13 +27,13 @@ class CountedHotness(Hotness):
     chances: tuple[float, ...]
     """Of [CLASSES] classes, hottest first."""
 
-    def compute_chances(self, shift: float = 0.0) -> Floats:
+    def compute_chances(self, shift: float = 0.0) -> F64:
         """The counted chances: they are means over tokens already, whatever ``shift`` is."""
         del shift
         return np.array(self.chances)
 
 
-def read_counts(store: Path, layers: int, neurons: int) -> Floats | None:
+def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
     """Share of tokens that activate each neuron [layers, neurons], hottest first; None where the
     store has no such file, or not for this model."""
     path = store / COUNTS_FILE
@@ -45,7 +43,7 @@ def read_counts(store: Path, layers: int, neurons: int) -> Floats | None:
 
 
 @lru_cache(maxsize=4)
-def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> Floats | None:
+def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> F64 | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,7 +64,7 @@ def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> Floats
     return np.asarray(shares[:, ::-1])
 
 
-def _expect_counts(counts: Floats) -> Floats:
+def _expect_counts(counts: F64) -> F64:
     """What as many other tokens are expected to count for neurons with these counts [neurons].
 
     Neurons that a sample never saw are used, too, and those that it saw once are used less: Good
@@ -83,7 +81,7 @@ def _expect_counts(counts: Floats) -> Floats:
     return expected
 
 
-def make_counted(shares: Floats, named: float) -> CountedHotness:
+def make_counted(shares: F64, named: float) -> CountedHotness:
     """The distribution of a layer whose neurons are active for ``shares`` [neurons] of the tokens
     while the engine computes the share ``named`` of them.
 
@@ -105,5 +103,5 @@ def make_counted(shares: Floats, named: float) -> CountedHotness:
     )
 
 
-def _name(inputs: Floats, shift: float) -> Floats:
+def _name(inputs: F64, shift: float) -> F64:
     return np.array([_NORMAL.cdf(value + shift) for value in inputs.tolist()])

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F64
 from pi2.diagnostics import UserError
 from pi2.planning.cost_layer import LookAhead
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
@@ -45,7 +45,6 @@ _TIE_BYTES_PER_S = 1e6
 _PROMPT_PART = 0.02
 """What a prompt's token counts for against a generated one."""
 
-Floats = npt.NDArray[np.float64]
 Goal = Literal["time", "memory", "energy"]
 
 
@@ -172,7 +171,7 @@ class Program:
         self._places += count
         return range(start, start + count)
 
-    def _find_bounds(self) -> tuple[Floats, Floats]:
+    def _find_bounds(self) -> tuple[F64, F64]:
         low, high = np.zeros(self._places), np.ones(self._places)
         high[self._m.start : self._m.stop] = self._problem.neurons
         high[self._b.start : self._lent.stop] = np.inf
@@ -345,7 +344,7 @@ class Program:
                         low=io.call_s - overlap * hidden - 3 * large,
                     )
 
-    def _read(self, x: Floats) -> Solution:
+    def _read(self, x: F64) -> Solution:
         problem = self._problem
 
         def pick(places: Sequence[int]) -> int:

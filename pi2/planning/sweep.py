@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,12 @@ from pi2.plan.arithmetic.resolved import Resolved, ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.workers import WorkersLost, run_in_processes, run_on_ray
+from pi2.progress import Progress
 from pi2.sharing.files import write_atomically
 
 ATTEMPTS = 3
 """Times that cells are started again after a process was lost."""
 
-Progress = Callable[[str, float], None]
 Place = Literal["processes", "ray"]
 
 

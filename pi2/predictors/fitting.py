@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, Bits
 from pi2.plan.weights.layout import GROUP, Precision, round_up
 from pi2.plan.weights.packing import dequantize, quantize
 from pi2.predictors.guessing import guess_weights
-from pi2.predictors.samples import Bools, LayerSamples
-
-F32 = npt.NDArray[np.float32]
+from pi2.predictors.samples import LayerSamples
 
 STEPS = 4000
 FEWEST_PASSES = 4.0
@@ -156,7 +154,7 @@ def calibrate(samples: LayerSamples, tokens: slice, weights: Weights, recipe: Re
     )
 
 
-def _read_pieces(samples: LayerSamples, tokens: slice) -> Iterator[tuple[F32, Bools]]:
+def _read_pieces(samples: LayerSamples, tokens: slice) -> Iterator[tuple[F32, Bits]]:
     for start in range(tokens.start, tokens.stop, _CHECKED):
         yield samples.read(slice(start, min(start + _CHECKED, tokens.stop)))
 
@@ -189,7 +187,7 @@ def _train(
     return Weights(inner, outer, bias)
 
 
-def _slope(scores: F32, active: Bools, active_weight: np.float32) -> F32:
+def _slope(scores: F32, active: Bits, active_weight: np.float32) -> F32:
     """Gradient [T, neurons] of the mean weighted cross-entropy in the scores."""
     np.negative(scores, out=scores)
     np.clip(scores, -60, 60, out=scores)

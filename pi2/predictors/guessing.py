@@ -8,11 +8,9 @@ ReLU between its matrices, so each direction comes twice, once with each sign.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.predictors.samples import LayerSamples
-
-F32 = npt.NDArray[np.float32]
 
 MOST_TOKENS = 65536
 """More do not change the guess."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
@@ -74,15 +74,15 @@ class LayerFit:
         pairs = zip(shares, weights, strict=True)
         return sum(share * weight for share, weight in pairs) / sum(weights)
 
-    def join_inner(self) -> npt.NDArray[np.float32]:
+    def join_inner(self) -> F32:
         """First matrices of the experts, one after the other [experts rank, hidden]."""
         return np.concatenate([fit.weights.inner for fit in self.experts])
 
-    def join_outer(self) -> npt.NDArray[np.float32]:
+    def join_outer(self) -> F32:
         """Second matrices [neurons, rank]."""
         return np.concatenate([fit.weights.outer for fit in self.experts])
 
-    def join_bias(self) -> npt.NDArray[np.float32]:
+    def join_bias(self) -> F32:
         """Biases [neurons]."""
         return np.concatenate([fit.weights.bias for fit in self.experts])
 

@@ -7,24 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import Routing
 from pi2.plan.documents.model import Model
 from pi2.statistics.texts import Window
-
-F32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSamples:
     """Tokens of one layer, or of one of its experts, on the disk."""
 
-    inputs: npt.NDArray[np.float16]
+    inputs: F16
     """[tokens, hidden], mapped."""
-    packed: npt.NDArray[np.uint8]
+    packed: U8
     """[tokens, neurons / 8], mapped: a bit per neuron, in stored order."""
     neurons: int
 
@@ -35,7 +32,7 @@ class LayerSamples:
         """The first ``tokens`` of them."""
         return LayerSamples(self.inputs[:tokens], self.packed[:tokens], self.neurons)
 
-    def read(self, tokens: slice | npt.NDArray[np.int64]) -> tuple[F32, Bools]:
+    def read(self, tokens: slice | I64) -> tuple[F32, Bits]:
         """Inputs float32 [n, hidden], and which neurons fired [n, neurons]."""
         bits = np.unpackbits(self.packed[tokens], axis=1, count=self.neurons)
         return self.inputs[tokens].astype(np.float32), bits.view(np.bool_)
@@ -82,7 +79,7 @@ class SampleRecorder:
             mine = active[computes][:, routing.owners == expert]
             self._keep(layer, expert, inputs[computes], mine)
 
-    def _keep(self, layer: int, expert: int, inputs: F32, active: Bools) -> None:
+    def _keep(self, layer: int, expert: int, inputs: F32, active: Bits) -> None:
         filled = self._filled[layer]
         rows = slice(filled[expert], filled[expert] + len(inputs))
         samples = self._layers[layer][expert]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,8 @@ from pi2.predictors.fitting import Recipe
 from pi2.predictors.layers import LayerFit, fit_predictors
 from pi2.predictors.publishing import publish_predictors
 from pi2.predictors.samples import SampleRecorder
+from pi2.progress import Progress, ignore_progress
 from pi2.statistics.texts import encode_windows
-
-Progress = Callable[[str, float], None]
 
 HELD_OUT = 0.1
 """Share of every text, its end, that nothing is learned from."""
@@ -52,7 +51,7 @@ def train_predictors(
     context: int | None = None,
     windows: int | None = None,
     evaluated: int = 8,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Training:
     """Train predictors for the model of ``plan`` on what its neurons do in ``texts``.
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pi2.benchmarks.worker import Worker
 from pi2.diagnostics import UserError
 from pi2.machine.software import detect_opencl
-from pi2.probing.series import Key, Progress
+from pi2.probing.series import Key
+from pi2.progress import Progress
 
 if TYPE_CHECKING:
     from pi2.probing.opencl import DeviceFacts, UnitStep

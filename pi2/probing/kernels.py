@@ -16,11 +16,12 @@ from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import Backend, Executor
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.probing import model as synthetic
-from pi2.probing.series import Key, Progress, collect_rounds
+from pi2.probing.series import Key, collect_rounds
 from pi2.probing.steps import VARIANTS, Steps
 from pi2.probing.storage import ReadSpec, StorageBench
 from pi2.probing.timing import StepFacts, make_timer
 from pi2.probing.token_steps import EXACT, GATES, USUAL, TokenSteps
+from pi2.progress import Progress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class KernelBench:
 
     def _measure(self, rounds: int) -> dict[Key, list[float]]:
         measures = [(step.key, make_timer(step)) for step in self._steps]
-        found = collect_rounds(measures, rounds, lambda label, share: None, "")
+        found = collect_rounds(measures, rounds, ignore_progress, "")
         for _ in range(rounds):
             for item in self._tokens:
                 for key, seconds in item.measure().items():

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, I32, U8, Raw
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.plan.documents.model import Attention, Ffn, Model, Predictor, Quantization, Shape
 from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
 from pi2.plan.weights.tensor_names import EMBEDDING
+from pi2.progress import Progress
 from pi2.store.tensors import DenseTensor, list_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-U8 = npt.NDArray[np.uint8]
 
 CHUNK = 128
 _PATTERN_BYTES = 1 << 22
@@ -146,7 +145,7 @@ def make_request(
     threads: int,
     features: frozenset[str],
     architecture: str,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> BuildRequest:
     """Everything that a backend needs to run the model; weights are random."""
     assert model.predictor is not None
@@ -179,7 +178,7 @@ def make_arena(model: Model, neurons: int) -> U8:
     return arena
 
 
-def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, npt.NDArray[np.float16]]]:
+def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, F16]]:
     """Gates of ``layers`` layers, weights [neurons, weight_bytes] and scales [neurons, width / 32],
     all of them open for an input of ones."""
     width, precision = model.shape.stored_hidden, model.quantization.ffn
@@ -205,7 +204,7 @@ def fill(size: int, mask: int = 0xFF) -> U8:
 
 def _make_tensor(item: DenseTensor) -> Tensor:
     if item.precision == "fp32":
-        values: npt.NDArray[np.generic] = allocate("", 4 * item.rows * item.length).view(np.float32)
+        values: Raw = allocate("", 4 * item.rows * item.length).view(np.float32)
         values = values.reshape(item.rows, item.length)
         values[...] = np.float32(0.0 if "predictor_bias" in item.name else 1.0)
         return _wrap(item, values, None)
@@ -222,8 +221,8 @@ def _make_tensor(item: DenseTensor) -> Tensor:
 
 def _wrap(
     item: DenseTensor,
-    weights: npt.NDArray[np.generic],
-    scales: npt.NDArray[np.float16] | None,
+    weights: Raw,
+    scales: F16 | None,
 ) -> Tensor:
     precision = None if item.precision == "fp32" else item.precision
     return Tensor(
@@ -236,7 +235,7 @@ def _wrap(
     )
 
 
-def choose_slots(count: int, among: int, variants: int) -> Sequence[npt.NDArray[np.int32]]:
+def choose_slots(count: int, among: int, variants: int) -> Sequence[I32]:
     """Ascending slots of ``count`` of ``among`` neurons that lie apart, in several variants."""
     random = np.random.default_rng(1)
     return [

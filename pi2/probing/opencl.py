@@ -15,7 +15,8 @@ import numpy as np
 
 from pi2.plan.documents.device import KernelName
 from pi2.probing.opencl_kernels import GROUP, find_family, write_kernel
-from pi2.probing.series import Key, Progress
+from pi2.probing.series import Key
+from pi2.progress import Progress
 
 WIDTH = 4096
 ROWS = (256, 16384)

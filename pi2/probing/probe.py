@@ -16,9 +16,10 @@ from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.probing.accelerators import Accelerators, measure_accelerators
 from pi2.probing.kernels import KernelRecipe
 from pi2.probing.model import SMALL
-from pi2.probing.series import Key, Progress
+from pi2.probing.series import Key
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
+from pi2.progress import Progress
 
 MOST_ROUNDS, LEAST_ROUNDS = 5, 2
 """Of everything, one after the other; each is the median, or the sum, of many calls."""

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress
+
 Key = tuple[str, ...]
 """What was measured: a kind, then its settings as text."""
 

@@ -25,6 +25,7 @@ from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.probing.model import allocate, fill
 from pi2.probing.series import Key, collect_rounds
+from pi2.progress import ignore_progress
 
 MIB = 1 << 20
 FILE_BYTES = 1024 * MIB
@@ -196,7 +197,7 @@ class StorageBench:
         if not self._has_queue():
             specs = [spec for spec in specs if spec.depth is None]
         measures = [(spec.key, lambda spec=spec: self._measure(spec)) for spec in specs]
-        return collect_rounds(measures, rounds, lambda label, share: None, "")
+        return collect_rounds(measures, rounds, ignore_progress, "")
 
     def measure_latency(self, rounds: int) -> list[float]:
         """Median seconds of one read of 4 KiB in an idle queue."""

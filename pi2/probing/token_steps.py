@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pi2.arrays import U8
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
@@ -19,7 +20,7 @@ from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key
 from pi2.probing.timing import StepFacts
-from pi2.probing.tokens import NAMED, U8, TokenSample, TokenTimes, TokenWork
+from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
 
 SERIES_S, CACHED_S = 0.4, 0.2
 """Time of a variety's tokens in a round, and of those that take neurons from a cache."""

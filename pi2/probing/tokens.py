@@ -17,8 +17,8 @@ from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, U8
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import Executor
 from pi2.engine.feed_forward import FeedForward
@@ -26,9 +26,6 @@ from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.model import Model
-
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
 NAMED = 0.14
 """Share of the neurons that a predictor names, about."""

@@ -17,9 +17,8 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from pi2.arrays import F64
 
 CLASSES = 128
 """Classes of equal hotness that a layer is divided into."""
@@ -37,7 +36,7 @@ class Hotness:
     spread: float
     """Standard deviation of the neurons' means, in units of a neuron's own variation."""
 
-    def compute_chances(self, shift: float = 0.0) -> Floats:
+    def compute_chances(self, shift: float = 0.0) -> F64:
         """Chance of each class [CLASSES] to fire for a token moved by ``shift``."""
         if self.active >= 1.0:
             return np.ones(CLASSES)
@@ -57,7 +56,7 @@ class UnitedHotness(Hotness):
     chosen: float
     """Chance of an expert to compute a token of one sequence; 1 without experts."""
 
-    def compute_chances(self, shift: float = 0.0) -> Floats:
+    def compute_chances(self, shift: float = 0.0) -> F64:
         """Chance of each class [CLASSES] to be used, every sequence being moved by ``shift``."""
         single = self.base.compute_chances(shift)
         return unite_chances(single, self.batch, self.chosen)
@@ -71,7 +70,7 @@ def unite_hotness(base: Hotness, batch: int, chosen: float) -> Hotness:
     return UnitedHotness(active=active, spread=base.spread, base=base, batch=batch, chosen=chosen)
 
 
-def unite_chances(chances: Floats, batch: int, chosen: float) -> Floats:
+def unite_chances(chances: F64, batch: int, chosen: float) -> F64:
     """Chance that any of ``batch`` sequences uses a neuron of an expert that one of them chose."""
     used = 1.0 - (1.0 - chosen * chances) ** batch
     return np.asarray(used / unite_chosen(chosen, batch))
@@ -83,7 +82,7 @@ def unite_chosen(chosen: float, batch: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _compute_chances(active: float, spread: float, shift: float) -> Floats:
+def _compute_chances(active: float, spread: float, shift: float) -> F64:
     centre = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
     means = centre + spread * _list_quantiles(CLASSES)
     chances = _compute_cdf(means)
@@ -119,19 +118,19 @@ def measure_skew(hotness: Hotness) -> float:
 class TokenDraws:
     """Active neurons per token and layer [tokens, layers]."""
 
-    dense: Floats
+    dense: F64
     """Of those that are computed densely anyway."""
-    hot: Floats
+    hot: F64
     """Of the other hot ones."""
-    cached: Floats
+    cached: F64
     """Cold and found in the cache."""
-    missing: Floats
+    missing: F64
     """Cold and to be read."""
 
 
 def draw_tokens(
     hotness: Hotness,
-    hit_chances: Floats,
+    hit_chances: F64,
     dense_share: float,
     hot_share: float,
     neurons: float,
@@ -139,7 +138,7 @@ def draw_tokens(
     shape: tuple[int, int],
     variation: float,
     random: np.random.Generator,
-    shifts: Floats,
+    shifts: F64,
 ) -> TokenDraws:
     """Draw active and missing neurons of ``shape`` [tokens, layers].
 
@@ -155,7 +154,7 @@ def draw_tokens(
     chances = np.minimum(chances * (hotness.active / mean), 1.0)
     size = neurons / CLASSES
 
-    def draw(share: Floats) -> Floats:
+    def draw(share: F64) -> F64:
         rates = chances * share
         at = sigmas * variation
         means = np.interp(shifts, at, rates.sum(axis=1)) * size
@@ -172,17 +171,17 @@ def draw_tokens(
     )
 
 
-def weigh_hot(hot_share: float) -> Floats:
+def weigh_hot(hot_share: float) -> F64:
     """Part of each class [CLASSES] that lies within the hottest ``hot_share``."""
     return np.clip(hot_share * CLASSES - np.arange(CLASSES), 0.0, 1.0)
 
 
-def _list_quantiles(count: int) -> Floats:
+def _list_quantiles(count: int) -> F64:
     """Normal quantiles of ``count`` equal classes, largest first."""
     return np.array([_NORMAL.inv_cdf((count - i - 0.5) / count) for i in range(count)])
 
 
-def _compute_cdf(values: Floats) -> Floats:
+def _compute_cdf(values: F64) -> F64:
     """Normal distribution function, element by element."""
     from math import erf, sqrt
 

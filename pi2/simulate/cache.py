@@ -12,11 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pi2.arrays import F64
 from pi2.simulate.activations import CLASSES, Hotness, weigh_hot
-
-Floats = NDArray[np.float64]
 
 _LONGEST = 1 << 20
 """Tokens after which a neuron counts as never evicted."""
@@ -30,7 +28,7 @@ def compute_hit_chances(
     chosen: float,
     token_correlation: float,
     expert_correlation: float,
-) -> Floats:
+) -> F64:
     """Chance per class [CLASSES] that an active cold neuron is in the cache.
 
     ``cold_share``: capacity as a share of all neurons of the layer.  ``chosen``: chance of an
@@ -69,7 +67,7 @@ class _Chain:
     """
 
     def __init__(
-        self, chances: Floats, chosen: float, token_correlation: float, expert_correlation: float
+        self, chances: F64, chosen: float, token_correlation: float, expert_correlation: float
     ) -> None:
         self._used = chances * chosen
         stays_on = chosen + expert_correlation * (1.0 - chosen)
@@ -90,7 +88,7 @@ class _Chain:
         self._powers = [step]
         self._sums = [np.broadcast_to(np.eye(3), step.shape).copy()]
 
-    def find_unused(self, age: float) -> Floats:
+    def find_unused(self, age: float) -> F64:
         """Chance [CLASSES] that none of the ``age`` tokens before a use was a use."""
         if age <= 1.0:
             return np.asarray(1.0 - age * (1.0 - self._first.sum(axis=1)))
@@ -100,7 +98,7 @@ class _Chain:
         share = age - whole
         return np.asarray(before.sum(axis=1) * (1.0 - share) + after.sum(axis=1) * share)
 
-    def find_present(self, age: float) -> Floats:
+    def find_present(self, age: float) -> F64:
         """Share of the time [CLASSES] in which the last use is at most ``age`` tokens ago."""
         whole = int(age)
         total = min(age, 1.0) * np.ones(CLASSES)
@@ -109,7 +107,7 @@ class _Chain:
             total += (age - whole) * self._walk(whole - 1).sum(axis=1)
         return np.minimum(self._used * total, 1.0)
 
-    def _walk(self, steps: int) -> Floats:
+    def _walk(self, steps: int) -> F64:
         """The first state after ``steps`` more steps."""
         state, bit = self._first, 0
         while steps:
@@ -119,7 +117,7 @@ class _Chain:
             steps, bit = steps >> 1, bit + 1
         return state
 
-    def _sum_walks(self, count: int) -> Floats:
+    def _sum_walks(self, count: int) -> F64:
         """Sum of the chances of the first ``count`` states."""
         total, state, bit = np.zeros(CLASSES), self._first, 0
         while count:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pi2.arrays import F64, I64
 from pi2.simulate.activations import (
     Hotness,
     draw_tokens,
@@ -22,7 +22,6 @@ from pi2.simulate.layer_run import CPU_LANE, DENSE_LANE, READ_LANE, LayerWork
 from pi2.simulate.paging import find_page_misses
 from pi2.tracing import Recorder
 
-Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
 
 _STEP = 1.15
@@ -33,17 +32,17 @@ _STEP = 1.15
 class DecodeRun:
     """Outcome of a simulated generation; arrays have one entry per token."""
 
-    token_s: Floats
-    flash_s: Floats
+    token_s: F64
+    flash_s: F64
     """Time in which the flash was at work."""
-    waiting_s: Floats
+    waiting_s: F64
     """Time in which nothing computed because of reads."""
-    cpu_s: Floats
-    dense_s: Floats
-    read_bytes: Floats
-    active_neurons: Floats
+    cpu_s: F64
+    dense_s: F64
+    read_bytes: F64
+    active_neurons: F64
     """Neurons that a token needed, wherever they were."""
-    missing_neurons: Floats
+    missing_neurons: F64
 
 
 def simulate_decode(
@@ -73,7 +72,7 @@ def simulate_decode(
     return DecodeRun(**total)
 
 
-def _start_tokens(inputs: SimulationInput, positions: Floats) -> dict[str, Floats]:
+def _start_tokens(inputs: SimulationInput, positions: F64) -> dict[str, F64]:
     """What every token costs outside of the FFN: attention, keys and values, output head."""
     workload, machine = inputs.workload, inputs.machine
     layer_s = compute_attention_s(inputs, positions)
@@ -96,7 +95,7 @@ def _start_tokens(inputs: SimulationInput, positions: Floats) -> dict[str, Float
     }
 
 
-def compute_attention_s(inputs: SimulationInput, positions: Floats) -> Floats:
+def compute_attention_s(inputs: SimulationInput, positions: F64) -> F64:
     """Time of a layer's attention block for each position: weights, keys and values, barriers."""
     workload, constants = inputs.workload, inputs.constants
     size = workload.attention_bytes + workload.batch * workload.kv_token_bytes * positions
@@ -124,7 +123,7 @@ def make_hotness(inputs: SimulationInput) -> Hotness:
     return unite_hotness(one, workload.batch, workload.chosen)
 
 
-def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> Floats:
+def find_hit_chances(inputs: SimulationInput, choice: LayerChoice) -> F64:
     """Chance per class of neurons that an active cold one is in the cache."""
     workload, constants = inputs.workload, inputs.constants
     if inputs.choices.keeps_most_used:
@@ -176,14 +175,14 @@ class TokenWork:
     """Computed by the dense unit in every layer of every token."""
     cold: float
     """Not hot, active or not, in every layer of every token."""
-    resident: Floats
-    missing: Floats
-    active: Floats
+    resident: F64
+    missing: F64
+    active: F64
     """Active ones, wherever they are computed."""
 
 
 def draw_work(
-    inputs: SimulationInput, choice: LayerChoice, shifts: Floats, random: np.random.Generator
+    inputs: SimulationInput, choice: LayerChoice, shifts: F64, random: np.random.Generator
 ) -> TokenWork:
     """Draw the work of the layers of one kind."""
     workload, choices = inputs.workload, inputs.choices
@@ -229,7 +228,7 @@ def draw_work(
 
 
 def add_layers(
-    total: dict[str, Floats], simulation: LayerSimulation, work: TokenWork, attention_s: float
+    total: dict[str, F64], simulation: LayerSimulation, work: TokenWork, attention_s: float
 ) -> None:
     """Add the layers' times to their tokens; ``attention_s``: what reads may begin before.
 
@@ -257,7 +256,7 @@ class _LayerTable:
         self._simulation, self._dense, self._cold = simulation, dense, cold
         self._attention_s = attention_s
 
-    def look_up(self, resident: Floats, missing: Floats) -> Floats:
+    def look_up(self, resident: F64, missing: F64) -> F64:
         """Return [..., columns and bytes per missing neuron] for counts of the same shape."""
         across, right = _find_cells(resident)
         down, below = _find_cells(missing)
@@ -295,7 +294,7 @@ def _count_at(index: int) -> float:
     return float(index) if index <= 1 else _STEP ** (index - 1)
 
 
-def _find_cells(counts: Floats) -> tuple[NDArray[np.int64], Floats]:
+def _find_cells(counts: F64) -> tuple[I64, F64]:
     """The grid line at or below each count, and how far it is on the way to the next."""
     safe = np.maximum(counts, 1.0)
     index = np.where(counts < 1.0, 0, 1 + np.floor(np.log(safe) / np.log(_STEP) + 1e-9))

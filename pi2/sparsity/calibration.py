@@ -17,12 +17,11 @@ from pi2.plan.checking.rules.sparsity_fits_model import explain_method
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.resolve import ResolvedPlan
+from pi2.progress import Progress, ignore_progress
 from pi2.sparsity.documents import describe_changes
 from pi2.sparsity.goals import Goal, choose_goal
 from pi2.sparsity.magnitudes import LayerMagnitudes, MagnitudeObserver, compute_magnitudes
 from pi2.statistics.texts import Window, encode_windows
-
-Progress = Callable[[str, float], None]
 
 HELD_OUT = 0.1
 """Share of every text, its end, that thresholds are judged on and not made from."""
@@ -85,7 +84,7 @@ def calibrate_thresholds(
     context: int | None = None,
     windows: int | None = None,
     evaluated: int = 8,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Calibration:
     """Calibrate thresholds for the model of ``plan`` on ``texts``; nothing is written.
 

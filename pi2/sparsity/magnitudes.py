@@ -14,19 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference import activate
 from pi2.engine.observation import Routing
 from pi2.plan.documents.plan import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
 from pi2.plan.weights.packing import slice_bias, unpack_part
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
 
 _FINE_SHIFT = 17
 """Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""

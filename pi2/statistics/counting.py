@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64, Bits
 from pi2.engine.observation import Routing
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 BATCHES = (1, 2, 3, 4)
 """Sizes of batches whose unions of active neurons are counted."""
@@ -84,7 +80,7 @@ class ActivationCounter:
             self.counts.moments[layer] += inputs.T @ inputs
 
 
-def find_active(activations: F32, largest: float | None) -> Bools:
+def find_active(activations: F32, largest: float | None) -> Bits:
     """Which of ``activations`` [T, neurons] count as active."""
     if largest is None:
         return np.asarray(activations != 0)

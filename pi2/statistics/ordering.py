@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.importing.activations import check_experts, group_experts, order_neurons, read_counts
 from pi2.statistics.identity import check_identity
 from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
 from pi2.store.reader import NeuronStore
 from pi2.store.unfinished import recover_replaced
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 Kind = Literal["hotness", "coactivation", "expert"]
 BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32, I64
 from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.engine.observation import Routing
 from pi2.plan.weights.packing import dequantize
 from pi2.plan.weights.tensor_names import name_layer_tensor
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ def can_compare(request: BuildRequest) -> bool:
     return has_predictors and (request.model.moe is None or request.expert_neurons is not None)
 
 
-def _list_groups(request: BuildRequest, layer: int) -> npt.NDArray[np.int32]:
+def _list_groups(request: BuildRequest, layer: int) -> I32:
     """Stored indices [experts, ffn] of the neurons of a layer's experts, or of its one FFN."""
     every = np.arange(request.neurons, dtype=np.int32)
     order = every if request.expert_neurons is None else request.expert_neurons[layer]
@@ -70,7 +68,7 @@ class RecallCounter:
         self.threshold = 0.0
         """Score from which a neuron counts as predicted."""
         self._request = request
-        self._counts: dict[int, npt.NDArray[np.int64]] = {}
+        self._counts: dict[int, I64] = {}
 
     def __call__(
         self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None

@@ -20,14 +20,14 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, Raw
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
@@ -35,11 +35,9 @@ from pi2.importing.activations import note_identity
 from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
+from pi2.progress import Progress, ignore_progress
 from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
 from pi2.statistics.texts import encode_windows
-
-I32 = npt.NDArray[np.int32]
-Progress = Callable[[str, float], None]
 
 SUMMARY = "statistics.json"
 ACTIVATIONS = "activations.parquet"
@@ -100,7 +98,7 @@ def record_activations(
     overrides: Mapping[str, object] | None = None,
     options: RecordingOptions | None = None,
     replace: bool = False,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Statistics:
     """Run ``plan`` over ``texts`` and write the statistics into ``folder``.
 
@@ -200,7 +198,7 @@ def read_statistics(folder: Path) -> Statistics | None:
         return None
 
 
-def encode_array(array: npt.NDArray[np.generic]) -> bytes:
+def encode_array(array: Raw) -> bytes:
     """A numpy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import GROUP, round_up
 from pi2.store.manifest import DENSE_FILE, StoredTensor
 from pi2.store.reader import NeuronStore
-
-U8 = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple of it."""
@@ -100,7 +98,7 @@ def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
     """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
     rows, length = tensor.rows, tensor.length
     if tensor.precision == "fp32":
-        values: npt.NDArray[np.generic] = weights.view(np.float32).reshape(rows, length)
+        values: Raw = weights.view(np.float32).reshape(rows, length)
         return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
     return Tensor(
         name=tensor.name,

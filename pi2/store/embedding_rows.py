@@ -9,17 +9,14 @@ import os
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, U8
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.store.dense_reader import count_bytes, read_bytes, view_tensor
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
-
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
 
 class EmbeddingRows:

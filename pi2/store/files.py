@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
+
+from pi2.arrays import Raw
 
 _READ_BYTES = 2**22
 
@@ -28,7 +29,7 @@ class HashedFile:
         self._hash = hashlib.sha256()
         self.position = 0
 
-    def write(self, data: bytes | npt.NDArray[np.generic]) -> None:
+    def write(self, data: bytes | Raw) -> None:
         """Append bytes, or an array's contents in C order."""
         flat = data if isinstance(data, bytes) else _flatten(data)
         self._file.write(flat)
@@ -59,7 +60,7 @@ class HashedFile:
         self._file.close()
 
 
-def _flatten(data: npt.NDArray[np.generic]) -> memoryview:
+def _flatten(data: Raw) -> memoryview:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 

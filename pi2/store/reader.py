@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import I32, I64, U8, U32
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Tokenizer
@@ -34,10 +35,6 @@ from pi2.store.manifest import (
     read_manifest,
 )
 
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 Number = TypeVar("Number", np.int32, np.uint32)
 
 

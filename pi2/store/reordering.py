@@ -7,27 +7,24 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I32, I64, U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace, round_up
 from pi2.plan.weights.packing import join_scales
+from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
 from pi2.store.unfinished import recover_replaced
 from pi2.store.verification import check_file
 from pi2.store.writer import StoreWriter, TensorPieces
-
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 STEP_BYTES = 512
 """Bundles lie a multiple of it apart: the smallest block that drives have."""
@@ -44,7 +41,7 @@ def reorder_store(
     replace: bool = False,
     stride: int | None = None,
     scales: ScalesPlace | None = None,
-    progress: Callable[[str, float], None] = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Manifest:
     """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
 
@@ -114,7 +111,7 @@ def repack_store(
     *,
     output: Path | None = None,
     replace: bool = False,
-    progress: Callable[[str, float], None] = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Manifest:
     """Write the store ``path`` with bundles ``stride`` bytes apart and with their scales where
     ``scales`` says, in the order that they have.

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.progress import Progress, ignore_progress
 from pi2.store.files import hash_file
 from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
 
-Progress = Callable[[str, float], None]
 
-
-def verify_store(path: Path, progress: Progress = lambda label, share: None) -> list[Diagnostic]:
+def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagnostic]:
     """Hash every file and compare what an Arrow reader sees with the manifest.
 
     Returns one finding per bad file: P506 missing or of the wrong size, P507 other contents,

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
@@ -47,11 +47,7 @@ from pi2.store.manifest import (
 from pi2.store.tensors import DenseTensor, list_tensors
 from pi2.store.unfinished import UnfinishedStore, explain_os_error
 
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-F16 = npt.NDArray[np.float16]
-
-TensorPieces = Iterable[tuple[npt.NDArray[np.generic], F16 | None]]
+TensorPieces = Iterable[tuple[Raw, F16 | None]]
 """Rows of a tensor in order: weights uint8 [n, weight bytes] (float32 [1, length] for fp32) and
 scales float16 [n, length / 32] or None."""
 

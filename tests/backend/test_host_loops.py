@@ -21,6 +21,7 @@ from pi2.memory.frequency import expect_uses
 from pi2.memory.io_engine import RunRead, read_in_python
 from pi2.memory.requests import make_batch
 from pi2.memory.uring import note_results
+from pi2.progress import ignore_progress
 from tests.helpers.kernels import allocate
 
 LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
@@ -28,7 +29,7 @@ LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
 
 @functools.cache
 def make_loops() -> CompiledLoops:
-    return load_host_loops(lambda _label, _share: None)
+    return load_host_loops(ignore_progress)
 
 
 def make_cache(filled: bool) -> NeuronCache:

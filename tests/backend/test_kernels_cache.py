@@ -15,6 +15,7 @@ from pi2.backends.compiler import cache
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
 from pi2.logging import configure_logging
+from pi2.progress import ignore_progress
 from tests.helpers.kernels import make_spec
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PI2_CACHE_DIR", str(path))
-        cache.load_or_compile(spec, lambda _label, _share: None)
+        cache.load_or_compile(spec, ignore_progress)
     return path
 
 
@@ -80,9 +81,7 @@ def test_processes_may_compile_the_same_kernels_at_once(
 ) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
-        paths = list(
-            pool.map(lambda _: cache.load_or_compile(spec, lambda _label, _share: None), range(3))
-        )
+        paths = list(pool.map(lambda _: cache.load_or_compile(spec, ignore_progress), range(3)))
     assert all(path.exists() for path in paths)
     assert not list((tmp_path / "kernels").glob("compiling-*"))
 
@@ -103,7 +102,7 @@ def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "file"))
     configure_logging()
-    path = cache.load_or_compile(spec, lambda _label, _share: None)
+    path = cache.load_or_compile(spec, ignore_progress)
     assert path.exists()
     assert tmp_path not in path.parents
     line = json.loads(capsys.readouterr().err)
@@ -118,7 +117,7 @@ def test_a_machine_without_a_linker_is_told_so(
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError) as caught:
-        cache.load_or_compile(spec, lambda _label, _share: None)
+        cache.load_or_compile(spec, ignore_progress)
     found = caught.value.diagnostics[0]
     assert found.code == "P650"
     assert found.help == "install binutils (`ld`), gcc, clang or lld"
@@ -135,7 +134,7 @@ def test_a_failing_compiler_is_reported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = dataclasses.replace(spec, vocab=spec.vocab + 1)
     with pytest.raises(UserError) as caught:
-        cache.load_or_compile(other, lambda _label, _share: None)
+        cache.load_or_compile(other, ignore_progress)
     assert caught.value.diagnostics[0].code == "P651"
     assert any("no compiler today" in note for note in caught.value.diagnostics[0].notes)
 
@@ -149,7 +148,7 @@ def test_a_compiler_without_memory_is_no_faulty_installation(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = dataclasses.replace(spec, vocab=spec.vocab + 2)
     with pytest.raises(UserError, match="for lack of memory") as caught:
-        cache.load_or_compile(other, lambda _label, _share: None)
+        cache.load_or_compile(other, ignore_progress)
     assert "run the plan once where" in str(caught.value.diagnostics[0].help)
 
 

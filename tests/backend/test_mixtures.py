@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import pi2
 import pi2.orchestrator
+from pi2.arrays import F32
 from pi2.backends.cpu.expert_groups import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference import ReferenceExecutor
@@ -24,8 +24,6 @@ from pi2.statistics.prediction import RecallCounter
 from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan
-
-F32 = npt.NDArray[np.float32]
 
 TOKENS = [7, 100, 8, 290]
 

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
+from pi2.arrays import F32, I64
 from pi2.plan.documents.model import Model
 from tests.helpers.models import make_tokenizer
 
-F32 = npt.NDArray[np.float32]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -92,7 +91,7 @@ def write_checkpoint(
     return folder
 
 
-def write_counts(file: Path, counts: npt.NDArray[np.int64]) -> Path:
+def write_counts(file: Path, counts: I64) -> Path:
     """Write activation counts int64 [layers, neurons] as Parquet; return ``file``."""
     layers, neurons = counts.shape
     table = pa.table(

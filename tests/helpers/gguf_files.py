@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-F32 = npt.NDArray[np.float32]
+from pi2.arrays import F32
 
 ARCHITECTURES = {
     "gemma3_text": "gemma3",

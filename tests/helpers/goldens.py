@@ -11,14 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import pi2
+from pi2.arrays import F32
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model, Quantization
 
-F32 = npt.NDArray[np.float32]
 FOLDER = Path(__file__).resolve().parents[1] / "golden/models"
 EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
 """Quantisation that keeps fp16 weights as they are."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I8, U8
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
@@ -18,10 +19,7 @@ from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.weights.packing import pack_bundles, pack_codes, quantize, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-U8 = npt.NDArray[np.uint8]
+from pi2.progress import ignore_progress
 
 X86_FEATURES: Mapping[str, frozenset[str]] = {
     "x86-64": frozenset(),
@@ -169,7 +167,7 @@ def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDAr
     ]
 
 
-def allocate_tiles(threads: int, length: int) -> npt.NDArray[np.int8]:
+def allocate_tiles(threads: int, length: int) -> I8:
     """Return the scratch of schedules that multiply tokens in pairs."""
     return allocate("int8", threads, length // GROUP * PAIRED_GROUP_BYTES)
 
@@ -354,7 +352,7 @@ class RandomModel:
             features=find_own_features() if features is None else features,
             architecture="x86-64",
             allocate=allocate_segment,
-            progress=lambda _label, _share: None,
+            progress=ignore_progress,
         )
 
     def _draw(self, rows: int, length: int, scale: float) -> F32:

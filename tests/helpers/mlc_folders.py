@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-Array = npt.NDArray[np.generic]
+from pi2.arrays import F16, F32, U32, Raw
 
 
 def fuse(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str, F32]:
@@ -47,7 +44,7 @@ def fuse(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str, F32
     return found
 
 
-def quantize(values: F32) -> tuple[npt.NDArray[np.uint32], F16]:
+def quantize(values: F32) -> tuple[U32, F16]:
     """Words of nibbles and scales of q4f16_1."""
     halves = values.astype(np.float16)
     groups = halves.reshape(*halves.shape[:-1], -1, 32)
@@ -62,7 +59,7 @@ def quantize(values: F32) -> tuple[npt.NDArray[np.uint32], F16]:
     return words, scales
 
 
-def dequantize(words: npt.NDArray[np.uint32], scales: F16) -> F16:
+def dequantize(words: U32, scales: F16) -> F16:
     """MLC-LLM's own formula, in fp16: (q - 7) s."""
     shifts = np.arange(8, dtype=np.uint32) * np.uint32(4)
     nibbles = (words[..., None] >> shifts) & np.uint32(15)
@@ -70,10 +67,10 @@ def dequantize(words: npt.NDArray[np.uint32], scales: F16) -> F16:
     return codes * np.repeat(scales, 32, axis=-1)
 
 
-def make_arrays(tensors: Mapping[str, F32], quantization: str) -> dict[str, Array]:
+def make_arrays(tensors: Mapping[str, F32], quantization: str) -> dict[str, Raw]:
     """What a folder holds: matrices quantised, but for routers; the rest in fp16 or fp32."""
     dtype = np.float32 if quantization.endswith("f32") else np.float16
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Raw] = {}
     for name, values in tensors.items():
         if quantization != "q4f16_1" or values.ndim < 2 or "moe.gate" in name:
             arrays[name] = values.astype(dtype)

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, I32
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import pack_bundles, quantize
 from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
 
 _EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
 MIXTURE: Mapping[str, Mapping[str, Any]] = {

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
 from pi2.plan.documents.model import Model
@@ -18,7 +17,7 @@ from tests.helpers.models import draw_weights, make_model
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 OUTER = "model.layers.1.mlp.predictor.fc2.weight"
-Weights = dict[str, npt.NDArray[np.float32]]
+Weights = dict[str, F32]
 
 
 @dataclass

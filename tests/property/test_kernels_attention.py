@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pi2.arrays import F64
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.backends.reference import quantize_kv
 from pi2.backends.rope import compute_rope_tables
@@ -25,8 +25,6 @@ from tests.helpers.kernels import (
     make_spec,
     measure_error,
 )
-
-F64 = npt.NDArray[np.float64]
 
 
 @functools.cache

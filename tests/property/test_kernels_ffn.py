@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.documents.model import Activation
 from pi2.plan.weights.layout import Precision, lay_out_bundle
@@ -23,7 +24,6 @@ from tests.helpers.kernels import (
     quantize_activations,
 )
 
-F64 = npt.NDArray[np.float64]
 HIDDEN = st.sampled_from([32, 96, 256, 320, 480, 512, 544, 1056])
 ACTIVATIONS = st.sampled_from(["relu", "drelu", "fatrelu", "relu2", "silu"])
 PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
@@ -70,9 +70,7 @@ class Layer:
         values = activate(spec.activation, spec.threshold, self.inputs @ gate.T, self.inputs @ up.T)
         return values @ down, int(np.count_nonzero(values))
 
-    def gather(
-        self, slots: npt.NDArray[Any], *, known: bool = False
-    ) -> tuple[npt.NDArray[np.float32], int]:
+    def gather(self, slots: npt.NDArray[Any], *, known: bool = False) -> tuple[F32, int]:
         """What ``add_neurons`` makes of the first token, or ``add_open_neurons`` of those with
         ``known`` gates."""
         spec, count = self.spec, len(slots)
@@ -105,7 +103,7 @@ class Layer:
         indices[: len(slots)] = slots
         return [scores, indices]
 
-    def compute_dense(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+    def compute_dense(self, begin: int, end: int) -> F32:
         """What ``add_dense`` makes of neurons ``begin`` to ``end``."""
         spec = self.spec
         values = allocate("float32", self.tokens, PANEL)
@@ -118,7 +116,7 @@ class Layer:
         return leave_lane_order(spec, y)
 
 
-def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
     """What ``end_ffn`` adds to x."""
     x = allocate("float32", *y.shape)
     compile_program("end_ffn", spec)(len(y), x, y)

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
 
 import pi2
+from pi2.arrays import F32
 from pi2.cli.run import command
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.arithmetic.sizes import compute_needs
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
-
-F32 = npt.NDArray[np.float32]
 
 PROMPTS = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [17, 99])
 ROOM = {

@@ -11,6 +11,7 @@ from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.workloads import Workload
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import vector_bytes
+from pi2.progress import ignore_progress
 from tests.helpers.models import make_model
 
 SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -86,7 +87,7 @@ def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] 
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
     recipe = LlamaRecipe(model=model, context=64, threads=1, folder=tmp_path)
-    contestant = recipe(lambda label, share: None)
+    contestant = recipe(ignore_progress)
     assert "llama-cpp-python" in contestant.describe().engine
     prompt = contestant.run(Workload("pp", 20, 8))
     answer = contestant.run(Workload("tg", 5, 30))

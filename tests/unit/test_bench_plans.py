@@ -14,13 +14,14 @@ from pi2.benchmarks.workloads import Workload
 from pi2.cli import main
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
+from pi2.progress import ignore_progress
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
 
 def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
     recipe = PlanRecipe(path=path, overrides=overrides, text=text)
-    return recipe(lambda label, share: None)
+    return recipe(ignore_progress)
 
 
 @pytest.fixture

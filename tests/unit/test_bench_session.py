@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +20,7 @@ from pi2.benchmarks.session import run_session
 from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.diagnostics import UserError
-
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress
 
 # The course of a session
 

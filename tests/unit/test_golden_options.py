@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from pydantic import BaseModel
 from safetensors.numpy import load_file, save_file
 
 import pi2
+from pi2.arrays import F32
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model, Quantization
@@ -123,7 +123,7 @@ def test_shared_experts_may_have_no_router(tmp_path: Path) -> None:
     assert np.abs(whole - halved).max() > 0.01
 
 
-def run_shared(folder: Path, change: dict[str, bool], factor: float) -> npt.NDArray[np.float32]:
+def run_shared(folder: Path, change: dict[str, bool], factor: float) -> F32:
     """Logits of a mixture whose shared router is zero, and what shared experts give scaled."""
     checkpoint = copy_checkpoint("qwen2-moe", folder / "checkpoint")
     tensors = load_file(checkpoint / "model.safetensors")

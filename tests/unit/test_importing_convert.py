@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import F32, I32
 from pi2.backends.experts import slice_tensor
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
@@ -34,9 +34,7 @@ from tests.helpers.checkpoints import (
 from tests.helpers.models import MIXTURE, draw_weights, gather_rows, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
-Weights = dict[str, npt.NDArray[np.float32]]
-I32 = npt.NDArray[np.int32]
-F32 = npt.NDArray[np.float32]
+Weights = dict[str, F32]
 
 
 def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> None:

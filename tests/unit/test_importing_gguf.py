@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import pi2
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing import gguf_blocks
 from pi2.importing.checkpoint import open_checkpoint
@@ -31,7 +31,6 @@ from tests.helpers.models import draw_weights, make_model
 
 gguf = pytest.importorskip("gguf")
 
-F32 = npt.NDArray[np.float32]
 GOLDENS = (
     "falcon-40b",
     "falcon-7b-relu",

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
@@ -35,7 +35,7 @@ class Job:
 
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, npt.NDArray[np.float32]]
+    tensors: dict[str, F32]
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property

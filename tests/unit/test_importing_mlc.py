@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
@@ -32,7 +32,6 @@ from tests.helpers.mlc_folders import (
 )
 from tests.helpers.models import draw_weights, make_model
 
-F32 = npt.NDArray[np.float32]
 Config = dict[str, Any]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 GATE = "model.layers.1.mlp.gate_up_proj.q_weight"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, gather_rows, make_model
 
-F32 = npt.NDArray[np.float32]
 STEPS = {"int4": 7, "int8": 127, "fp16": 1024}
 """Steps from zero to the largest weight of a group."""
 

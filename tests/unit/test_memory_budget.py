@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import U8
 from pi2.memory.budget import HUGE_BYTES, Budget
 
 SMAPS = Path("/proc/self/smaps")
 SIZE = 64 << 20
 
 
-def asks_for_huge_pages(array: npt.NDArray[np.uint8]) -> bool:
+def asks_for_huge_pages(array: U8) -> bool:
     """Whether the mapping that ``array`` begins in was advised to lie in pages of 2 MiB."""
     inside = False
     for line in SMAPS.read_text().splitlines():

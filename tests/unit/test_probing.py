@@ -30,6 +30,7 @@ from pi2.probing.probe import Measurements, has_time
 from pi2.probing.series import collect_rounds, round_digits, summarise
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
+from pi2.progress import ignore_progress
 
 MIB = 1 << 20
 STEPS = (
@@ -102,7 +103,7 @@ def test_rounds_measure_everything_in_turn() -> None:
 
         return measure
 
-    found = collect_rounds([(("a",), make("a")), (("b",), make("b"))], 2, lambda *_: None, "x")
+    found = collect_rounds([(("a",), make("a")), (("b",), make("b"))], 2, ignore_progress, "x")
     assert order == ["a", "b", "a", "b"]
     assert found == {("a",): [1.0, 3.0], ("b",): [2.0, 4.0]}
 
@@ -373,7 +374,7 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
     for name in ("dev/kgsl-3d0", "dev/adsprpc-smd", "dev/dri/renderD128"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = measure_accelerators(lambda *_: None, rounds=1, root=tmp_path)
+    found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path)
     assert [note.split(",")[0] for note in found.notes] == [
         "an Adreno GPU was found (/dev/kgsl-3d0)",
         "a Hexagon NPU was found (/dev/adsprpc-smd)",
@@ -384,7 +385,7 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
     (tmp_path / "etc/OpenCL/vendors").mkdir(parents=True)
     (tmp_path / "etc/OpenCL/vendors/adreno.icd").write_text("libOpenCL_adreno.so")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = measure_accelerators(lambda *_: None, rounds=1, root=tmp_path)
+    found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path)
     assert "pip install 'pi2[opencl]'" in found.notes[0]
 
 
@@ -397,7 +398,7 @@ def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("pi2.probing.accelerators.detect_opencl", lambda root: loader)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("pi2.probing.accelerators.Worker", Crashing)
-    found = measure_accelerators(lambda *_: None, rounds=1, root=Path("/none"))
+    found = measure_accelerators(ignore_progress, rounds=1, root=Path("/none"))
     assert found.units == ()
     assert found.notes == (
         "OpenCL device 0 was found, but not measured: the measured process was ended by SIGSEGV",

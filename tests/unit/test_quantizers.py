@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import F16, F32, U8
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
@@ -23,7 +23,6 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny
 from tests.helpers.plans import write_plan
 
-F32 = npt.NDArray[np.float32]
 LENGTH = 128
 
 
@@ -40,7 +39,7 @@ def draw_inputs(tokens: int = 2000) -> F32:
     return inputs * np.exp(random.standard_normal(LENGTH, np.float32))
 
 
-def undo(packed: tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16] | None]) -> F32:
+def undo(packed: tuple[U8, F16 | None]) -> F32:
     return dequantize(packed[0], packed[1], LENGTH, "int4")
 
 

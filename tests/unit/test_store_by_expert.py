@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import pi2
+from pi2.arrays import I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.activations import EXPERT_BANDS, group_experts, note_identity
@@ -27,7 +27,6 @@ from synthesis.recipe import Recipe
 from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
 from tests.helpers.plans import write_plan
 
-I32 = npt.NDArray[np.int32]
 EXPERTS, FFN = 4, 256
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 6)]
 
@@ -147,7 +146,7 @@ def test_other_orders_need_statistics(store: Path, capsys: pytest.CaptureFixture
 # Statistics of another model
 
 
-def write_noted_counts(file: Path, counts: npt.NDArray[np.int64], notes: dict[str, str]) -> Path:
+def write_noted_counts(file: Path, counts: I64, notes: dict[str, str]) -> Path:
     layers, neurons = counts.shape
     table = pa.table(
         {

@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import pi2
+from pi2.arrays import F32, I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.statistics.ordering import BANDS, chain_neurons, order_by_coactivation, order_by_hotness
@@ -29,7 +29,6 @@ from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
 from tests.helpers.plans import write_plan
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 12)]
-I32 = npt.NDArray[np.int32]
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def draw_orders(tiny: TinyModel, seed: int = 7) -> I32:
     return random.permuted(np.sort(tiny.original), axis=1)
 
 
-def run_both(plan: Path, store: str) -> list[npt.NDArray[np.float32]]:
+def run_both(plan: Path, store: str) -> list[F32]:
     """Logits of a prompt, and of decoding with the plan's predictor."""
     with pi2.load(plan, set={"store": store}) as model:
         return [model.logits(TOKENS), model.logits(TOKENS, mode="decode")]
@@ -170,9 +169,7 @@ def test_a_store_that_exists_is_not_replaced_unasked(tmp_path: Path, tiny: TinyM
 # Orders
 
 
-def write_statistics(
-    folder: Path, counts: npt.NDArray[np.int64], pairs: list[tuple[int, int, int, int]]
-) -> Path:
+def write_statistics(folder: Path, counts: I64, pairs: list[tuple[int, int, int, int]]) -> Path:
     """A folder with ``counts`` [layers, neurons] and pairs (layer, first, second, count)."""
     folder.mkdir()
     write_counts(folder / "activations.parquet", counts)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import pack_bundles
@@ -42,7 +42,7 @@ def zeros(tensor: DenseTensor) -> TensorPieces:
     return [(weights, scales)]
 
 
-def make_bundles(writer: StoreWriter, layer: int) -> npt.NDArray[np.uint8]:
+def make_bundles(writer: StoreWriter, layer: int) -> U8:
     shape = writer.model.shape
     rows = np.full((shape.ffn, shape.hidden), layer + 1, np.float32)
     return pack_bundles(rows, rows, rows, writer.bundle)
@@ -277,7 +277,7 @@ def test_the_same_job_keeps_what_was_finished(tmp_path: Path, model: Model) -> N
 
     asked: list[int] = []
 
-    def give() -> Iterator[npt.NDArray[np.uint8]]:
+    def give() -> Iterator[U8]:
         asked.append(0)
         yield from []
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from limited.plans import CONTEXT
 from pi2.plan.resolve import load_plan
+from pi2.progress import ignore_progress
 
 PROMPT_TOKENS = 16
 
@@ -105,7 +106,7 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
         folder=Path(job["folder"]),
         repack=False,
     )
-    peer = recipe(lambda label, share: None)
+    peer = recipe(ignore_progress)
     if job["prefill"]:
         sample = peer.run(Workload("pp", job["prefill"], 0))
     else:

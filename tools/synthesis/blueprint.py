@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I32
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP
 from synthesis.hotness import (
@@ -18,17 +18,8 @@ from synthesis.hotness import (
     solve_pair_spread,
     solve_shared_part,
 )
-from synthesis.randomness import (
-    F32,
-    I32,
-    draw_integers,
-    draw_normals,
-    draw_permutation,
-    draw_signs,
-)
+from synthesis.randomness import draw_integers, draw_normals, draw_permutation, draw_signs
 from synthesis.recipe import Recipe
-
-F64 = npt.NDArray[np.float64]
 
 CONSTANT = math.sqrt(0.5)
 """a: part of the residual stream that all tokens share."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, Bits
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import dequantize, quantize
 from synthesis.blueprint import (
@@ -25,7 +25,7 @@ from synthesis.neurons import (
     make_gates,
     scale_groups,
 )
-from synthesis.randomness import F32, draw_normals
+from synthesis.randomness import draw_normals
 from synthesis.recipe import MOST_SKEW, Recipe, find_least_skew
 
 _TRIAL_TOKENS = 256
@@ -44,7 +44,7 @@ class _Trial:
     scores: F32 | None
     """Predictor scores, if there are predictors."""
 
-    def find_active(self, shift: float) -> npt.NDArray[np.bool_]:
+    def find_active(self, shift: float) -> Bits:
         """Which would be active if all biases were larger by ``shift``."""
         active = self.gates + shift > 0
         if self.ups is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from pi2.arrays import F32
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.packing import quantize
 from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
@@ -29,7 +30,7 @@ from synthesis.neurons import (
     find_gate_biases,
     locate_chunk,
 )
-from synthesis.randomness import F32, draw_normals, draw_signs
+from synthesis.randomness import draw_normals, draw_signs
 
 _NEXT_LOGIT = 12.0
 _TIED_LOGIT_DEVIATION = 4.0

@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from pi2.arrays import I32, U8
 from pi2.importing.activations import group_experts
 from pi2.plan.weights.layout import ScalesPlace
+from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 from synthesis.blueprint import Blueprint
 from synthesis.dense import make_tensor
 from synthesis.neurons import count_chunks, make_bundles
-from synthesis.randomness import I32, U8
 from synthesis.tokenizer import make_tokenizer
-
-Progress = Callable[[str, float], None]
 
 RECIPE_FILE = "synthesis.json"
 """What was asked for, inside the store."""
@@ -37,7 +36,7 @@ def write_synthetic_store(
     scales: ScalesPlace = "inline",
     order: Literal["hotness", "expert"] = "hotness",
     replace: bool = False,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Manifest:
     """Write the store of a calibrated ``blueprint`` to ``output``.
 

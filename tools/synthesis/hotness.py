@@ -7,12 +7,10 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F64, Raw
 from synthesis.randomness import draw_normals
 from synthesis.recipe import SKEW_SHARE
-
-F64 = npt.NDArray[np.float64]
 
 _LEAST_CHANCE, _MOST_CHANCE = 2e-4, 1 - 2e-4
 _GRID = np.linspace(-6.0, 6.0, 2401)
@@ -32,7 +30,7 @@ def solve_chances(neurons: int, active: float, skew: float) -> F64:
     return _cut_power_law(neurons, active, exponent)
 
 
-def find_skew(counts: npt.NDArray[np.generic]) -> float:
+def find_skew(counts: Raw) -> float:
     """Share of the neurons, in the order given, that makes 80 % of ``counts`` [neurons]."""
     running = np.cumsum(counts, dtype=np.float64)
     if running[-1] == 0:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, F64, I32, I64, U8, Bits
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference import ReferenceExecutor, activate
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout
 from pi2.plan.weights.packing import join_scales, slice_experts, unpack_part
+from pi2.progress import Progress, ignore_progress
 from pi2.store.reader import NeuronStore, StoredLayer
 from synthesis.statistics import (
     LayerStatistics,
@@ -21,13 +22,6 @@ from synthesis.statistics import (
     compute_overlap,
     compute_skew,
 )
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.bool_]
-Progress = Callable[[str, float], None]
 
 _CHUNK_WEIGHTS = 2**22
 
@@ -44,7 +38,7 @@ class Measurement:
     """Activations by original neuron, [layers, neurons]; 0 in layers that were not measured."""
 
 
-def choose_tokens(model: Model, count: int) -> npt.NDArray[np.int32]:
+def choose_tokens(model: Model, count: int) -> I32:
     """``count`` tokens, one after the other through the vocabulary, end tokens left out."""
     ends = set(model.tokenizer.eos)
     vocab = model.shape.vocab
@@ -60,7 +54,7 @@ def measure_store(
     tokens: int,
     threshold: float = 0.0,
     most_layers: int | None = None,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
 ) -> Measurement:
     """Run ``tokens`` tokens through the store at ``path`` as one sequence, densely.
 
@@ -171,9 +165,7 @@ def _run_neurons(
     return active, gates
 
 
-def _read_bundles(
-    layer: StoredLayer, layout: BundleLayout
-) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+def _read_bundles(layer: StoredLayer, layout: BundleLayout) -> Iterator[tuple[int, U8]]:
     """First neuron and bundles of every piece, with their scales in them, read into memory that is
     given back."""
     size = max(1, _CHUNK_WEIGHTS // layout.hidden)
@@ -217,7 +209,7 @@ def _summarise(
 
 
 def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildRequest:
-    def allocate(segment: str, size: int) -> npt.NDArray[np.uint8]:
+    def allocate(segment: str, size: int) -> U8:
         return np.zeros(size, np.uint8)
 
     return BuildRequest(
@@ -232,5 +224,5 @@ def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildReq
         features=frozenset(),
         architecture="",
         allocate=allocate,
-        progress=lambda label, share: None,
+        progress=ignore_progress,
     )

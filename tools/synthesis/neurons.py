@@ -6,13 +6,11 @@ import math
 
 import numpy as np
 
+from pi2.arrays import F16, F32, U8
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
 from pi2.plan.weights.packing import quantize
 from synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
 from synthesis.randomness import (
-    F16,
-    F32,
-    U8,
     draw_bits,
     draw_int4_pairs,
     draw_int8,

@@ -10,14 +10,8 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
 
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-I8 = npt.NDArray[np.int8]
-I32 = npt.NDArray[np.int32]
+from pi2.arrays import F32, F64, I8, I32, U8, U16
 
 _INT4_DEVIATION = 2.7
 _INT8_DEVIATION = 42.0
@@ -102,6 +96,6 @@ def _int8_table() -> U8:
     return codes.view(np.uint8)
 
 
-def _list_quantiles(count: int) -> npt.NDArray[np.float64]:
+def _list_quantiles(count: int) -> F64:
     normal = NormalDist()
     return np.array([normal.inv_cdf((index + 0.5) / count) for index in range(count)])

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import I64, Bits, Raw
 from synthesis.hotness import find_skew
-
-I64 = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ def compute_overlap(active: Bits) -> Overlap:
     return Overlap(successive=both / max(1, total), chance=chance)
 
 
-def compute_skew(counts: npt.NDArray[np.generic]) -> float:
+def compute_skew(counts: Raw) -> float:
     """Share of the neurons, in stored order, that makes 80 % of ``counts`` [neurons].
 
     The order is known before the sample is drawn.  Sorting by the counts themselves would make

@@ -9,15 +9,11 @@ inputs changes least.  The scale of a group of 32 columns is searched when its t
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, U8
 from pi2.importing.quantizers.search import BOTTOM, TOP, find_scales
 from pi2.plan.weights.layout import GROUP
 from pi2.plan.weights.packing import pack_codes
-
-U8 = npt.NDArray[np.uint8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
 
 DAMPING = 0.01
 """Added to the diagonal, as a share of its mean: inputs that hardly vary would be trusted."""

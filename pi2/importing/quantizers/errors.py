@@ -6,12 +6,10 @@ import threading
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, U8
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.packing import dequantize
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class ErrorReport:
         self,
         tensor: str,
         rows: F32,
-        packed: tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16] | None],
+        packed: tuple[U8, F16 | None],
         precision: Precision,
     ) -> None:
         """Compare ``rows`` [n, length] of ``tensor`` with what was packed of them."""

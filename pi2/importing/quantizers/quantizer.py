@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, U8
 from pi2.diagnostics import UserError
 from pi2.importing.quantizers.compensation import prepare_moments, quantize_with_compensation
 from pi2.importing.quantizers.errors import ErrorReport
 from pi2.importing.quantizers.search import quantize_by_search
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.packing import quantize
-
-U8 = npt.NDArray[np.uint8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
 
 Method = Literal["nearest", "search", "compensated"]
 

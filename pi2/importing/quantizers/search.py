@@ -9,15 +9,10 @@ known (activation-aware, as in AWQ and in llama.cpp's importance matrices), else
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I8, U8
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.plan.weights.packing import pack_codes, quantize
-
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
 
 BOTTOM, TOP = -8, 7
 """Codes of int4."""

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I8, I32, U8, U32, Raw
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
@@ -29,13 +29,6 @@ from pi2.plan.weights.layout import (
     split_lanes,
     weight_bytes,
 )
-
-U8 = npt.NDArray[np.uint8]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-I8 = npt.NDArray[np.int8]
-I32 = npt.NDArray[np.int32]
-U32 = npt.NDArray[np.uint32]
 
 _TOP = {"int4": 7, "int8": 127}
 _BOTTOM = {"int4": -8, "int8": -127}
@@ -152,7 +145,7 @@ def pack_bundles(
 
 
 def assemble_bundles(
-    parts: Sequence[tuple[npt.NDArray[np.generic], F16 | None]],
+    parts: Sequence[tuple[Raw, F16 | None]],
     layout: BundleLayout,
     biases: F32 | None = None,
     experts: I32 | None = None,

@@ -1,0 +1,10 @@
+"""Progress of a long job: whoever waits is told what is done, and how much of it."""
+
+from collections.abc import Callable
+
+Progress = Callable[[str, float], None]
+"""Takes a label and the share that is done, 0 to 1."""
+
+
+def ignore_progress(label: str, share: float) -> None:
+    """Tells nobody."""
