@@ -46,7 +46,7 @@ def parse_budget(text: str) -> int:
     except QuantityError as error:
         raise UserError.of("P612", str(error), help="for example `--memory 3GiB`") from None
     if size < 1:
-        raise UserError.of("P612", "a budget of nothing", help="for example `--memory 3GiB`")
+        raise UserError.of("P612", "the budget is zero", help="for example `--memory 3GiB`")
     return size
 
 
@@ -160,7 +160,7 @@ def _explain_shortage(budget_bytes: int, sizes: Mapping[str, int]) -> UserError:
     parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in sizes.items())
     return UserError.of(
         "P611",
-        f"{approximate_bytes(budget_bytes)} are too little for this plan: it needs at least "
+        f"{approximate_bytes(budget_bytes)} is not enough for this plan: it needs at least "
         f"{approximate_bytes(sum(sizes.values()))} ({parts})",
         help="give it more memory, a shorter kv.context, or a smaller prefill.chunk",
     )

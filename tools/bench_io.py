@@ -78,7 +78,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Of the command line."""
+    """Arguments of the command line."""
 
     seconds: float
     batch: int

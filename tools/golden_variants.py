@@ -152,7 +152,7 @@ BUILDERS: dict[str, Callable[[Options], Any]] = {
     "turbosparsemixtral": build_turbosparse_mixtral,
     "smallthinker": build_smallthinker,
 }
-"""By ``model_type``."""
+"""Builders by ``model_type``."""
 
 SAID: dict[str, dict[str, Any]] = {
     "bamboo": {"hidden_act": "relu"},

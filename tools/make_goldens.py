@@ -51,7 +51,7 @@ UNKNOWN = {
     "GPTNeoX": ("num_key_value_heads",),
     "OPT": ("num_key_value_heads", "intermediate_size"),
 }
-"""Of the common options, those that a family has under other names or not at all."""
+"""Common options that a family has under other names or not at all."""
 ROPE: Options = {"rope_theta": 10000.0}
 
 MODELS: dict[str, tuple[str, Options]] = {

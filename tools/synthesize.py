@@ -260,7 +260,7 @@ def describe(blueprint: Blueprint, measurement: Measurement) -> dict[str, object
 
 
 def report(blueprint: Blueprint, measurement: Measurement) -> str:
-    """The same for people: asked and measured."""
+    """Report for people: asked and measured."""
     recipe, layers = blueprint.recipe, measurement.layers
     mean = average_layers(layers)
     shares = measurement.token_shares

@@ -97,7 +97,7 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
 
 
 def find_gguf(model: Model, folder: Path) -> Path:
-    """Where the file for ``model`` lies in the cache ``folder``."""
+    """Path of the file for ``model`` in the cache ``folder``."""
     described = model.model_dump(mode="json", include={"shape", "quantization", "attention"})
     described |= {"format": FORMAT, "tied_head": model.tied_head, "norm": model.norm.epsilon}
     if model.moe is not None:

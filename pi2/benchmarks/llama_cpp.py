@@ -74,7 +74,7 @@ class LlamaContestant:
             raise UserError.of(
                 "P652",
                 f"llama.cpp cannot load {path}",
-                help="remove the file; it is made anew",
+                help="remove the file; it is written again",
             )
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = recipe.context
@@ -82,7 +82,7 @@ class LlamaContestant:
         parameters.n_threads_batch = recipe.threads
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._context:
-            raise UserError.of("P652", "llama.cpp has no memory for its context")
+            raise UserError.of("P652", "llama.cpp has not enough memory for its context")
         self._load_s = time.perf_counter() - start
         self._batch_tokens = parameters.n_batch
         self._tokens = TokenSource.walk_vocabulary(
@@ -120,7 +120,7 @@ class LlamaContestant:
         return Sample(tokens=workload.tokens, seconds=time.perf_counter() - start)
 
     def profile(self, workload: Workload) -> Profile | None:
-        """Nothing to look into."""
+        """Always None: llama.cpp cannot be profiled."""
         return None
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:

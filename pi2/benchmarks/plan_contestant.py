@@ -48,7 +48,7 @@ class PlanContestant:
         else:
             ids = model.encode(text)
             if not ids:
-                raise UserError.of("P641", "the text to measure with has no tokens")
+                raise UserError.of("P641", "the text has no tokens")
             self._tokens = TokenSource(np.array(ids, np.int32))
 
     def describe(self) -> Description:

@@ -20,7 +20,7 @@ class Profile:
     tokens: int
     total_s: float
     kernels_s: float
-    """In calls of compiled functions; in calls of the executor where it has none."""
+    """Time in compiled functions, or in the executor's calls where it has none."""
     io_wait_s: float
     """Waiting for neurons to arrive."""
     level: str

@@ -47,7 +47,7 @@ _KERNELS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """Where the time of the driving thread went."""
+    """Shares of the driving thread's time."""
 
     tokens: int
     total_s: float

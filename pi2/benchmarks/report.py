@@ -27,7 +27,7 @@ class Conditions:
     load_average: float | None
     """Programs that wanted to run in the minute before: more than 0 disturbs the figures."""
     tokens: str
-    """Where the tokens come from."""
+    """Source of the tokens."""
 
 
 def write_json(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
@@ -162,7 +162,7 @@ def write_ratios(rows: Sequence[Row]) -> list[str]:
 
 
 def write_profiles(outcomes: Sequence[Outcome]) -> str:
-    """Where the time of a token goes."""
+    """Tables that show where the time of a token goes."""
     heads = ["test", "ms/token", "kernels", "waiting for reads", "Python", "measured around"]
     cells, calls = [], []
     for item in outcomes:

@@ -61,7 +61,7 @@ class Description:
     """What a program says about itself when it is ready."""
 
     engine: str
-    """Its name and version."""
+    """Name and version of the engine."""
     model: str
     """Short name of the model."""
     backend: str
@@ -147,7 +147,7 @@ class Row:
 
     @property
     def used_bytes_s(self) -> float | None:
-        """The same per second, at the median speed."""
+        """Bytes per second that tokens must read, at the median speed."""
         return None if self.total_bytes is None else self.total_bytes * self.speed.median
 
     @property
@@ -157,7 +157,7 @@ class Row:
 
     @property
     def limit_share(self) -> float | None:
-        """The same as a share of the read bandwidth."""
+        """Share of the read bandwidth that tokens use."""
         if self.used_bytes_s is None or self.limit_bytes_s is None:
             return None
         return divide(self.used_bytes_s, self.limit_bytes_s)

@@ -127,7 +127,8 @@ def _explain_end(code: int | None) -> UserError:
 
 
 def _serve(pipe: Connection, recipe: Recipe) -> None:
-    """The other end: make the object, then do as told until the caller has had enough."""
+    """Serve the caller in the other process: make the object, then answer calls until told to
+    end."""
     made: Any = None
     try:
         made = recipe(lambda label, share: pipe.send(("progress", (label, share))))

@@ -26,7 +26,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Name of the workload in tables."""
         behind = f" @ d{self.depth}" if self.depth else ""
         return f"{self.kind}{self.tokens}{behind}"
 

@@ -160,7 +160,7 @@ def describe_tvm(tvm: Tvm) -> Iterator[str]:
 
 
 def describe_programs(programs: Mapping[str, str | None]) -> str:
-    """Which are there and which are not."""
+    """Names of the programs that were found, and of those that were not."""
     found = [name for name, path in programs.items() if path]
     missing = [name for name, path in programs.items() if not path]
     parts = [", ".join(found)] if found else []

@@ -49,7 +49,7 @@ def new(checkpoint: Path, output: Path | None, force: bool) -> None:
     if os.path.lexists(path) and not force:
         raise UserError.of(
             "P027",
-            "the file is there already",
+            "the file exists already",
             file=str(path),
             help=("use --force to overwrite it"),
         )

@@ -232,7 +232,7 @@ def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -
     if os.path.lexists(path) and not force:
         raise UserError.of(
             "P027",
-            "the file is there already",
+            "the file exists already",
             file=str(path),
             help=("use --force to overwrite it"),
         )

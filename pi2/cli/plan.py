@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".plan.toml"
 POINTS = 9
-"""Of a memory-speed curve."""
+"""Number of points of a memory-speed curve."""
 MOST_SEQUENCES = 64
 
 
@@ -120,7 +120,7 @@ def parse_batches(text: str) -> range:
             return range(first, last + 1)
     raise UserError.of(
         "P105",
-        f"--batch {text!r} is no number of sequences from 1 to {MOST_SEQUENCES}",
+        f"--batch {text!r} is not a number of sequences from 1 to {MOST_SEQUENCES}",
         help="for example --batch 4, or --batch 1-4 for four plans",
     )
 
@@ -171,7 +171,7 @@ def _parse_bytes(text: str) -> int:
         help_text = error.hint or "for example --memory 3GiB"
         raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None
     if not 0 < size < 2**63:
-        raise UserError.of("P105", f"--memory {text!r} is no size that a machine has")
+        raise UserError.of("P105", f"--memory {text!r} is not a possible memory size")
     return int(size)
 
 
@@ -179,7 +179,7 @@ def _parse_speed(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(tok/s|tokens/s)?\s*", text)
     if match is None or float(match[1]) <= 0:
         raise UserError.of(
-            "P105", f"--speed {text!r} is no speed", help="for example --speed 10tok/s"
+            "P105", f"--speed {text!r} is not a speed", help="for example --speed 10tok/s"
         )
     return float(match[1])
 
@@ -194,7 +194,7 @@ def _check_output(output: Path | None, force: bool) -> None:
     if os.path.lexists(output) and not force:
         raise UserError.of(
             "P027",
-            "the file is there already",
+            "the file exists already",
             file=str(output),
             help=("use --force to overwrite it"),
         )

@@ -103,7 +103,7 @@ def _check_output(output: Path | None, force: bool) -> str:
     if os.path.lexists(output) and not force:
         raise UserError.of(
             "P027",
-            "the file is there already",
+            "the file exists already",
             file=str(output),
             help=("use --force to overwrite it"),
         )

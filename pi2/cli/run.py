@@ -193,7 +193,7 @@ def read_prompts(prompts: tuple[str, ...], file: Path | None, list_file: Path | 
         return [read_text(file)]
     lines = [line for line in read_text(list_file).splitlines() if line.strip()]
     if not lines:
-        raise UserError.of("P603", f"there is no prompt in {list_file}", help="write one in a line")
+        raise UserError.of("P603", f"there is no prompt in {list_file}", help="write one per line")
     return lines
 
 
@@ -224,7 +224,7 @@ def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]
 
 
 def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
-    """The same of several sequences."""
+    """Everything that is known of a run with several sequences, for machines."""
     return {
         "sequences": [describe_sequence(item) for item in result.sequences],
         "batch": model.plan.plan.decode.batch,
@@ -274,7 +274,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
 
 
 def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
-    """The same for people, in a few lines."""
+    """A summary of a run for people, in a few lines."""
     run = describe_run(model, result)
     decoded = len(result.token_ids)
     first = (
@@ -286,7 +286,7 @@ def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
 
 
 def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
-    """The same of several sequences."""
+    """A summary of a run with several sequences for people, in a few lines."""
     run = describe_batch(model, result)
     prompts = sum(item.prompt_tokens for item in result.sequences)
     decoded = sum(len(item.token_ids) for item in result.sequences)

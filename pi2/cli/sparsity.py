@@ -101,7 +101,7 @@ def calibrate(
         if path is not None and os.path.lexists(path) and not force:
             raise UserError.of(
                 "P027",
-                "the file is there already",
+                "the file exists already",
                 file=str(path),
                 help=("use --force to overwrite it"),
             )

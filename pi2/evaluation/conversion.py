@@ -38,7 +38,7 @@ class ConversionCost:
     loss_change: float
     """Mean loss of a token after, less that before, in nats."""
     loss_change_error: float
-    """Its standard error, token by token."""
+    """Standard error of ``loss_change``, token by token."""
     agreement: float
     """Share of tokens for which both find the same token most likely."""
 

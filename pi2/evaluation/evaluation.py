@@ -166,7 +166,7 @@ def _compare(
         raise UserError.of(
             "P663",
             f"cannot compare with {item!r}",
-            help="say reference, gate, low-rank, or the path of another plan",
+            help="use reference, gate, low-rank, or the path of another plan",
         )
     with load(other, progress=progress) as model:
         _check_tokens(model, text, other)

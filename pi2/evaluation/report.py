@@ -17,7 +17,7 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def write_markdown(evaluation: Evaluation) -> str:
-    """The same for people: a table of runs and, with predictors, one of layers."""
+    """The evaluation for people: a table of runs and, with predictors, one of layers."""
     lines = [
         f"{evaluation.tokens} tokens ({evaluation.bytes} bytes) in {evaluation.windows} "
         f"window{'s' if evaluation.windows != 1 else ''} of "

@@ -34,13 +34,13 @@ class NeuronPiece:
     down: F32
     """What an activation adds, [n, hidden]."""
     biases: tuple[F32, ...]
-    """Of ``rows`` [n] each; empty where the model has none."""
+    """Biases of ``rows`` [n] each; empty where the model has none."""
     experts: I32 | None
     """Expert of every neuron [n], in a mixture."""
 
 
 class Weights(Protocol):
-    """Where weights come from."""
+    """Source of weights."""
 
     def read(self, name: str, rows: slice | I64 | None = None) -> F32:
         """Rows [n, length] of a dense tensor, by default all."""

@@ -43,7 +43,7 @@ def read_counts(path: Path, layers: int, neurons: int) -> I64:
     except FileNotFoundError:
         raise UserError.of(
             "P540",
-            f"there are no activation counts at {path}",
+            f"no activation counts at {path}",
             help="record them: `pi2 activations PLAN --text FILE -o STATS`",
         ) from None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
@@ -75,7 +75,7 @@ def check_experts(model: Model) -> None:
     if model.moe is None:
         raise UserError.of(
             "P524",
-            f"{model.id!r} is no mixture of experts: it has no order by expert",
+            f"{model.id!r} is not a mixture of experts: it has no order by expert",
             help="leave the neurons in the order of hotness",
         )
 

@@ -123,7 +123,7 @@ class Checked:
                 yield self._find_reason(item), item
 
     def _find_reason(self, item: Diagnostic) -> Span:
-        """Where this text names the file that a finding is in."""
+        """Place where this text names the file that a finding is in."""
         if item.span is not None:
             for kind in ("device", "model"):
                 source = self.report.files.get("device" if kind == "device" else "model")

@@ -28,7 +28,8 @@ class Cursor:
 
     role: Role
     path: KeyPath
-    """Of a key or header: the table that it is in, with the parts before; of a value: its own."""
+    """Path of the key, header or value: for a key or header, the table that it is in with the
+    parts before; for a value, its own."""
     prefix: str = ""
     """What of the word stands before the cursor, without its quote."""
     start: int = 0

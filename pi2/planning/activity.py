@@ -65,11 +65,11 @@ class LayerActivity:
     """Uses of the neurons of one layer."""
 
     named: Hotness
-    """Of what the engine computes: the neurons that the predictor names."""
+    """Hotness of the neurons that the engine computes: those that the predictor names."""
     chosen: float
     """Chance of an expert to compute a token; 1 without experts."""
     neurons: int
-    """Of the layer, all experts together."""
+    """Number of neurons of the layer, all experts together."""
     opened: float = 1.0
     """Share of what is computed whose gate is open, so that its up row is read, too."""
     fired: float = 1.0
@@ -271,7 +271,7 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
 def describe_cut_activity(
     model: Model, thresholds: Thresholds, *, batch: int = 1
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """The same of a plan whose thresholds cut small gates."""
+    """Activity of each layer of a plan whose thresholds cut small gates."""
     _, skew = _read_model(model, "gate", Constants())
     chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     found = (

@@ -32,7 +32,7 @@ LEAST_SAVING = 0.2
 """Part of the distance that has to go with the scales before it is worth a plan.  With a seventh, a
 7B with half of its neurons on flash ran no faster (docs/lab/io.md)."""
 REWRITE_GAIN = 0.02
-"""By how much a plan must be better before a store that exists is written anew."""
+"""Share by which a plan must be faster before an existing store is to be rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

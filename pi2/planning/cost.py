@@ -42,7 +42,7 @@ from pi2.planning.storage_choice import Phases, find_reads
 from pi2.simulate.constants import Constants
 
 Activity = tuple[tuple[LayerActivity, ...], str]
-"""Of every layer, and where it is known from."""
+"""Activity of every layer, and its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class Cost:
     memory_bytes: int
     """Expected peak: everything that is resident once the caches are full."""
     activity: str
-    """Where the activity of neurons is known from."""
+    """Source of the neurons' activity."""
     sources: dict[str, str]
     predictor: PredictorMode = "none"
     batch: int = 1
     power_w: float | None = None
-    """Of the processor; None where the device does not state it."""
+    """Power of the processor; None where the device does not state it."""
     both_w: float | None = None
-    """Of everything while the dense unit computes, too."""
+    """Power of the whole device while the dense unit computes, too."""
     embedding_s: float = 0.0
     """Reading a token's row of the embedding, where it does not stay in memory."""
 

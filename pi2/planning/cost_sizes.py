@@ -25,7 +25,7 @@ class Sizes:
     neuron: int
     """Weights and scales of a neuron that is computed."""
     dense_neuron: int
-    """The same on a dense unit."""
+    """Weights and scales of a neuron on a dense unit."""
     stride: int
     head: int
     head_weights: int

@@ -35,7 +35,7 @@ class Stream:
     overlap: float
     """Part of the shorter one of reading and computing that both at once save."""
     neurons: int
-    """Of a piece."""
+    """Number of neurons of a piece."""
     stride: int
 
     def count_pieces(self, absent: float) -> float:

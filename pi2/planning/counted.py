@@ -25,7 +25,7 @@ class CountedHotness(Hotness):
     """Chances of each class as counted over many tokens."""
 
     chances: tuple[float, ...]
-    """Of [CLASSES] classes, hottest first."""
+    """Chances of the [CLASSES] classes, hottest first."""
 
     def compute_chances(self, shift: float = 0.0) -> F64:
         """The counted chances: they are means over tokens already, whatever ``shift`` is."""

@@ -51,7 +51,7 @@ class KernelTimes:
         self._width = width
         self._constants = constants
         self.sources: dict[str, str] = {}
-        """Where each time comes from."""
+        """Source of each time."""
         self._kernels: dict[KernelName, list[KernelFigure]] = {}
         for name in get_args(KernelName):
             if found := _choose_figures(unit, name, kv, activations):

@@ -34,13 +34,13 @@ from pi2.planning.wish import Wish
 
 MIB = 1 << 20
 SPARE_BYTES = 32 * MIB
-"""Of a budget, left for what no formula knows."""
+"""Part of a budget that is left for what no formula knows."""
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""
 CACHE_SHARES = (0.1, 0.25, 0.5)
 """Parts of the resident neurons that may be a cache."""
 STREAM_SHARE = 1e-9
-"""The same where every neuron is computed and what does not stay streams by: no cache."""
+"""Cache share where every neuron is computed and absent ones stream by: no cache."""
 CHUNKS = (32, 128)
 _LEAST_DENSE = 1e-9
 """Share of a dense unit that computes next to nothing."""
@@ -99,12 +99,12 @@ class KvChoice:
     token_s: float
     """What it adds to a token, over the cheapest."""
     lent_bytes: int = 0
-    """Of them, what a mean token has not used yet, and the cache may have."""
+    """Part of ``bytes`` that a mean token has not used yet, which the cache may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingChoice:
-    """Where rows of the embedding come from, and all dense weights that stay then."""
+    """Source of the embedding's rows, and all dense weights that then stay resident."""
 
     place: Literal["resident", "flash"]
     bytes: int
@@ -139,7 +139,7 @@ class Problem:
     embeddings: tuple[EmbeddingChoice, ...]
     head_s: float
     activities: Mapping[PredictorMode, Activity]
-    """By the way to find active neurons."""
+    """Activity for each predictor mode."""
     by_expert: bool = False
     """Whether the store's order puts an expert's neurons together."""
 
@@ -265,7 +265,8 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
 def _list_embeddings(
     wish: Wish, rates: Rates, mode: PredictorMode, bundle: BundleLayout
 ) -> tuple[EmbeddingChoice, ...]:
-    """In memory; or from flash, unless it is the head too, or nobody measured reads."""
+    """Choices for the embedding: in memory, or from flash unless it is the head too or reads are
+    unmeasured."""
     model = wish.model
     places: tuple[Literal["resident", "flash"], ...] = ("resident", "flash")
     if model.tied_head or rates.flash is None:

@@ -39,9 +39,9 @@ TIME_LIMIT_S = 60.0
 GAP = 1e-3
 """Relative distance to the best plan that is good enough."""
 _TIE_S_PER_BYTE = 1e-15
-"""Of two plans that are equally fast, the smaller one: a microsecond for a gigabyte."""
+"""Weight that prefers the smaller of two equally fast plans: a microsecond for a gigabyte."""
 _TIE_BYTES_PER_S = 1e6
-"""Of two plans that are equally small, the faster one: a megabyte for a second."""
+"""Weight that prefers the faster of two equally small plans: a megabyte for a second."""
 _PROMPT_PART = 0.02
 """What a prompt's token counts for against a generated one."""
 
@@ -222,7 +222,7 @@ class Program:
         return seconds
 
     def _describe_memory(self) -> tuple[dict[int, float], float]:
-        """In MiB: solvers like numbers of similar size."""
+        """Memory terms in MiB: solvers like numbers of similar size."""
         problem = self._problem
         terms: dict[int, float] = {}
         for group, r in zip(problem.groups, self._r, strict=True):

@@ -68,15 +68,15 @@ class Rates:
     python_s: float
     """What the engine does in a layer between the steps."""
     token_s: float
-    """The same once a token."""
+    """Time of the engine's own work once per token."""
     look_up: Linear
-    """Of the neuron cache; its "bytes" are missing neurons."""
+    """Time of a look-up in the neuron cache; its "bytes" are missing neurons."""
     place_s: float
     """What a look-up takes more where anything is missing, however little."""
     find_s: float
-    """Which neurons a call's slots have, so that their gates are found."""
+    """Time to find the neurons of a call's slots, whose gates are wanted."""
     find_hot_s: float
-    """The same of a layer whose neurons all stay."""
+    """Time to find the neurons of a layer that is all hot."""
     wake_s: float
     """What a call takes more after threads had nothing to do."""
     room_s: float
@@ -88,7 +88,7 @@ class Rates:
     """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
     where nobody stated an arithmetic rate."""
     project_many: tuple[float, float] | None
-    """The same of a layer's projections."""
+    """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
     few_ops_s: float | None
     """Operations per second for a few tokens, such as those of a batch."""
     shared_bytes_s: float
@@ -97,18 +97,18 @@ class Rates:
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
     power_w: float | None = None
-    """Of the processor while it generates; None where nobody stated it."""
+    """Power of the processor while it generates; None where it is not stated."""
     both_w: float | None = None
-    """Of everything while the other unit computes, too."""
+    """Power of the whole device while the other unit computes, too."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
     types: Mapping[tuple[KvType, ActivationType], KernelRates] = field(default_factory=dict)
     """Kernels of other keys, values and activations than those above: fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each rate comes from."""
+    """Source of each rate."""
 
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
-        """The same with the kernels that a plan with these types runs."""
+        """These rates with the kernels that a plan with these types runs."""
         found = self.types.get((kv, activations))
         if found is None:
             return self

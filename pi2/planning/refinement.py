@@ -27,7 +27,7 @@ _LEAST_GAIN = 1e-4
 
 Values = dict[str, Any]
 Score = Callable[[Cost], float]
-"""Of plans with the same memory; less is better."""
+"""Score of a plan among plans with the same memory; less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,7 @@ class Phases:
     """Two reads of a neuron: its gate, then the rest of those whose gate is open."""
 
     gate_bytes: int
-    """Of the first read, in whole blocks."""
+    """Bytes of the first read, in whole blocks."""
     open_share: float
     """Part of the neurons that need the second."""
 
@@ -261,7 +261,7 @@ def _list_bursts(
 
 
 def _interpolate(points: list[tuple[int, float]], at: float) -> float:
-    """On logarithmic scales of both; constant beyond the ends."""
+    """Interpolate on logarithmic scales of both; constant beyond the ends."""
     x0, y0 = points[0]
     if at <= x0:
         return y0

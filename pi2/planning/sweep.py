@@ -56,7 +56,7 @@ class Outcome:
     """Finding that says why there is no plan, such as P350."""
     reason: str | None
     predicted_tokens_s: float | None = None
-    """Of the cost model."""
+    """Speed that the cost model predicts."""
     simulated_tokens_s: float | None = None
     p50_ms: float | None = None
     p99_ms: float | None = None

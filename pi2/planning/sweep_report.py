@@ -71,7 +71,7 @@ def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
 
 
 def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
-    """Which device runs what: a field for each device and model, darker where it is faster.
+    """Draw which device runs what: a field for each device and model, darker where it is faster.
 
     UserError P632 without matplotlib.
     """

@@ -30,7 +30,7 @@ MIB = 1 << 20
 NOISY = 0.1
 """Variation of equal work from which a machine is called noisy, and of a figure unsteady."""
 UNSTEADY_LINES = 8
-"""That are printed."""
+"""Maximum number of unsteady figures that are printed."""
 
 
 def make_device(name: str, found: Measurements) -> Device:
@@ -74,7 +74,8 @@ def describe(found: Measurements) -> str:
 
 
 def describe_unsteady(device: Device) -> Iterator[str]:
-    """Which figures differed from round to round, the worst ones first; nothing if none did."""
+    """Describe the figures that differed from round to round, the worst first; empty if none
+    did."""
     found = sorted(
         (item for item in list_readings(device) if item.spread > NOISY),
         key=lambda item: -item.spread,

@@ -29,7 +29,7 @@ CHUNK = 128
 _PATTERN_BYTES = 1 << 22
 _PAGE_BYTES = 4096
 _LOW_NIBBLES = 0x77
-"""Of every four bits the highest is left out: all weights are below zero."""
+"""Mask that clears the highest bit of every four, so that all weights are below zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ class ProbeShape:
     head_dim: int
     vocab: int
     rank: int
-    """Of the predictors."""
+    """Rank of the predictors."""
     predictor: Precision
     layers: int
     context: int
     """Tokens that attention is measured with, beside none."""
     arena_neurons: int
-    """In memory."""
+    """Number of neurons in memory."""
     gathered: tuple[int, ...]
     """Neurons of a call."""
     dense_neurons: int
@@ -57,7 +57,7 @@ class ProbeShape:
     named: int
     """Neurons that are looked for in the cache."""
     missing: tuple[int, ...]
-    """Those of them that are not in memory."""
+    """Numbers of those neurons that are not in memory."""
 
 
 LARGE = ProbeShape(

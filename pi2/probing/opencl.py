@@ -20,7 +20,7 @@ from pi2.progress import Progress
 
 WIDTH = 4096
 ROWS = (256, 16384)
-"""Of matrices for one token: what starting costs shows in the small one."""
+"""Rows of matrices for one token: the small one shows what starting a kernel costs."""
 DENSE_ROWS = 3 * 512
 """Gate, up and down of 512 neurons."""
 TOKENS = 128
@@ -39,7 +39,7 @@ class DeviceFacts:
     is_processor: bool
     """Whether the processor's own cores do the work."""
     memory_bytes: int | None
-    """Of its own; None where it uses main memory."""
+    """Size of dedicated memory; None where the device uses main memory."""
     kind: str = "gpu"
 
 
@@ -54,7 +54,7 @@ class UnitStep:
 
     @property
     def key(self) -> Key:
-        """Its name among the measurements."""
+        """Name of the step among the measurements."""
         return (self.kernel, str(self.size))
 
 
@@ -115,7 +115,7 @@ class OpenClBench:
         return found
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing: nothing is held."""
 
     def _describe(self, device: Any) -> DeviceFacts:
         types = self._cl.device_type

@@ -30,7 +30,8 @@ class KernelSource:
     name: str
     text: str
     parameters: tuple[str, ...]
-    """Of ``weights``, ``scales``, ``inputs``, ``outputs``, in the kernel's order."""
+    """Which of ``weights``, ``scales``, ``inputs`` and ``outputs`` the kernel takes, in its
+    order."""
     groups: tuple[int, int, int]
     """Number of work groups by axis."""
     items: tuple[int, int, int]

@@ -22,9 +22,10 @@ from pi2.probing.timing import StepFacts
 from pi2.progress import Progress
 
 MOST_ROUNDS, LEAST_ROUNDS = 5, 2
-"""Of everything, one after the other; each is the median, or the sum, of many calls."""
+"""Bounds of the number of rounds over all figures; a figure of a round is the median, or the
+sum, of many calls."""
 UNIT_ROUNDS = 3
-"""Of GPUs and NPUs; one where the rest took all the time there is."""
+"""Rounds over GPUs and NPUs; one where the rest took all the time there is."""
 ROUNDS_S = 80.0
 """No round begins that would end later, so that the whole takes less than two minutes."""
 USUAL_START_S = 15.0

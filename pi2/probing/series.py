@@ -12,7 +12,7 @@ Key = tuple[str, ...]
 """What was measured: a kind, then its settings as text."""
 
 DIGITS = 4
-"""Of a figure: more would be noise."""
+"""Significant digits of a figure: more would be noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,10 @@ from pi2.progress import ignore_progress
 
 MIB = 1 << 20
 FILE_BYTES = 1024 * MIB
-"""Of the temporary file; less where there is little space or writing is slow."""
+"""Size of the temporary file; less where there is little space or writing is slow."""
 LEAST_BYTES = 128 * MIB
 SAMPLE_BYTES = 32 * MIB
-"""Of a store's file that is read from, at least: batches of the largest reads fit a few times."""
+"""Least size of a store's file to read from: batches of the largest reads fit a few times."""
 WRITE_S = 12.0
 """Writing stops after so long."""
 ROUND_S = 0.3
@@ -68,7 +68,7 @@ class ReadSpec:
 
     @property
     def key(self) -> Key:
-        """Its name among the measurements."""
+        """Name of the read among the measurements."""
         return (
             self.pattern,
             str(self.block_bytes),
@@ -118,7 +118,7 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
 
 
 def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
-    """Those that computing is measured beside: every way to read a layer's missing neurons, and
+    """Reads that computing is measured beside: every way to read a layer's missing neurons, and
     the prefill's stream."""
     return [
         spec
@@ -149,7 +149,7 @@ def open_sample(place: Path) -> Iterator[tuple[Path, int]]:
         if size < LEAST_BYTES:
             raise UserError.of(
                 "P341",
-                f"{place} has no room for a file of {LEAST_BYTES // MIB} MiB to read from",
+                f"{place} has no space for a file of {LEAST_BYTES // MIB} MiB to read from",
                 help="--disk FOLDER names another place, or a neuron store",
             )
         try:

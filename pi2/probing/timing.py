@@ -25,13 +25,13 @@ class StepFacts:
     read_bytes: int | None
     operations: float | None
     width: int = synthetic.LARGE.width
-    """Of the model."""
+    """Width of the model."""
     kv: KvType = "fp16"
     activations: ActivationType = "int16"
 
     @property
     def key(self) -> Key:
-        """Its name among the measurements."""
+        """Name of the step among the measurements."""
         return (self.kernel, str(self.size), str(self.width), self.kv, self.activations)
 
 
@@ -42,7 +42,7 @@ class Step(StepFacts):
     run: Callable[[int], float | None]
     """What is timed; it may say itself how many seconds count."""
     base: Callable[[int], float | None] | None = None
-    """Its time is taken away: what the step adds to another one is measured."""
+    """Call whose time is subtracted, so that only what the step adds to it is measured."""
     stir: Callable[[int], None] | None = None
     """Runs before every call, untimed: it leaves the caches as other steps of a token do."""
 

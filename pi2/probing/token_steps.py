@@ -35,7 +35,8 @@ class Variety:
     has_gates: bool = False
 
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
-        """The same request for this variety; ``layers``: those that tokens go through."""
+        """``request`` with this variety's types and gates; tokens go through the first
+        ``layers`` layers."""
         gates = None
         if self.has_gates:
             rows = synthetic.make_gate_rows(request.model, layers)

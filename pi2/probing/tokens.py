@@ -65,7 +65,8 @@ class TokenTimes:
     python_s: float
 
     def average(self, name: str, *, position: int | None = None, named: int | None = None) -> float:
-        """Of a call in all tokens, or those at this position or with so many neurons."""
+        """Mean seconds of a call in all tokens, or in those at this position or with so many
+        neurons."""
         return statistics.fmean(
             seconds
             for (call, work), seconds in self.calls.items()
@@ -162,7 +163,7 @@ class _RecordingExecutor:
         self._named = cycle([self._token])
         self.calls: list[tuple[str, float]] = []
         self.busy_s = 0.0
-        """In calls, those among them that no run makes."""
+        """Seconds in all calls, including those that only the measurement makes."""
 
     def begin(self, named: Sequence[I32]) -> None:
         """Begin a token, whose layers compute ``named`` in turn."""

@@ -23,7 +23,7 @@ class Cache:
     folder: Path
 
     def find_path(self, sha256: str, name: str) -> Path:
-        """Where the file is, if it is there."""
+        """Path of the file in the cache, whether it exists or not."""
         assert len(sha256) == 64 and "/" not in name, (sha256, name)
         return self.folder / "blobs" / sha256 / name
 

@@ -79,7 +79,7 @@ def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, A
 
 
 def write_description(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The description for people."""
     lines = [f"{found['profile']}: {found['name'] or '(no name)'}"]
     if found["description"]:
         lines.append(found["description"])

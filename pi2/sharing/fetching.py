@@ -16,7 +16,7 @@ from pi2.sharing.settings import TAP, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a reference leads, with the settings applied."""
+    """Target of a reference, with the settings applied."""
 
     url: str
     """Repository or file."""

@@ -128,7 +128,8 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def choose_lock(folder: Path) -> Path:
-    """Where the lock for documents of ``folder`` is, or is to be: else at the repository's root."""
+    """Path of the lock for documents of ``folder``, which need not exist yet: else at the
+    repository's root."""
     found = find_lock(folder)
     if found is not None:
         return found

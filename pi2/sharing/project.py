@@ -59,7 +59,7 @@ class Project:
 
     @property
     def lock_path(self) -> Path:
-        """Where the lock is, or is to be."""
+        """Path of the lock, which need not exist yet."""
         return choose_lock(self.folder)
 
     def read_lock(self) -> Lock:
@@ -316,7 +316,7 @@ def _report_unsound(
     reference: str, findings: Sequence[Diagnostic], sources: Mapping[str, str]
 ) -> UserError:
     message = f"`{reference}` is not sound and was not taken"
-    head = Diagnostic(code="P731", message=message, help="its author has to mend it")
+    head = Diagnostic(code="P731", message=message, help="its author has to fix it")
     return UserError([head, *findings], exit_code=1, sources=sources)
 
 
@@ -339,6 +339,6 @@ def _report_moved(source: Source, commit: str) -> UserError:
 def _report_other_bytes(source: Source) -> UserError:
     return UserError.of(
         "P729",
-        f"`{source.reference}` is no longer what was locked: its bytes are others",
+        f"`{source.reference}` is no longer what was locked: its contents have changed",
         help="if that is meant, `pi2 profile update` locks them",
     )

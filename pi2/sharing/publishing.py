@@ -40,7 +40,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Where a prepared device was written, and what is left to do."""
+    """Path of a prepared device, and what is left to do."""
 
     path: Path
     next_steps: tuple[str, ...]

@@ -124,9 +124,9 @@ def _refuse_scheme(text: str, scheme: str) -> NoReturn:
     lower = scheme.lower()
     if lower in SCHEMES:
         hint = f"write {lower}: in small letters"
-        _refuse(text, "P701", "schemes are in small letters", 0, len(scheme), help=hint)
+        _refuse(text, "P701", "schemes are lower case", 0, len(scheme), help=hint)
     help_text = KNOWN_ELSEWHERE.get(lower, f"known are {', '.join(SCHEMES)}")
-    _refuse(text, "P702", f"no such scheme as `{scheme}:`", 0, len(scheme), help=help_text)
+    _refuse(text, "P702", f"unknown scheme `{scheme}:`", 0, len(scheme), help=help_text)
 
 
 def is_tap_name(text: str) -> bool:
@@ -143,7 +143,7 @@ def _parse_tap(text: str, start: int) -> Reference:
             f"`{name}` is no profile's name" if name else "the name is missing",
             start,
             start + len(name),
-            help="names are of small letters, digits, `.`, `_` and `-`: tap:acme-12",
+            help="names consist of lower-case letters, digits, `.`, `_` and `-`: tap:acme-12",
         )
     if at:
         _check_revision(text, revision, start + len(name) + 1)

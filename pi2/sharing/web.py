@@ -78,7 +78,7 @@ def _fetch(url: str, timeout_s: float) -> bytes:
 
 
 def _follow(url: str, current: str, location: str) -> str:
-    """Where a redirect leads, if it stays with the host."""
+    """Target of a redirect, if it stays with the host."""
     target = location
     try:
         target = urljoin(current, location)

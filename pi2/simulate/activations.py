@@ -51,7 +51,7 @@ class UnitedHotness(Hotness):
     """
 
     base: Hotness
-    """Of one sequence."""
+    """Hotness for one sequence."""
     batch: int
     chosen: float
     """Chance of an expert to compute a token of one sequence; 1 without experts."""
@@ -119,9 +119,9 @@ class TokenDraws:
     """Active neurons per token and layer [tokens, layers]."""
 
     dense: F64
-    """Of those that are computed densely anyway."""
+    """Active neurons among those that are computed densely anyway."""
     hot: F64
-    """Of the other hot ones."""
+    """Active neurons among the other hot ones."""
     cached: F64
     """Cold and found in the cache."""
     missing: F64

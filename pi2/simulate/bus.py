@@ -81,13 +81,13 @@ class Bus:
         return done
 
     def begin_read(self) -> None:
-        """The flash has something to do."""
+        """A read from flash begins."""
         self._advance()
         self._reads += 1
         self._schedule()
 
     def end_read(self, size_bytes: float) -> None:
-        """It has done it."""
+        """A read of ``size_bytes`` from flash has ended."""
         self._advance()
         self._reads -= 1
         self.meter.read_bytes += size_bytes

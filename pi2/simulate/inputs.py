@@ -45,7 +45,7 @@ class Machine:
     read_overlap: float = 1.0
     """Part of the CPU's rate that is left while neurons are read."""
     stream_overlap: float = 1.0
-    """The same while layers stream in sequence."""
+    """Part of the CPU's rate that is left while layers stream in sequence."""
     cpu_power_w: float | None = None
     dense_power_w: float | None = None
     power_w: float | None = None
@@ -73,7 +73,7 @@ class Workload:
     neuron_bytes: float
     """Weights and scales of one neuron."""
     dense_neuron_bytes: float
-    """The same where the dense unit computes it: NPUs have one scale for a whole row."""
+    """Weights and scales of a neuron on the dense unit: NPUs have one scale for a whole row."""
     attention_weights: float
     """Number of weights, for arithmetic."""
     active: float
@@ -170,7 +170,7 @@ class SimulationInput:
     choices: Choices
     constants: Constants = field(default_factory=Constants)
     figures: tuple[Figure, ...] = ()
-    """Where the inputs come from."""
+    """Figures that the inputs come from."""
 
     def count_statuses(self) -> Mapping[str, int]:
         """Number of figures by status."""

@@ -60,7 +60,7 @@ class LayerSimulation:
         return self._inputs.choices.look_ahead != "none"
 
     def run_ahead(self, work: LayerWork, attention_s: float) -> LayerTimes:
-        """The same where reads begin earlier, as the plan's ``look_ahead`` says.
+        """Run the layer where reads begin earlier, as the plan's ``look_ahead`` says.
 
         A layer takes as long as if everything were in memory, unless the flash needs longer: from
         the attention before it on, or, with ``layer``, without ever resting.  What reading takes of

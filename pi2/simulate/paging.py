@@ -14,7 +14,7 @@ class PageMisses:
     """What a token reads from the file."""
 
     attention_bytes: float
-    """Of everything dense, all layers together."""
+    """Bytes of the dense weights that are read, all layers together."""
     ffn_share: float
     """Share of the computed neurons."""
 

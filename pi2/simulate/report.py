@@ -112,7 +112,7 @@ class SimulationResult:
         }
 
     def summarise(self) -> str:
-        """The same for people, in a few lines."""
+        """A summary for people, in a few lines."""
         from pi2.plan.documents.quantities import approximate_bytes, approximate_share
 
         run, decode = self.describe()["decode"], self.decode

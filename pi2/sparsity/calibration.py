@@ -36,7 +36,7 @@ class Trial:
     thresholds: Thresholds
     perplexity: float
     increase: float
-    """Of the perplexity, relative to the dense one."""
+    """Increase of the perplexity, relative to the dense one."""
     error: float
     """Standard error of the mean loss less that of the dense run, in nats, token by token: that of
     ``increase``, to first order."""
@@ -59,7 +59,7 @@ class Calibration:
     scored: int
     """Tokens that perplexities are over."""
     trials: tuple[Trial, ...]
-    """In the order in which they were tried."""
+    """Trials in the order in which they were made."""
     chosen: Trial
 
 
@@ -70,7 +70,7 @@ class _Observed:
     resolved: ResolvedPlan
     layers: Sequence[LayerMagnitudes]
     tokens: int
-    """That they count."""
+    """Number of tokens that ``layers`` count."""
     held_out: list[Window]
     dense: Scores
 
@@ -245,9 +245,9 @@ def _check_model(model: Model, goal: Goal) -> None:
     if not model.is_smooth:
         raise UserError.of(
             "P257",
-            f"neurons of model {model.id!r} ({model.ffn.activation}) rest by themselves",
+            f"neurons of model {model.id!r} ({model.ffn.activation}) are zero when inactive",
             help='predictor = "gate" leaves them out without loss',
         )
     problem = explain_method(goal.method, model)
     if problem is not None:
-        raise UserError.of("P257", problem, help="say --method cats")
+        raise UserError.of("P257", problem, help="use --method cats")

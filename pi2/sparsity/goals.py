@@ -34,7 +34,7 @@ def choose_goal(plan: Path, settings: Mapping[str, object], goal: Goal | None) -
         raise UserError.of(
             "P668",
             f"{plan} has no [sparsity]: how much may be left out?",
-            help="say --target 0.5, or --loss 2% for the loss of perplexity",
+            help="use --target 0.5, or --loss 2% for the increase in perplexity",
         )
     return Goal(
         method=sparsity.method,

@@ -31,7 +31,7 @@ _COARSE_FIRST = (127 - 20) << 3
 """First bin of the coarse histogram: magnitudes below 2^-20 lie in it too."""
 _COARSE_BINS = 32 << 3
 FEWEST_TOKENS = 32
-"""Of an expert, for thresholds of its own."""
+"""Fewest tokens of an expert that give it its own thresholds."""
 
 
 def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
@@ -148,9 +148,9 @@ class LayerMagnitudes:
     """A layer's histograms."""
 
     experts: list[Histogram]
-    """By expert; one without experts."""
+    """Histogram of each expert; one without experts."""
     tokens: list[int]
-    """That each expert has computed."""
+    """Number of tokens that each expert has computed."""
 
     def choose(self, target: float) -> LayerThresholds:
         """Thresholds that leave out ``target`` of what up and down hold.
@@ -191,7 +191,7 @@ class MagnitudeObserver:
             histogram.add(values)
 
     def list_layers(self) -> list[LayerMagnitudes]:
-        """By layer."""
+        """Magnitudes of each layer."""
         return [self._layers[layer] for layer in sorted(self._layers)]
 
 

@@ -33,7 +33,7 @@ class Counts:
 
     @classmethod
     def make(cls, layers: int, neurons: int, samples: int, moments_of: int = 0) -> Counts:
-        """Nothing counted yet; ``samples`` neurons, spread evenly over the stored order;
+        """Empty counts; ``samples`` neurons, spread evenly over the stored order;
         ``moments_of``: width of the inputs whose moments are wanted, 0 for none."""
         chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
         return cls(

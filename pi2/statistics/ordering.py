@@ -28,7 +28,7 @@ from pi2.store.unfinished import recover_replaced
 
 Kind = Literal["hotness", "coactivation", "expert"]
 BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)
-"""Where bands end, as shares of a layer's neurons."""
+"""Ends of the bands, as shares of a layer's neurons."""
 
 
 def choose_orders(path: Path, kind: Kind, statistics: Path | None) -> I32:
@@ -65,7 +65,8 @@ def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
 
 
 def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
-    """The same in bands, by expert within each (`pi2.importing.activations.group_experts`).
+    """Orders by hotness in bands, by expert within each
+    (`pi2.importing.activations.group_experts`).
 
     Without ``statistics`` the order by hotness is the store's own.  Raises `UserError` P524 if that
     is another one, or the model has no experts.
@@ -87,8 +88,9 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
 
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
-    """The same with chains of neurons that fire together; those whose pairs were not counted stand
-    behind them in their band.  Raises `UserError` P540 also if there are no pairs."""
+    """Orders by hotness in bands, within each in chains of neurons that fire together; those
+    whose pairs were not counted stand behind them in their band. Raises `UserError` P540 also if
+    there are no pairs."""
     counts = read_counts(_find_counts(statistics), layers, neurons)
     pairs = _read_pairs(statistics / COACTIVATIONS, layers, neurons)
     borders = [0, *(round(share * neurons) for share in BANDS)]
@@ -174,7 +176,8 @@ def _find_counts(statistics: Path) -> Path:
 
 
 def _read_pairs(path: Path, layers: int, neurons: int) -> list[tuple[I32, I64]]:
-    """By layer, the neurons whose pairs were counted [s] and how often both fired [s, s]."""
+    """Read, for each layer, the neurons whose pairs were counted [s] and how often both fired
+    [s, s]."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -116,7 +116,7 @@ def record_activations(
                 "P665",
                 f"the neurons of model {request.model.id!r} ({request.model.ffn.activation}) are "
                 "never exactly zero",
-                help="say --largest 0.5 to count the larger half of a token's neurons as active",
+                help="use --largest 0.5 to count the larger half of a token's neurons as active",
             )
         shape = request.model.shape
         width = shape.stored_hidden if chosen.moments else 0
@@ -264,7 +264,7 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
         raise UserError.of(
             "P664",
             f"{folder} has the statistics of another run",
-            help="choose another folder, or say --replace",
+            help="choose another folder, or use --replace",
         )
     try:
         if folder.is_dir() and any(
@@ -273,7 +273,7 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
             for path in folder.iterdir()
         ):
             raise UserError.of(
-                "P664", f"{folder} holds other files", help="choose a folder of its own"
+                "P664", f"{folder} holds other files", help="choose a new or empty folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

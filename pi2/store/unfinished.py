@@ -100,7 +100,7 @@ class UnfinishedStore:
             raise UserError.of(
                 "P521",
                 f"there is a neuron store at {self.target} already",
-                help="choose another output folder, remove it, or say --replace",
+                help="choose another output folder, remove it, or use --replace",
             )
 
     def _take_lock(self) -> int:

@@ -80,6 +80,6 @@ def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path: Path
     done = run(str(PLAN), "--prompt", "def ", "--memory", "64MiB")
     assert done.returncode == 2
     assert "P611" in done.stderr
-    assert "64 MiB are too little for this plan: it needs at least 1" in done.stderr
+    assert "64 MiB is not enough for this plan: it needs at least 1" in done.stderr
     unitless = run(str(PLAN), "--prompt", "def ", "--memory", "64")
     assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)

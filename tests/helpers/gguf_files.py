@@ -224,7 +224,7 @@ def write_gguf(
     **options: Any,
 ) -> Path:
     """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, or in float32 where
-    their rows are no multiple of 32; return ``file``."""
+    their rows are not a multiple of 32; return ``file``."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(
         file, ARCHITECTURES.get(config["model_type"], config["model_type"]), **options

@@ -79,7 +79,7 @@ def fake_quantise(weight: Tensor, axis: int, top: int) -> Tensor:
 
 
 def quantised_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same state with every matrix replaced by its fake-quantised value.
+    """State with every matrix replaced by its fake-quantised value.
 
     q, k, v, o, gate and up: INT4 groups along the input; down: INT4 groups along the output
     (a neuron's column is stored as one piece); the embedding, which is the head too: INT8.
@@ -178,7 +178,7 @@ class MLP(nn.Module):
         return h
 
     def project(self, h: Tensor, quant: bool) -> Tensor:
-        """From the neurons back to the hidden size."""
+        """Project the neurons back to the hidden size."""
         down: Tensor = self.down_proj.weight
         return F.linear(h, FakeQuant.apply(down, 0, 7) if quant else down)
 

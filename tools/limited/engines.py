@@ -93,7 +93,7 @@ def time_calls(
 
 
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with llama.cpp; its own count of tokens, which may be smaller."""
+    """Run llama.cpp; it has its own count of tokens, which may be smaller."""
     from pi2.benchmarks.llama_cpp import LlamaRecipe
     from pi2.benchmarks.workloads import Workload
     from pi2.engine.statistics import read_peak_rss_bytes

@@ -142,7 +142,7 @@ def _keep_share(inputs: SimulationInput, share: float) -> SimulationInput:
 
 
 def make_powerinfer2_cpu(scenario: Scenario, constants: Constants) -> SimulationInput:
-    """The same without the NPU: version 1 of the paper, and the ablation's third step."""
+    """PowerInfer-2 without the NPU: version 1 of the paper, and the ablation's third step."""
     return _use_cpu_only(make_powerinfer2(scenario, constants))
 
 

@@ -40,12 +40,12 @@ class _Trial:
     gates: F32
     """Gate minus the activation's threshold."""
     ups: F32 | None
-    """Where a positive up is needed too."""
+    """Up values, where a positive up is needed too."""
     scores: F32 | None
     """Predictor scores, if there are predictors."""
 
     def find_active(self, shift: float) -> Bits:
-        """Which would be active if all biases were larger by ``shift``."""
+        """Neurons that would be active if all biases were larger by ``shift``."""
         active = self.gates + shift > 0
         if self.ups is not None:
             active &= self.ups + shift > 0

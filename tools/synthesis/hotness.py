@@ -55,7 +55,7 @@ def _cut_power_law(neurons: int, active: float, exponent: float) -> F64:
 def _bisect(
     function: Callable[[float], float], low: float, high: float, *, rounds: int = 40
 ) -> float:
-    """Where the increasing ``function`` crosses 0."""
+    """Find where the increasing ``function`` crosses 0."""
     for _ in range(rounds):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)

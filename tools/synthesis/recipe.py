@@ -18,7 +18,7 @@ SKEW_SHARE = 0.8
 
 
 MOST_SKEW = 0.79
-"""At 0.8 all neurons are alike."""
+"""Largest skew: at 0.8 all neurons are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ class LayerStatistics:
     active: float
     """Mean share of neurons with a non-zero activation (SiLU: with a positive gate)."""
     active_deviation: float
-    """Its deviation over tokens."""
+    """Standard deviation of ``active`` over tokens."""
     gate_positive: float
     """Mean share of neurons whose gate is above the activation's threshold."""
     skew: float
@@ -34,11 +34,11 @@ class LayerStatistics:
     overlap: float
     """Share of a token's active neurons that were active for the token before."""
     overlap_by_chance: float
-    """The same if tokens had nothing to do with each other, every neuron firing as often."""
+    """Overlap if tokens had nothing to do with each other, every neuron firing as often."""
     least_load: float | None = None
     """Share of the tokens that the least busy expert computes; None without experts."""
     most_load: float | None = None
-    """The same of the busiest."""
+    """Share of the tokens that the busiest expert computes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     packed.
     """
     if not has_packable_shape(model):
-        raise UserError.of("P242", "the rank of the model's predictors is no multiple of 32")
+        raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
     values = _begin(wish, device, model)
     least = _resolve(values, device, model, 0.0)
     segments = _fit_segments(least)
@@ -74,7 +74,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         needed = sum(segments.values()) + cold_bytes
         raise UserError.of(
             "P026",
-            f"{approximate_bytes(wish.budget_bytes)} are not enough: this plan needs at least "
+            f"{approximate_bytes(wish.budget_bytes)} is not enough: this plan needs at least "
             f"{approximate_bytes(needed)}",
             help=f"--memory '{round_up(needed, MIB) // MIB} MiB', or a shorter --context",
             notes=[f"{name}: {format_bytes(size)}" for name, size in segments.items()],

@@ -1,7 +1,7 @@
 """Every kind of unit that layers use has a backend.
 
-Why: a backend computes for a kind of unit; without one, its share of the neurons would have
-nobody.
+Why: a backend computes for a kind of unit; without one, its share of the neurons would not be
+computed.
 
 Example: ``split = { npu = 1.0 }`` with ``backends = { cpu = "cpu" }``.
 

@@ -1,7 +1,7 @@
-"""A device's figures are such as machines have.
+"""A device's figures are plausible.
 
-Why: everything that is predicted divides by them. A rate of zero has no meaning, and one that is a
-million times too large or too small is a wrong unit or a slipped digit.
+Why: predictions divide by them. A rate of zero has no meaning, and one that is a million times too
+large or too small is a wrong unit or a slipped digit.
 
 Example: ``rate = "0 MB/s"`` or ``frequency = "3.3 kHz"``.
 

@@ -1,6 +1,6 @@
 """Every figure and feature of a device is stated once.
 
-Why: of two rates for the same reads, or for the same operands, nobody knows which one counts; a
+Why: of two rates for the same reads, or for the same operands, it is unclear which one counts; a
 feature that is listed twice was meant to be another one.
 
 Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 KiB"`` and nothing
@@ -45,7 +45,7 @@ def _find_again(path: KeyPath, items: Sequence[Hashable], what: str) -> Iterator
             yield Finding(
                 document="device",
                 path=(*path, number),
-                message=f"{what} stand here twice",
+                message=f"{what} are stated twice",
                 help="remove one of them, or say what is different",
                 origins=(origin,),
             )

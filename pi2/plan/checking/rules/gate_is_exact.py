@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     name = facts.model.ffn.activation
     yield Finding(
         path=("decode", "predictor"),
-        message=f"the gate says nothing of inactive neurons: the activation is {name}",
+        message=f"the gate does not show which neurons are inactive: the activation is {name}",
         help='write predictor = "none", or add thresholds: `pi2 sparsity calibrate`',
         origins=(
             Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),

@@ -5,7 +5,7 @@ get in.
 
 Example: ``source = "alice@build-7: pi2 bench"``.
 
-Fix: leave it out; name the tool and its version instead. Whoever wants to be named can be, in the
+Fix: leave it out; name the tool and its version instead. Authors can be credited in the
 repository's history.
 """
 

@@ -5,8 +5,8 @@ a hardware address tells whose machine it was, and cannot be taken back once it 
 
 Example: ``source = "measured on serial number R58N70ABCDE"``.
 
-Fix: leave it out; `pi2 profile publish` takes it out too, from comments as well. Your own units
-belong into notes of your own.
+Fix: leave it out; `pi2 profile publish` takes it out too, from comments as well. Keep notes about
+your own units elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nothing is left that was to be replaced.
+"""No placeholder is left to replace.
 
 Why: a template's placeholder is no value; what it stands for was forgotten.
 

@@ -1,7 +1,7 @@
 """No two overrides have the same id.
 
 Why: plans that extend this one change and remove overrides by their ``id``; with the same id twice
-nobody knows which one is meant, and the arrays do not merge at all.
+it is unclear which one is meant, and the arrays do not merge at all.
 
 Example: two ``[[layers.overrides]]`` with ``id = "first-layers"``.
 

@@ -1,6 +1,6 @@
 """An override sets something.
 
-Why: an override with a selector alone changes nothing; a key was forgotten.
+Why: an override with only a selector changes nothing; a key is missing.
 
 Example: ``[[layers.overrides]]`` with ``select = "0-3"`` and nothing else.
 

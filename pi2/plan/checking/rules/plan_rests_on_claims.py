@@ -37,7 +37,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         path=("device",),
         message=f"the plan rests on {count} that only the vendor claims",
-        help="`pi2 probe -o FILE` measures it; until then, what is predicted is too good",
+        help="`pi2 probe -o FILE` measures it; until then, predictions are optimistic",
         origins=places,
     )
 

@@ -1,7 +1,7 @@
 """Every override has an effect, and no selector names a layer twice.
 
-Why: of two overrides that set the same key of a layer, the later one counts.  An override whose
-layers are all set again by later ones does nothing, and was meant to do something.
+Why: of two overrides that set the same key of a layer, the later one counts. An override whose
+layers are all set again by later ones does nothing, which is a mistake.
 
 Example: an override of ``hot`` for ``"0-3"``, followed by one for ``"0-7"``.
 

@@ -1,7 +1,7 @@
 """Selectors name layers that the model has, in ascending order.
 
 Why: a number beyond the model's last layer, or a range whose end lies before its start, selects
-nothing; what was meant is not known.
+nothing; what was meant is unclear.
 
 Example: ``select = "6-8"`` for a model with 8 layers, which are numbered 0 to 7; ``"7-4"``.
 

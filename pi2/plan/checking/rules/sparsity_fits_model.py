@@ -1,9 +1,10 @@
 """``[sparsity]`` is for activations that are zero nowhere, and its method for the model's neurons.
 
-Why: neurons of the ReLU family rest by themselves, and ``predictor = "gate"`` leaves them out
-without loss; thresholds would only add an error.  ``cats-teal`` skips down behind a gate: neurons
-without gates have nothing else to skip, the kernel for biases reads a neuron as a whole, and the
-neurons of a mixture are computed together, for which its experts' second thresholds would differ.
+Why: inactive neurons of the ReLU family are exactly zero, and ``predictor = "gate"`` leaves them
+out without loss; thresholds would only add an error. ``cats-teal`` skips down behind a gate:
+neurons without gates have nothing else to skip, the kernel for biases reads a neuron as a
+whole, and the neurons of a mixture are computed together, for which its experts' second
+thresholds would differ.
 
 Example: ``[sparsity]`` for a model with ``activation = "relu"``.
 
@@ -32,7 +33,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     if not model.is_smooth:
         yield Finding(
             path=("sparsity",),
-            message=f"neurons with {name} rest by themselves: thresholds would only add an error",
+            message=f"neurons with {name} are zero when inactive: thresholds only add an error",
             help='remove [sparsity]: predictor = "gate" loses nothing',
             at="key",
             origins=(

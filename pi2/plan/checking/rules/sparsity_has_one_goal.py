@@ -5,7 +5,7 @@ allows; one follows from the other.
 
 Example: both of them, or neither.
 
-Fix: keep the one that you care for.
+Fix: keep one of them.
 """
 
 from __future__ import annotations

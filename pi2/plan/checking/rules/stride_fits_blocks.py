@@ -39,7 +39,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         )
     yield Finding(
         path=("bundle", "stride"),
-        message=f"the stride of {stride} bytes is no multiple of the device's block of "
+        message=f"the stride of {stride} bytes is not a multiple of the device's block of "
         f"{block} bytes",
         help=f'write stride = "{format_bytes(round_up(stride, block))}"',
         origins=origins,

@@ -1,4 +1,4 @@
-"""The thresholds that ``[sparsity]`` names were calibrated for this model and this wish.
+"""The thresholds that ``[sparsity]`` names were calibrated for this model and this target.
 
 Why: the magnitudes of activations differ from model to model and from layer to layer; thresholds
 of another model leave out other neurons than they were measured with, and the perplexity that the

@@ -41,6 +41,6 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=("tokenizer", "add_bos"),
-            message="prompts are to begin with `bos`, which is not stated",
+            message="prompts begin with `bos`, which is not stated",
             help="add `bos`, or write add_bos = false",
         )
