@@ -360,7 +360,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         needed = round_up(int(least.memory_bytes) + 1, MIB)
         return UserError.of(
             "P350",
-            f"{approximate_bytes(memory)} are not enough: every plan needs at least "
+            f"{approximate_bytes(memory)} is not enough: every plan needs at least "
             f"{approximate_bytes(needed)}",
             help=f"--memory '{needed // MIB} MiB', or a --context below {wish.context}",
             notes=notes,

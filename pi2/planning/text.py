@@ -30,7 +30,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         f"backends = {write_value(_choose_backends(planned))}",
         "",
         "[memory]",
-        f"budget = {write_value(values['memory']['budget'])}  # the whole process stays below it",
+        f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",
     ]
     if "embedding" in values["memory"]:
         place = write_value(values["memory"]["embedding"])
@@ -49,7 +49,11 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
             continue
         lines += ["", f"[{table}]"]
         for key, item in values[table].items():
-            remark = "  # holds neurons until it is used" if (table, key) == ("kv", "lend") else ""
+            remark = (
+                "  # cold neurons use it until the context does"
+                if (table, key) == ("kv", "lend")
+                else ""
+            )
             lines.append(f"{write_key(key)} = {write_value(item)}{remark}")
     return "\n".join(lines) + "\n"
 
@@ -63,7 +67,7 @@ def _name_segments(planned: PlannedPlan) -> dict[str, str]:
 def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
     yield from ("", "[layers]")
     yield f"split = {write_value(layers['split'])}"
-    yield f"hot = {write_value(layers['hot'])}  # share of neurons that stay"
+    yield f"hot = {write_value(layers['hot'])}  # share of neurons that stay in memory"
     for override in layers.get("overrides", ()):
         yield from ("", "[[layers.overrides]]")
         for key, item in override.items():
@@ -150,7 +154,7 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
         yield (
             "Neurons of the cache lie in what the context does not use yet: "
             f"{approximate_bytes(lent)} after {min(MEAN_TOKENS, resolved.plan.kv.context)} tokens; "
-            "they go as it grows."
+            "they are evicted as it grows."
         )
 
 

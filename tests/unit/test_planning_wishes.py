@@ -63,7 +63,7 @@ def test_a_curve_ends_where_the_devices_memory_does(
     assert run(["plan", *wish]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("| 12 GiB |")
     code, told = plan(capsys, *wish, "--context", "10000000")
-    assert code == 2 and "12 GiB are not enough" in told
+    assert code == 2 and "12 GiB is not enough" in told
 
 
 def test_a_figure_of_zero_is_a_finding_and_no_division(

@@ -164,9 +164,9 @@ SEGMENT_REMARKS = {
     "runtime": "Python and libraries",
     "attention": "embeddings, attention, norms",
     "kv": "keys and values of the context",
-    "predictor": "what finds the active neurons",
-    "hot": "neurons that stay",
-    "cold": "cache of the others",
+    "predictor": "predictors of active neurons",
+    "hot": "hot neurons",
+    "cold": "cache of cold neurons",
     "workspace": "activations and staging",
 }
 """What a plan's segments hold, for those who read it."""
@@ -177,7 +177,7 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
     lines = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",
-        "# `pi2 show` says what every segment needs, `pi2 explain KEY FILE` what a value does.",
+        "# `pi2 show FILE` shows what each segment needs, `pi2 explain KEY FILE` explains a value.",
         "schema_version = 1",
         f"name = {write_value(wish.name)}",
     ]
@@ -187,7 +187,7 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
         f"backends = {write_value(values['backends'])}",
         "",
         "[memory]",
-        f"budget = {write_value(values['memory']['budget'])}  # the whole process stays below it",
+        f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",
         "",
         "[memory.segments]",
     ]
@@ -200,7 +200,9 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
         lines.append(f"scales = {write_value(final.bundle.scales)}  # in files of their own")
     lines += ["", "[layers]"]
     lines += [f"split = {write_value(values['layers']['split'])}"]
-    lines += [f"hot = {write_value(values['layers']['hot'])}  # share of neurons that stay"]
+    lines += [
+        f"hot = {write_value(values['layers']['hot'])}  # share of neurons that stay in memory"
+    ]
     for key in ("prefill", "decode", "kv"):
         lines += ["", f"[{key}]"]
         lines += [f"{write_key(name)} = {write_value(v)}" for name, v in values[key].items()]
@@ -210,7 +212,7 @@ def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], fina
 def draft_like(name: str, reference: str) -> str:
     """Text of a device or model called ``name`` that begins with another one."""
     lines = [
-        "# Say here what is different; `pi2 show` prints everything.",
+        "# State the differences here; `pi2 show FILE` shows every value.",
         "schema_version = 1",
         f"extends = [{write_value(reference)}]",
         f"id = {write_value(name)}",
