@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from pi2.backends.gpu.devices import Survey, survey_devices
 from pi2.backends.protocol import Backend
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
@@ -22,9 +23,7 @@ from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.machine.software import (
     EMULATORS,
     LINKERS,
-    OpenCl,
     Tvm,
-    detect_opencl,
     detect_tvm,
     find_programs,
 )
@@ -66,7 +65,8 @@ class Checkup:
     tvm: Tvm
     linkers: Mapping[str, str | None]
     emulators: Mapping[str, str | None]
-    opencl: OpenCl
+    gpus: Sequence[Survey]
+    """What each API finds."""
     kernel_cache: Folder
     backends: Mapping[str, Sequence[str]]
     """By backend, what keeps it from running here."""
@@ -86,7 +86,7 @@ def examine_machine() -> Checkup:
         tvm=detect_tvm(),
         linkers=find_programs(LINKERS),
         emulators=find_programs(EMULATORS),
-        opencl=detect_opencl(),
+        gpus=survey_devices(),
         kernel_cache=inspect_folder(find_cache_folder("kernels")),
         backends=backends,
         plans=tuple(

@@ -1,8 +1,9 @@
-"""The cache of compiled libraries, by digest of everything that they depend on.
+"""The cache of compiled kernels, by digest of everything that they depend on.
 
-An entry is one file, ``KEY-CONTENT.so``: KEY is the SHA-256 of the functions' sources, the versions
-of TVM and its FFI, and the spec; CONTENT that of the file itself, so that a damaged entry is seen
-and built again.  Entries appear by rename: processes may compile the same kernels at once.
+An entry is one file, a library ``KEY-CONTENT.so`` or an image for a GPU, ``KEY-CONTENT.json``: KEY
+is the SHA-256 of the functions' sources, the versions of TVM and its FFI, and the spec; CONTENT
+that of the file itself, so that a damaged entry is seen and built again.  Entries appear by rename:
+processes may compile the same kernels at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +31,20 @@ from pi2.progress import Progress
 
 LABEL = "compiling kernels"
 _DIGITS = 32
-_NO_LINKER = 3
+_NO_TOOL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A program that writes compiled kernels: ``python -m MODULE PROGRAM SPEC.json OUTPUT``."""
+
+    module: str
+    suffix: str
+    """Of its output."""
+
+
+LIBRARIES = Compiler("pi2.backends.compiler.compile", ".so")
+"""Shared libraries for the processor."""
 
 
 class Spec(Protocol):
@@ -66,16 +81,16 @@ def _find_sources(spec: Spec) -> Path:
     return Path(found.origin).parent
 
 
-def load_or_compile(spec: Spec, progress: Progress) -> Path:
-    """Return the library of ``spec``, compiled now unless an intact one is cached."""
+def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARIES) -> Path:
+    """Return the compiled kernels of ``spec``, made now unless intact ones are cached."""
     key = compute_key(spec)
     folder = find_cache_folder("kernels")
-    cached = _find_intact(folder, key)
+    cached = _find_intact(folder, key, compiler.suffix)
     if cached is not None:
         return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
+        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     except OSError as error:
         # A read-only home: compile for this process only.
         get_logger().warning(
@@ -86,23 +101,23 @@ def load_or_compile(spec: Spec, progress: Progress) -> Path:
         )
         folder = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=".so")
+        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     os.close(probe)
     temporary = Path(name)
     try:
-        _compile(spec, temporary, progress)
-        target = folder / f"{key}-{_hash_file(temporary)}.so"
+        _compile(spec, temporary, progress, compiler)
+        target = folder / f"{key}-{_hash_file(temporary)}{compiler.suffix}"
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
     return target
 
 
-def _find_intact(folder: Path, key: str) -> Path | None:
-    """Return a cached library whose content is what its name says; remove damaged ones."""
-    for path in sorted(folder.glob(f"{key}-*.so")):
+def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
+    """Return a cached file whose content is what its name says; remove damaged ones."""
+    for path in sorted(folder.glob(f"{key}-*{suffix}")):
         try:
-            if path.name == f"{key}-{_hash_file(path)}.so":
+            if path.name == f"{key}-{_hash_file(path)}{suffix}":
                 return path
             path.unlink()
         except OSError:
@@ -114,7 +129,7 @@ def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
 
 
-def _compile(spec: Spec, output: Path, progress: Progress) -> None:
+def _compile(spec: Spec, output: Path, progress: Progress, compiler: Compiler) -> None:
     """Run the compiler in a process of its own."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -128,7 +143,7 @@ def _compile(spec: Spec, output: Path, progress: Progress) -> None:
                 [
                     sys.executable,
                     "-m",
-                    f"{__package__}.compile",
+                    compiler.module,
                     spec.program,
                     str(spec_path),
                     str(output),
@@ -139,6 +154,7 @@ def _compile(spec: Spec, output: Path, progress: Progress) -> None:
                 env=environment,
             )
             failures: list[str] = []
+            missing: str | None = None
             assert process.stdout is not None
             with process:
                 try:
@@ -147,12 +163,20 @@ def _compile(spec: Spec, output: Path, progress: Progress) -> None:
                         if "share" in message:
                             progress(LABEL, float(message["share"]))
                         failures = message.get("linker", failures)
+                        missing = message.get("missing", missing)
                 except BaseException:
                     process.kill()
                     raise
         if process.returncode == 0:
             return
-        if process.returncode == _NO_LINKER:
+        if process.returncode == _NO_TOOL and missing is not None:
+            raise UserError.of(
+                "P363",
+                f"the kernels for the GPU cannot be compiled: {missing}",
+                help="pip install 'pi2[cuda]', or run the plan once on a machine that has it and"
+                " copy its kernel cache (`pi2 doctor` says where it is)",
+            )
+        if process.returncode == _NO_TOOL:
             raise UserError.of(
                 "P650",
                 "no linker works on this machine, and the kernels must be linked",

@@ -18,9 +18,10 @@ from pi2.cli.options import add_json_option
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pi2.backends.gpu.devices import Survey
     from pi2.checkup import Checkup, PlanVerdict
     from pi2.machine import Machine, Storage
-    from pi2.machine.software import OpenCl, Tvm
+    from pi2.machine.software import Tvm
 
 MAX_COLUMNS = 100
 VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
@@ -63,7 +64,7 @@ def write_checkup(checkup: Checkup) -> Iterator[str]:
     yield from _write("TVM", *describe_tvm(checkup.tvm))
     yield from _write("Linkers", describe_programs(checkup.linkers))
     yield from _write("Emulators", describe_programs(checkup.emulators))
-    yield from _write("OpenCL", describe_opencl(checkup.opencl))
+    yield from _write("GPUs", *describe_gpus(checkup.gpus))
     cache = checkup.kernel_cache
     yield from _write(
         "Kernels", f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
@@ -169,11 +170,24 @@ def describe_programs(programs: Mapping[str, str | None]) -> str:
     return "; ".join(parts)
 
 
-def describe_opencl(opencl: OpenCl) -> str:
-    """Loader and drivers."""
-    if opencl.loader is None:
-        return "not found"
-    return f"{opencl.loader}, drivers: {', '.join(opencl.drivers) or 'none'}"
+def describe_gpus(surveys: Sequence[Survey]) -> Iterator[str]:
+    """By API, each device, or what is missing."""
+    from pi2.plan.documents.quantities import approximate_bytes
+
+    for survey in surveys:
+        for device in survey.devices:
+            parts = [f"{survey.api}: {device.name} ({device.driver})"]
+            if device.is_emulated:
+                parts.append("emulated by the processor")
+            if device.memory_bytes is not None:
+                parts.append(f"{approximate_bytes(device.memory_bytes)} of its own")
+            if device.compute_units is not None:
+                parts.append(f"{device.compute_units} compute units")
+            parts.append("fp16" if device.fp16 else "no fp16")
+            yield ", ".join(parts)
+        if survey.obstacle is not None:
+            advice = "" if survey.help is None else f": {survey.help}"
+            yield f"{survey.api}: {survey.obstacle}{advice}"
 
 
 def _write(label: str, *lines: str, indent: int = 12, colour: str = "cyan") -> Iterator[str]:

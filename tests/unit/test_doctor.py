@@ -11,6 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pi2.backends.gpu.devices import Survey
+from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_folder, judge_plan
 from pi2.cli.doctor import command, write_checkup
 from pi2.diagnostics import Diagnostic
@@ -52,7 +54,27 @@ CHECKUP = Checkup(
     tvm=Tvm(version=None, ffi_version="0.1.15", ffi_wanted="0.1.14.post0", runtime_library=None),
     linkers={"ld": None, "gcc": "/usr/bin/gcc"},
     emulators={"qemu-aarch64": None},
-    opencl=OpenCl(loader=None, drivers=()),
+    gpus=(
+        Survey(
+            api="opencl",
+            devices=(
+                DeviceFacts(
+                    api="opencl",
+                    number=0,
+                    name="Adreno 750",
+                    driver="QUALCOMM 3.0",
+                    kind="integrated",
+                    memory_bytes=None,
+                    fp16=True,
+                    compute_units=6,
+                    max_array_bytes=GIB,
+                    max_block_threads=1024,
+                    shared_bytes=32768,
+                ),
+            ),
+        ),
+        Survey(api="cuda", obstacle="no driver", help="install one"),
+    ),
     kernel_cache=Folder(path=Path("/cache/kernels"), writable=False),
     backends={"null": (), "cpu": ("TVM is not installed",)},
     plans=(

@@ -1,0 +1,1 @@
+"""GPUs: kernels, and the launchers that run them."""

@@ -1,0 +1,139 @@
+"""GPUs of this machine, by API: ``python -m pi2.backends.gpu.devices`` prints them as JSON.
+
+Drivers are libraries of others and are loaded into the process that asks: `survey_devices` asks in
+a process of its own, which a bad one may take with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pi2
+from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
+from pi2.diagnostics import UserError
+
+APIS: tuple[Api, ...] = get_args(Api)
+_TIMEOUT_S = 20.0
+_MODULES = {"opencl": "pyopencl", "webgpu": "wgpu", "cuda": "cuda.bindings"}
+_DRIVERS = {
+    "opencl": (
+        "no OpenCL driver finds a device",
+        "install the GPU's OpenCL driver; `pocl-opencl-icd` of Debian computes on the processor",
+    ),
+    "webgpu": (
+        "no Vulkan, Metal or DX12 driver finds a device",
+        "install the GPU's Vulkan driver; `mesa-vulkan-drivers` of Debian has those of AMD and"
+        " Intel, and one that computes on the processor",
+    ),
+    "cuda": ("NVIDIA's driver is not installed or finds no device", "install NVIDIA's driver"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What an API has here."""
+
+    api: Api
+    devices: tuple[DeviceFacts, ...] = ()
+    obstacle: str | None = None
+    """What keeps its devices from being used."""
+    help: str | None = None
+    """What to install."""
+
+
+def survey_api(api: Api) -> Survey:
+    """Look for the devices of an API in this process."""
+    if not _has_module(_MODULES[api]):
+        return Survey(
+            api=api,
+            obstacle=f"the Python package {_MODULES[api].split('.')[0]!r} is not installed",
+            help=f"pip install 'pi2[{api}]'",
+        )
+    try:
+        devices = tuple(_import_launcher(api).list_devices())
+    except (ImportError, OSError, RuntimeError) as error:
+        # A loader that is missing, as a rule.
+        return _report_driver(api, str(error).splitlines())
+    return Survey(api=api, devices=devices) if devices else _report_driver(api, [])
+
+
+def survey_devices(apis: Sequence[Api] = APIS) -> tuple[Survey, ...]:
+    """Look for the devices of every API in another process."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep)
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pi2.backends.gpu.devices", *apis],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"asking the drivers took more than {_TIMEOUT_S:.0f} s"
+        return tuple(Survey(api=api, obstacle=reason) for api in apis)
+    if done.returncode != 0:
+        reason = f"asking the drivers failed (exit status {done.returncode})"
+        return tuple(Survey(api=api, obstacle=reason) for api in apis)
+    return tuple(_read_survey(item) for item in json.loads(done.stdout.splitlines()[-1]))
+
+
+def open_device(api: Api, number: int | None = None) -> Launcher:
+    """Open a device of ``api``, by default its first that is a GPU, else its first.
+
+    Raises P360 where there is none.
+    """
+    survey = survey_api(api)
+    if not survey.devices:
+        raise UserError.of("P360", f"{api}: {survey.obstacle}", help=survey.help)
+    if number is None:
+        number = min(survey.devices, key=lambda device: device.is_emulated).number
+    if number >= len(survey.devices):
+        names = ", ".join(f"{device.number}: {device.name}" for device in survey.devices)
+        raise UserError.of("P360", f"{api} has no device {number}", help=f"choose one of {names}")
+    launcher: Launcher = _import_launcher(api).open_device(number)
+    return launcher
+
+
+def _report_driver(api: Api, lines: Sequence[str]) -> Survey:
+    obstacle, advice = _DRIVERS[api]
+    reason = f" ({lines[0].strip()})" if lines else ""
+    return Survey(api=api, obstacle=obstacle + reason, help=advice)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _import_launcher(api: Api) -> Any:
+    return importlib.import_module(f"pi2.backends.gpu.launchers.{api}")
+
+
+def _read_survey(item: dict[str, Any]) -> Survey:
+    devices = tuple(DeviceFacts(**device) for device in item.pop("devices"))
+    return Survey(devices=devices, **item)
+
+
+if __name__ == "__main__":
+    wanted: Any = sys.argv[1:] or APIS
+    print(json.dumps([dataclasses.asdict(survey_api(api)) for api in wanted]), flush=True)
+    # Drivers have been seen to crash while they clean up.
+    os._exit(0)

@@ -1,0 +1,123 @@
+"""Compile GPU kernels: ``python -m pi2.backends.gpu.kernels.compile PROGRAM SPEC.json IMAGE.json``.
+
+PROGRAM is the name of the module that lists the kernels, `pi2.backends.gpu.kernels.program`.
+
+Runs in a process of its own, because the compiler library is far too large for a process that
+promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
+it works.  Exit status 3 and ``{"missing": "..."}``: a compiler of the API is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from pi2.backends.gpu.kernels.code import Kernel
+from pi2.backends.gpu.kernels.nvrtc import MissingCompiler, compile_cubin
+from pi2.backends.gpu.kernels.program import list_kernels
+from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Signature
+from pi2.backends.gpu.kernels.specification import GpuSpec, Target
+
+MISSING_COMPILER = 3
+"""Exit status where the API's compiler is not installed."""
+
+Report = Callable[[str, float], None]
+
+
+def make_target(target: Target) -> tvm.target.Target:
+    """Return the compiler's target."""
+    options: dict[str, object] = {"kind": target.api, "max_num_threads": 256}
+    if target.arch is not None:
+        options["arch"] = target.arch
+    return tvm.target.Target(options, host="llvm")
+
+
+def generate_sources(kernels: Sequence[Kernel], target: Target) -> tuple[str, dict[str, list[str]]]:
+    """Return the source of ``kernels``, and the names of its parameters by kernel."""
+    wanted = make_target(target)
+    functions = {kernel.name: kernel.function for kernel in kernels}
+    with wanted:
+        module = tirx.transform.BindTarget(wanted)(tvm.IRModule(functions))
+        pipeline, _, finish = tirx.get_tir_pipeline("s_tir")
+        # The attribute of the same name is a function.
+        split: Any = importlib.import_module("tvm.tirx.build").split_host_device_mods
+        _, devices = split(pipeline(module))
+        ((device_target, device),) = devices.items()
+        device = finish()(device)
+        code = tvm.get_global_func(f"target.build.{target.api}")(device, device_target)
+    parameters = {
+        str(function.attrs["global_symbol"]): [str(item.name) for item in function.params]
+        for function in device.functions.values()
+    }
+    return str(code.inspect_source()), parameters
+
+
+def describe_kernel(kernel: Kernel, parameters: Sequence[str], code: int) -> Signature:
+    """Return how ``kernel`` is launched; ``parameters`` are those of its code, in order."""
+    names = [name.removesuffix("_ptr") for name in parameters]
+    arrays = tuple(name for name in names if name in kernel.arrays)
+    numbers = tuple((name, kernel.numbers[name]) for name in names if name in kernel.numbers)
+    assert list(arrays) + [name for name, _ in numbers] == names, (kernel.name, names)
+    assert set(arrays) == set(kernel.arrays), f"{kernel.name} does not use all of its arrays"
+    return Signature(
+        name=kernel.name,
+        arrays=arrays,
+        numbers=numbers,
+        block=kernel.block,
+        grid=kernel.grid,
+        code=code,
+    )
+
+
+def build_image(
+    kernels: Sequence[Kernel], target: Target, report: Report = lambda label, share: None
+) -> KernelImage:
+    """Compile ``kernels``; raises `MissingCompiler`."""
+    # A WGSL source holds one kernel: the numbers of all would have the same name.
+    together = [[kernel] for kernel in kernels] if target.api == "webgpu" else [list(kernels)]
+    codes: list[bytes] = []
+    signatures: dict[str, Signature] = {}
+    for number, some in enumerate(together):
+        source, parameters = generate_sources(some, target)
+        for kernel in some:
+            symbol = kernel.name + ENTRY_SUFFIX
+            signatures[kernel.name] = describe_kernel(kernel, parameters[symbol], number)
+        if target.arch is None:
+            codes.append(source.encode())
+        else:
+            codes.append(compile_cubin(source, target.arch))
+        report("compiled", (number + 1) / len(together))
+    return KernelImage(api=target.api, codes=tuple(codes), kernels=signatures)
+
+
+def main(arguments: list[str]) -> int:
+    """Compile; see the module's docstring."""
+    spec_path, output = Path(arguments[1]), Path(arguments[2])
+
+    def report(label: str, share: float) -> None:
+        print(json.dumps({"label": label, "share": share}), flush=True)
+
+    report("loading the compiler", 0.0)
+    try:
+        spec = GpuSpec.from_json(spec_path.read_text())
+        image = build_image(list(list_kernels(spec)), spec.target, report)
+    except MissingCompiler as error:
+        print(json.dumps({"missing": str(error)}), flush=True)
+        return MISSING_COMPILER
+    output.write_text(image.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # The compiler library's clean-up at exit takes time and serves nothing.
+    os._exit(status)

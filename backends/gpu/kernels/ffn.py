@@ -1,0 +1,317 @@
+"""The FFN over a range of a layer's neurons, in two steps: activations, then their sum.
+
+======================  ==========================================================================
+kernel                  parameters: arrays, then numbers
+======================  ==========================================================================
+``values_N``            inputs float32 [T, hidden], gate and up weights in tiles, scales,
+                        [biases float32 [n, parts]], [routes float32 [T, experts], experts
+                        int32 [n]], values float32 [T, count]; first_tile, count, tokens
+``sums_N``              values float32 [T, count], down weights in rows, scales,
+                        partials float32 [parts, T, hidden]; first_tile, count, tokens, parts
+``join``                partials, sums float32 [T, hidden]; tokens, parts
+======================  ==========================================================================
+
+N is the number of tokens that a work group computes with.  ``first_tile`` counts the 32 neurons of
+a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.gpu.kernels import code as c
+from pi2.backends.gpu.kernels import many
+from pi2.backends.gpu.kernels.activation import activate
+from pi2.backends.gpu.kernels.few import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
+from pi2.backends.gpu.kernels.signature import Axis
+from pi2.backends.gpu.kernels.specification import FfnKernels
+from pi2.backends.gpu.kernels.weights import WORDS, Weights, unpack_word
+from pi2.plan.weights.layout import GROUP, Precision
+
+FEW = (1, 4)
+"""Tokens of the kernels that read weights once for each that many."""
+ELEMENTS = 8
+"""Elements of a neuron's down vector that a thread adds up: a *unit*."""
+UNITS = GROUP // ELEMENTS
+"""Units of a group."""
+_JOINED = 256
+"""Threads of a work group of ``join``."""
+
+
+def list_ffn_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
+    """Make all of them."""
+    for tokens in FEW:
+        yield make_values(ffn, fp16, tokens)
+        yield make_sums(ffn, fp16, tokens)
+    yield make_many_values(ffn, fp16)
+    yield make_many_sums(ffn, fp16)
+    yield make_join(ffn)
+
+
+class Epilogue:
+    """Turns the products of a neuron into its value."""
+
+    def __init__(self, kernel: c.Kernel, ffn: FfnKernels) -> None:
+        self._ffn = ffn
+        self._biases = kernel.take_array("biases", "float32") if ffn.bias else None
+        self._routes = kernel.take_array("routes", "float32") if ffn.experts else None
+        self._experts = kernel.take_array("experts", "int32") if ffn.experts else None
+
+    def compute(self, neuron: c.Expr, token: c.Expr, products: Sequence[c.Expr]) -> c.Expr:
+        """Return the value of the resident neuron ``neuron`` for ``token``."""
+        if self._biases is not None:
+            parts = self._ffn.parts
+            products = [
+                c.let(product + self._biases[neuron * parts + part])
+                for part, product in enumerate(products)
+            ]
+        value = activate(self._ffn, products[0], products[1] if self._ffn.gated else None)
+        if self._routes is None or self._experts is None:
+            return value
+        expert = c.let(self._experts[neuron])
+        return value * self._routes[token * self._ffn.experts + expert]
+
+
+def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
+    """Make ``values_N`` for N few tokens."""
+    kernel = c.Kernel(f"values_{count}", BLOCK)
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32x4")
+        weights = Weights.take(kernel, "gate_up", ffn.precision, VECTOR, fp16)
+        epilogue = Epilogue(kernel, ffn)
+        values = kernel.take_array("values", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        with kernel.run(Axis(number="count", per=ROWS), Axis(number="tokens", per=count)) as place:
+            tile = c.let(first_tile + place.group[0])
+            base = c.let(place.group[1] * count)
+            named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
+
+            def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
+                token = c.let(base + turn)
+                place_in_range = c.let(place.group[0] * ROWS + row)
+                with c.when(T.And(token < tokens, place_in_range < neurons)):
+                    value = epilogue.compute(c.let(tile * ROWS + row), token, products)
+                    c.store(values, token * neurons + place_in_range, value)
+
+            emit_few(Tiles(weights, ffn.parts, ffn.hidden), inputs, place, tile, named, finish)
+    return kernel
+
+
+def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
+    """Make ``sums_N`` for N few tokens.
+
+    A thread adds up 8 elements of the sum over every eighth neuron.  Neurons that are zero for all
+    of the tokens are not read.
+    """
+    kernel = c.Kernel(f"sums_{count}", BLOCK)
+    lanes = WORDS[ffn.precision] * ELEMENTS // GROUP
+    units = ffn.hidden // ELEMENTS
+    with kernel.declare():
+        values = kernel.take_array("values", "float32")
+        weights = Weights.take(kernel, "down", ffn.precision, lanes, fp16)
+        partials = kernel.take_array("partials", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        parts = kernel.take_number("parts")
+        columns = -(-units // ROWS)
+        with kernel.run(
+            Axis(times=columns, number="parts"), Axis(number="tokens", per=count)
+        ) as place:
+            lane, slice_number, _ = place.thread
+            part = c.let(T.floordiv(place.group[0], columns))
+            place_of_unit = c.let(T.floormod(place.group[0], columns) * ROWS + lane)
+            unit = c.let(T.min(place_of_unit, units - 1))
+            base = c.let(place.group[1] * count)
+            firsts = [c.let(T.min(base + turn, tokens - 1) * neurons) for turn in range(count)]
+            size = c.let(T.floordiv(neurons + parts - 1, parts))
+            begin = c.let(part * size)
+            end = c.let(T.min(begin + size, neurons))
+            sums = [c.make_zeros(ELEMENTS) for _ in range(count)]
+            with T.serial(c.divide_up(size, SLICES)) as turn:
+                neuron = c.let(begin + turn * SLICES + slice_number)
+                with c.when(neuron < end):
+                    factors = [c.let(values[first + neuron]) for first in firsts]
+                    row = c.let(first_tile * ROWS + neuron)
+                    with ExitStack() as stack:
+                        if not ffn.is_smooth:
+                            stack.enter_context(c.when(_is_any_set(factors)))
+                        _add_neuron(weights, units, row, unit, factors, sums)
+            shared = c.share(SLICES * ELEMENTS * ROWS)
+            for turn in range(count):
+                if turn:
+                    c.wait_for_group()
+                for index, cell in enumerate(sums[turn]):
+                    c.store(shared, (slice_number * ELEMENTS + index) * ROWS + lane, cell.get())
+                c.wait_for_group()
+                # From here on, the second axis counts elements.
+                total = c.Cell(shared[slice_number * ROWS + lane])
+                for piece in range(1, SLICES):
+                    total.add(shared[(piece * ELEMENTS + slice_number) * ROWS + lane])
+                token = c.let(base + turn)
+                with c.when(T.And(token < tokens, place_of_unit < units)):
+                    part_row = c.let(part * tokens + token)
+                    element = find_element(ffn.precision, unit, slice_number)
+                    c.store(partials, part_row * ffn.hidden + element, total.get())
+    return kernel
+
+
+def _is_any_set(factors: Sequence[c.Expr]) -> c.Expr:
+    """Whether one of them is not 0."""
+    size: c.Expr = T.max(factors[0], c.number(0.0) - factors[0])
+    for factor in factors[1:]:
+        size = T.max(size, T.max(factor, c.number(0.0) - factor))
+    return size > c.number(0.0)
+
+
+def _add_neuron(
+    weights: Weights,
+    units: int,
+    row: c.Expr,
+    unit: c.Expr,
+    factors: Sequence[c.Expr],
+    sums: list[list[c.Cell]],
+) -> None:
+    """Add 8 elements of a neuron's down vector, times each of the factors."""
+    words = weights.load(row * units + unit)
+    groups = units * ELEMENTS // GROUP
+    scale = weights.load_scale(row * groups + T.floordiv(unit, UNITS))
+    scaled = [c.let(factor * scale) for factor in factors]
+    numbers = [value for word in words for value in unpack_word(weights.precision, word)]
+    for factor, cells in zip(scaled, sums, strict=True):
+        for cell, value in zip(cells, numbers, strict=True):
+            cell.add(value * factor)
+
+
+def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
+    """Return which element of a vector is number ``index`` of unit ``unit`` of 8 elements."""
+    if precision != "int4":
+        return unit * ELEMENTS + index
+    group, word = T.floordiv(unit, UNITS), T.floormod(unit, UNITS)
+    # The second half of a word's elements is half a group further on.
+    half = T.floordiv(index, ELEMENTS // 2) * (GROUP // 2 - ELEMENTS // 2)
+    return group * GROUP + word * (ELEMENTS // 2) + index + half
+
+
+def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
+    """Make ``values_64``: a tile of gates and its up rows, or two tiles where there are none."""
+    kernel = c.Kernel(f"values_{many.TOKENS}", many.BLOCK)
+    tiles = 2 // ffn.parts
+    groups = ffn.hidden // GROUP
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32")
+        weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
+        epilogue = Epilogue(kernel, ffn)
+        values = kernel.take_array("values", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        with kernel.run(
+            Axis(number="count", per=ROWS * tiles), Axis(number="tokens", per=many.TOKENS)
+        ) as place:
+            base = c.let(place.group[1] * many.TOKENS)
+            # A tile beyond the last is read again and not used.
+            last = c.let(T.floordiv(neurons - 1, ROWS))
+            resident = [
+                c.let(first_tile + T.min(place.group[0] * tiles + index, last))
+                for index in range(tiles)
+            ]
+            strips = [
+                c.let(tile * ffn.parts + part) for tile in resident for part in range(ffn.parts)
+            ]
+
+            def load(panels: many.Panels, group: c.Expr) -> None:
+                many.emit_load_tiles(panels, place, weights, strips, group, groups)
+
+                def read(token: c.Expr, term: c.Expr) -> c.Expr:
+                    row = T.min(base + token, tokens - 1)
+                    return inputs[row * ffn.hidden + group * GROUP + term]
+
+                many.emit_load_inputs(panels, place, read)
+
+            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
+                row = c.let(place.thread[0] + half * many.SIDE)
+                token = c.let(base + token)
+                for index in range(tiles):
+                    neuron = c.let((place.group[0] * tiles + index) * ROWS + row)
+                    with c.when(T.And(token < tokens, neuron < neurons)):
+                        own = products[index * ffn.parts : (index + 1) * ffn.parts]
+                        value = epilogue.compute(c.let(first_tile * ROWS + neuron), token, own)
+                        c.store(values, token * neurons + neuron, value)
+
+            many.emit_many(place, T.int32(groups), load, finish)
+    return kernel
+
+
+def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
+    """Make ``sums_64``."""
+    kernel = c.Kernel(f"sums_{many.TOKENS}", many.BLOCK)
+    groups = ffn.hidden // GROUP
+    columns = -(-ffn.hidden // many.COLUMNS)
+    with kernel.declare():
+        values = kernel.take_array("values", "float32")
+        weights = Weights.take(kernel, "down", ffn.precision, 1, fp16)
+        partials = kernel.take_array("partials", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        parts = kernel.take_number("parts")
+        with kernel.run(
+            Axis(times=columns, number="parts"), Axis(number="tokens", per=many.TOKENS)
+        ) as place:
+            part = c.let(T.floordiv(place.group[0], columns))
+            column = c.let(T.floormod(place.group[0], columns) * many.COLUMNS)
+            base = c.let(place.group[1] * many.TOKENS)
+            size = c.let(T.floordiv(neurons + parts - 1, parts))
+            begin = c.let(part * size)
+            end = c.let(T.min(begin + size, neurons))
+
+            def load(panels: many.Panels, step: c.Expr) -> None:
+                first = c.let(begin + step * GROUP)
+
+                def read_row(term: c.Expr) -> c.Expr:
+                    return first_tile * ROWS + T.min(first + term, neurons - 1)
+
+                group = c.let(T.floordiv(column, GROUP))
+                many.emit_load_rows(panels, place, weights, read_row, group, groups)
+
+                def read(token: c.Expr, term: c.Expr) -> c.Expr:
+                    neuron = c.let(first + term)
+                    row = c.let(T.min(base + token, tokens - 1) * neurons)
+                    value = c.let(values[row + T.min(neuron, neurons - 1)])
+                    return T.Select(neuron < end, value, c.number(0.0))
+
+                many.emit_load_inputs(panels, place, read)
+
+            def finish(token: c.Expr, half: int, totals: list[c.Expr]) -> None:
+                token = c.let(base + token)
+                for strip, total in enumerate(totals):
+                    element = c.let(
+                        column + strip * many.STRIP + half * many.SIDE + place.thread[0]
+                    )
+                    with c.when(T.And(token < tokens, element < ffn.hidden)):
+                        row = c.let(part * tokens + token)
+                        c.store(partials, row * ffn.hidden + element, total)
+
+            many.emit_many(place, c.divide_up(size, GROUP), load, finish)
+    return kernel
+
+
+def make_join(ffn: FfnKernels) -> c.Kernel:
+    """Make ``join``."""
+    kernel = c.Kernel("join", (_JOINED, 1, 1))
+    with kernel.declare():
+        partials = kernel.take_array("partials", "float32")
+        sums = kernel.take_array("sums", "float32")
+        tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
+        groups = Axis(times=-(-ffn.hidden // _JOINED))
+        with kernel.run(groups, Axis(number="tokens")) as place:
+            element = c.let(place.group[0] * _JOINED + place.thread[0])
+            with c.when(element < ffn.hidden):
+                index = c.let(place.group[1] * ffn.hidden + element)
+                total = c.Cell(c.number(0.0))
+                with T.serial(parts) as part:
+                    total.add(partials[part * tokens * ffn.hidden + index])
+                c.store(sums, index, total.get())
+    return kernel

@@ -1,0 +1,1 @@
+"""Programs that run kernels on a device: one per API, behind `interface`."""

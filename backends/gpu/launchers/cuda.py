@@ -1,0 +1,259 @@
+"""NVIDIA GPUs through CUDA's driver API: the extra `cuda`.  Kernels come as cubins: the machine
+needs the driver alone."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Number, Signature
+from pi2.backends.gpu.launchers.interface import DeviceFacts, MemoryState
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pi2.backends.gpu.launchers.interface import U8, Array
+
+_NAME_BYTES = 120
+_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int32, "float32": ctypes.c_float}
+
+
+def list_devices() -> list[DeviceFacts]:
+    """Describe all devices; none where there is no driver."""
+    try:
+        status, *_ = driver.cuInit(0)
+    except RuntimeError:
+        return []
+    if int(status):
+        return []
+    (count,) = _call(driver.cuDeviceGetCount())
+    return [_describe(number) for number in range(count)]
+
+
+def open_device(number: int) -> CudaLauncher:
+    """Open a device by its number in `list_devices`."""
+    _call(driver.cuInit(0))
+    return CudaLauncher(number)
+
+
+def _describe(number: int) -> DeviceFacts:
+    (device,) = _call(driver.cuDeviceGet(number))
+    (name,) = _call(driver.cuDeviceGetName(_NAME_BYTES, device))
+    (total_bytes,) = _call(driver.cuDeviceTotalMem(device))
+    (version,) = _call(driver.cuDriverGetVersion())
+    kinds = driver.CUdevice_attribute
+
+    def ask(attribute: str) -> int:
+        kind = getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+        (value,) = _call(driver.cuDeviceGetAttribute(kind, device))
+        return int(value)
+
+    major, minor = ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR")
+    return DeviceFacts(
+        api="cuda",
+        number=number,
+        name=name.split(b"\0")[0].decode(errors="replace"),
+        driver=f"CUDA {version // 1000}.{version % 1000 // 10}",
+        kind="integrated" if ask("INTEGRATED") else "discrete",
+        memory_bytes=int(total_bytes),
+        fp16=True,
+        compute_units=ask("MULTIPROCESSOR_COUNT"),
+        max_array_bytes=int(total_bytes),
+        max_block_threads=ask("MAX_THREADS_PER_BLOCK"),
+        shared_bytes=ask("MAX_SHARED_MEMORY_PER_BLOCK"),
+        arch=f"sm_{major}{minor}",
+    )
+
+
+@dataclass(slots=True)
+class CudaArray:
+    """Memory of the device."""
+
+    pointer: Any
+    size: int
+
+
+@dataclass(slots=True)
+class CudaKernel:
+    """A function of a module."""
+
+    signature: Signature
+    function: Any
+
+
+class CudaLaunch:
+    """A function and its parameters in the form that the driver takes."""
+
+    def __init__(self, kernel: CudaKernel, arrays: Mapping[str, CudaArray]) -> None:
+        self.kernel = kernel
+        signature = kernel.signature
+        self._arrays = [ctypes.c_uint64(int(arrays[name].pointer)) for name in signature.arrays]
+        self._numbers = [(name, _TYPES[dtype]()) for name, dtype in signature.numbers]
+        cells: list[Any] = [*self._arrays, *(cell for _, cell in self._numbers)]
+        self._addresses = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+
+    def set_numbers(self, numbers: Mapping[str, Number]) -> int:
+        """Set the numbers; return the address of the list of parameters."""
+        for name, cell in self._numbers:
+            cell.value = numbers[name]
+        return ctypes.addressof(self._addresses)
+
+
+class CudaEvent:
+    """An event, and what must live until it is reached."""
+
+    def __init__(self, event: Any, kept: list[Array]) -> None:
+        self.event = event
+        self._kept = kept
+
+    def is_reached(self) -> bool:
+        (status,) = driver.cuEventQuery(self.event)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _call((status,))
+        return True
+
+    def wait(self) -> None:
+        _call(driver.cuEventSynchronize(self.event))
+        self._kept = []
+
+    def __del__(self) -> None:
+        driver.cuEventDestroy(self.event)
+
+
+class CudaQueue:
+    """A stream."""
+
+    def __init__(self) -> None:
+        (self._stream,) = _call(
+            driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        )
+        self._kept: list[Array] = []
+
+    def upload(self, target: CudaArray, source: Array, offset: int = 0) -> None:
+        assert source.flags.c_contiguous and offset + source.nbytes <= target.size
+        _call(
+            driver.cuMemcpyHtoDAsync(
+                int(target.pointer) + offset, source.ctypes.data, source.nbytes, self._stream
+            )
+        )
+        self._kept.append(source)
+
+    def download(self, source: CudaArray, target: Array, offset: int = 0) -> None:
+        assert target.flags.c_contiguous and offset + target.nbytes <= source.size
+        _call(
+            driver.cuMemcpyDtoHAsync(
+                target.ctypes.data, int(source.pointer) + offset, target.nbytes, self._stream
+            )
+        )
+        self._kept.append(target)
+
+    def launch(self, launch: CudaLaunch, numbers: Mapping[str, Number]) -> None:
+        parameters = launch.set_numbers(numbers)
+        x, y = launch.kernel.signature.count_groups(numbers)
+        _call(
+            driver.cuLaunchKernel(
+                launch.kernel.function,
+                x,
+                y,
+                1,
+                *launch.kernel.signature.block,
+                0,
+                self._stream,
+                parameters,
+                0,
+            )
+        )
+
+    def wait_for(self, event: CudaEvent) -> None:
+        _call(driver.cuStreamWaitEvent(self._stream, event.event, 0))
+
+    def submit(self) -> CudaEvent:
+        (event,) = _call(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+        _call(driver.cuEventRecord(event, self._stream))
+        kept, self._kept = self._kept, []
+        return CudaEvent(event, kept)
+
+
+class CudaLauncher:
+    """A CUDA device, in its primary context."""
+
+    def __init__(self, number: int) -> None:
+        self.facts = _describe(number)
+        self.allocated_bytes = 0
+        (self._device,) = _call(driver.cuDeviceGet(number))
+        (context,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
+        _call(driver.cuCtxSetCurrent(context))
+        self._modules: list[Any] = []
+        self._host: list[Any] = []
+
+    def allocate(self, size: int) -> CudaArray:
+        assert size % 4 == 0, size
+        (pointer,) = _call(driver.cuMemAlloc(max(size, 16)))
+        self.allocated_bytes += size
+        return CudaArray(pointer, size)
+
+    def release(self, array: CudaArray) -> None:
+        _call(driver.cuMemFree(array.pointer))
+        self.allocated_bytes -= array.size
+
+    def allocate_host(self, size: int) -> U8:
+        (address,) = _call(driver.cuMemHostAlloc(size, 0))
+        self._host.append(address)
+        raw = (ctypes.c_uint8 * size).from_address(int(address))
+        array: U8 = np.ctypeslib.as_array(raw)
+        return array
+
+    def load(self, image: KernelImage) -> Mapping[str, CudaKernel]:
+        assert image.api == "cuda", image.api
+        modules = []
+        for code in image.codes:
+            cubin = np.frombuffer(code, np.uint8)
+            (module,) = _call(driver.cuModuleLoadData(cubin.ctypes.data))
+            modules.append(module)
+        self._modules += modules
+        loaded = {}
+        for name, signature in image.kernels.items():
+            entry = (name + ENTRY_SUFFIX).encode()
+            (function,) = _call(driver.cuModuleGetFunction(modules[signature.code], entry))
+            loaded[name] = CudaKernel(signature, function)
+        return loaded
+
+    def bind(self, kernel: CudaKernel, arrays: Mapping[str, CudaArray]) -> CudaLaunch:
+        return CudaLaunch(kernel, arrays)
+
+    def open_queue(self) -> CudaQueue:
+        return CudaQueue()
+
+    def read_memory(self) -> MemoryState | None:
+        free, total = _call(driver.cuMemGetInfo())
+        return MemoryState(free_bytes=int(free), total_bytes=int(total))
+
+    def close(self) -> None:
+        for module in self._modules:
+            _call(driver.cuModuleUnload(module))
+        for address in self._host:
+            _call(driver.cuMemFreeHost(address))
+        _call(driver.cuDevicePrimaryCtxRelease(self._device))
+
+
+def _call(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the results of a call of the driver, without its status; raises P361 and P362."""
+    status, *results = result
+    if int(status) == 0:
+        return tuple(results)
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise UserError.of(
+            "P361",
+            "the GPU has no memory left",
+            help="give the unit less in the plan's `memory.units`, or end other programs",
+        )
+    raise UserError.of(
+        "P362",
+        f"CUDA refused a call: {status.name}",
+        help="bring the driver up to date, or choose another unit or API in the plan",
+    )

@@ -1,0 +1,163 @@
+"""What a launcher is: memory, kernels and queues of one device.
+
+A launcher belongs to one thread.  Work is put into a queue and runs in its order, later than the
+call that asks for it::
+
+    arrays = {name: launcher.allocate(size) ...}
+    kernels = launcher.load(image)
+    values = launcher.bind(kernels["values_1"], arrays)
+    queue = launcher.open_queue()
+    queue.upload(arrays["inputs"], inputs)
+    queue.launch(values, {"tokens": 1, ...})
+    queue.download(arrays["sums"], sums)
+    queue.submit().wait()                       # sums holds the result now
+
+What a driver or a device refuses becomes a diagnostic: P360 (there is no device), P361 (its memory
+is full) or P362 (it does not compute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pi2.backends.gpu.kernels.signature import Api, KernelImage, Number, Signature
+from pi2.backends.gpu.kernels.specification import Target
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import numpy as np
+    import numpy.typing as npt
+
+    U8 = npt.NDArray[np.uint8]
+    Array = npt.NDArray[Any]
+
+DeviceKind = Literal["discrete", "integrated", "processor"]
+"""``processor``: the machine's own cores play a GPU (PoCL, lavapipe): for tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What a driver says of a device."""
+
+    api: Api
+    number: int
+    """Of the API's devices."""
+    name: str
+    driver: str
+    kind: DeviceKind
+    memory_bytes: int | None
+    """Of its own; None where it uses main memory, or the API does not say."""
+    fp16: bool
+    """Whether kernels may have fp16 values."""
+    compute_units: int | None
+    max_array_bytes: int
+    """The largest array that a kernel may read."""
+    max_block_threads: int
+    shared_bytes: int
+    """That the threads of a work group may share."""
+    arch: str | None = None
+    """Of CUDA: ``sm_80``."""
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it is no GPU at all: its times say nothing about one."""
+        return self.kind == "processor"
+
+    @property
+    def target(self) -> Target:
+        """What kernels are compiled for."""
+        return Target(api=self.api, fp16=self.fp16, arch=self.arch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryState:
+    """A device's memory as its driver counts it."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class DeviceArray(Protocol):
+    """An array in the device's memory; what it holds at first is not defined."""
+
+    @property
+    def size(self) -> int:
+        """Its size in bytes."""
+
+
+class LoadedKernel(Protocol):
+    """A kernel that the driver has accepted."""
+
+    signature: Signature
+
+
+class Launch(Protocol):
+    """A kernel with its arrays."""
+
+    kernel: LoadedKernel
+
+
+class Event(Protocol):
+    """A point in a queue."""
+
+    def is_reached(self) -> bool:
+        """Whether everything before it is done."""
+
+    def wait(self) -> None:
+        """Return when everything before it is done: downloads are in their arrays then."""
+
+
+class Queue(Protocol):
+    """Work that runs in its order."""
+
+    def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
+        """Copy ``source`` to byte ``offset`` of ``target``; both are multiples of 4 bytes.
+        ``source`` stays as it is until an event that follows is reached."""
+
+    def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
+        """Copy from byte ``offset`` of ``source`` into ``target`` (contiguous), which is filled
+        when an event that follows has been waited for."""
+
+    def launch(self, launch: Launch, numbers: Mapping[str, Number]) -> None:
+        """Run a kernel; ``numbers`` may hold more than it takes."""
+
+    def wait_for(self, event: Event) -> None:
+        """Let what follows begin after ``event``, of another queue of the launcher."""
+
+    def submit(self) -> Event:
+        """Send everything so far to the device."""
+
+
+class Launcher(Protocol):
+    """A device that was opened."""
+
+    facts: DeviceFacts
+    allocated_bytes: int
+    """Of all arrays that are not released."""
+
+    def allocate(self, size: int) -> DeviceArray:
+        """Make an array of ``size`` bytes, a multiple of 4; raises P361."""
+
+    def release(self, array: DeviceArray) -> None:
+        """Give an array's memory back; no work that uses it may be left in a queue."""
+
+    def allocate_host(self, size: int) -> U8:
+        """Make bytes in main memory from and to which copies are fastest."""
+
+    def load(self, image: KernelImage) -> Mapping[str, LoadedKernel]:
+        """Hand kernels to the driver; raises P362."""
+
+    def bind(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> Launch:
+        """Give a kernel its arrays, of more than it takes if there are more."""
+
+    def open_queue(self) -> Queue:
+        """Make a queue."""
+
+    def read_memory(self) -> MemoryState | None:
+        """The device's memory as it is now; None where the API does not say."""
+
+    def close(self) -> None:
+        """Give everything back."""

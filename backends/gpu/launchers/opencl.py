@@ -1,0 +1,237 @@
+"""OpenCL devices through pyopencl: the extra `opencl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyopencl as cl
+
+from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Number, Signature
+from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pi2.backends.gpu.launchers.interface import U8, Array
+
+_TYPES: Mapping[str, Any] = {"int32": np.int32, "float32": np.float32}
+
+
+def list_devices() -> list[DeviceFacts]:
+    """Describe all devices; none where the loader finds no driver."""
+    return [_describe(number, device) for number, device in enumerate(_find_devices())]
+
+
+def open_device(number: int) -> OpenClLauncher:
+    """Open a device by its number in `list_devices`."""
+    return OpenClLauncher(number, _find_devices()[number])
+
+
+def _find_devices() -> list[Any]:
+    try:
+        platforms = cl.get_platforms()
+    except cl.LogicError:
+        return []
+    found: list[Any] = []
+    for platform in platforms:
+        try:
+            found += platform.get_devices()
+        except cl.Error:
+            # A driver without a device.
+            continue
+    return found
+
+
+def _describe(number: int, device: Any) -> DeviceFacts:
+    is_processor = bool(device.type & cl.device_type.CPU)
+    unified = bool(device.host_unified_memory)
+    kind: DeviceKind = "integrated" if unified else "discrete"
+    return DeviceFacts(
+        api="opencl",
+        number=number,
+        name=" ".join(device.name.split())[:120],
+        driver=f"{device.platform.name.strip()} {device.driver_version.strip()}",
+        kind="processor" if is_processor else kind,
+        memory_bytes=None if is_processor or unified else int(device.global_mem_size),
+        fp16="cl_khr_fp16" in device.extensions.split(),
+        compute_units=int(device.max_compute_units),
+        max_array_bytes=int(device.max_mem_alloc_size),
+        max_block_threads=int(device.max_work_group_size),
+        shared_bytes=int(device.local_mem_size),
+    )
+
+
+@dataclass(slots=True)
+class OpenClArray:
+    """A buffer."""
+
+    buffer: Any
+    size: int
+
+
+@dataclass(slots=True)
+class OpenClKernel:
+    """A kernel of a program."""
+
+    signature: Signature
+    program: Any
+
+
+class OpenClLaunch:
+    """A kernel object of its own, with its arrays set."""
+
+    def __init__(self, kernel: OpenClKernel, arrays: Mapping[str, OpenClArray]) -> None:
+        self.kernel = kernel
+        signature = kernel.signature
+        self.object = cl.Kernel(kernel.program, signature.name + ENTRY_SUFFIX)
+        self._kept = [arrays[name] for name in signature.arrays]
+        for index, array in enumerate(self._kept):
+            self.object.set_arg(index, array.buffer)
+        first = len(self._kept)
+        self._numbers = [
+            (first + index, name, _TYPES[dtype])
+            for index, (name, dtype) in enumerate(signature.numbers)
+        ]
+
+    def set_numbers(self, numbers: Mapping[str, Number]) -> None:
+        """Set the numbers."""
+        for index, name, dtype in self._numbers:
+            self.object.set_arg(index, dtype(numbers[name]))
+
+
+class OpenClEvent:
+    """A marker in a queue, and what must live until it is reached."""
+
+    def __init__(self, event: Any, kept: list[Array]) -> None:
+        self.event = event
+        self._kept = kept
+
+    def is_reached(self) -> bool:
+        return bool(self.event.command_execution_status == cl.command_execution_status.COMPLETE)
+
+    def wait(self) -> None:
+        with _explain("a kernel failed"):
+            self.event.wait()
+        self._kept = []
+
+
+class OpenClQueue:
+    """A queue that keeps its order."""
+
+    def __init__(self, context: Any) -> None:
+        self._queue = cl.CommandQueue(context)
+        self._kept: list[Array] = []
+
+    def upload(self, target: OpenClArray, source: Array, offset: int = 0) -> None:
+        with _explain("an upload failed"):
+            cl.enqueue_copy(
+                self._queue, target.buffer, source, dst_offset=offset, is_blocking=False
+            )
+        self._kept.append(source)
+
+    def download(self, source: OpenClArray, target: Array, offset: int = 0) -> None:
+        with _explain("a download failed"):
+            cl.enqueue_copy(
+                self._queue, target, source.buffer, src_offset=offset, is_blocking=False
+            )
+        self._kept.append(target)
+
+    def launch(self, launch: OpenClLaunch, numbers: Mapping[str, Number]) -> None:
+        signature = launch.kernel.signature
+        launch.set_numbers(numbers)
+        x, y = signature.count_groups(numbers)
+        width, height, depth = signature.block
+        with _explain(f"kernel {signature.name!r} was not started"):
+            cl.enqueue_nd_range_kernel(
+                self._queue, launch.object, (x * width, y * height, depth), signature.block
+            )
+
+    def wait_for(self, event: OpenClEvent) -> None:
+        cl.enqueue_barrier(self._queue, wait_for=[event.event])
+
+    def submit(self) -> OpenClEvent:
+        event = cl.enqueue_marker(self._queue)
+        self._queue.flush()
+        kept, self._kept = self._kept, []
+        return OpenClEvent(event, kept)
+
+
+class OpenClLauncher:
+    """An OpenCL device."""
+
+    def __init__(self, number: int, device: Any) -> None:
+        self.facts = _describe(number, device)
+        self.allocated_bytes = 0
+        self._device = device
+        self._context = cl.Context([device])
+
+    def allocate(self, size: int) -> OpenClArray:
+        assert size % 4 == 0, size
+        try:
+            buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size, 4))
+        except cl.Error as error:
+            raise UserError.of(
+                "P361",
+                f"{self.facts.name} has no memory left for {size} bytes ({error})",
+                help="give the unit less in the plan's `memory.units`",
+            ) from error
+        self.allocated_bytes += size
+        return OpenClArray(buffer, size)
+
+    def release(self, array: OpenClArray) -> None:
+        array.buffer.release()
+        self.allocated_bytes -= array.size
+
+    def allocate_host(self, size: int) -> U8:
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR
+        buffer = cl.Buffer(self._context, flags, size)
+        queue = cl.CommandQueue(self._context)
+        access = cl.map_flags.READ | cl.map_flags.WRITE
+        # The array holds the mapping, and that the buffer.
+        array, _ = cl.enqueue_map_buffer(queue, buffer, access, 0, (size,), np.uint8)
+        queue.finish()
+        return np.asarray(array)
+
+    def load(self, image: KernelImage) -> Mapping[str, OpenClKernel]:
+        assert image.api == "opencl", image.api
+        programs = []
+        for code in image.codes:
+            with _explain(f"{self.facts.driver} does not compile pi2's kernels"):
+                programs.append(cl.Program(self._context, code.decode()).build())
+        return {
+            name: OpenClKernel(signature, programs[signature.code])
+            for name, signature in image.kernels.items()
+        }
+
+    def bind(self, kernel: OpenClKernel, arrays: Mapping[str, OpenClArray]) -> OpenClLaunch:
+        return OpenClLaunch(kernel, arrays)
+
+    def open_queue(self) -> OpenClQueue:
+        return OpenClQueue(self._context)
+
+    def read_memory(self) -> MemoryState | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is held beyond the objects themselves."""
+
+
+@contextmanager
+def _explain(what: str) -> Iterator[None]:
+    """Turn what the driver refuses into a diagnostic."""
+    try:
+        yield
+    except cl.Error as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        full = "OUT_OF_RESOURCES" in str(error) or "ALLOCATION" in str(error)
+        raise UserError.of(
+            "P361" if full else "P362",
+            f"{what}: {lines[0] if lines else 'the driver does not say why'}",
+            help="bring the driver up to date, or choose another unit or API in the plan",
+            notes=lines[1:12],
+        ) from error

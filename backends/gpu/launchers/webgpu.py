@@ -1,0 +1,332 @@
+"""WebGPU devices through wgpu (Vulkan, Metal, DX12): the extra `webgpu`."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import extras
+
+from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Number, Signature
+from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pi2.backends.gpu.launchers.interface import U8, Array
+
+_KINDS: Mapping[str, DeviceKind] = {
+    "DiscreteGPU": "discrete",
+    "IntegratedGPU": "integrated",
+    "CPU": "processor",
+}
+_LIMITS = (
+    "max-buffer-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroup-size-y",
+)
+"""What the device is asked for as far as it goes: the standard's own limits are those of phones."""
+_MOST_GROUPS = 65535
+"""Of the first axis: more go on along the third."""
+_KEPT_NUMBERS = 64
+"""Sets of numbers that a launch is kept ready for."""
+
+
+@cache
+def _find_adapters() -> tuple[Any, ...]:
+    # OpenGL adapters would be the same devices again, and not all of them compute.
+    extras.set_instance_extras(backends=("Vulkan", "Metal", "DX12"))
+    with _name_runtime_folder():
+        return tuple(wgpu.gpu.enumerate_adapters_sync())
+
+
+@contextmanager
+def _name_runtime_folder() -> Iterator[None]:
+    """Name the folder that drivers of displays look for: without one, each of them complains."""
+    added = "XDG_RUNTIME_DIR" not in os.environ
+    if added:
+        os.environ["XDG_RUNTIME_DIR"] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        if added:
+            del os.environ["XDG_RUNTIME_DIR"]
+
+
+def list_devices() -> list[DeviceFacts]:
+    """Describe all devices."""
+    return [_describe(number, adapter) for number, adapter in enumerate(_find_adapters())]
+
+
+def open_device(number: int) -> WebGpuLauncher:
+    """Open a device by its number in `list_devices`."""
+    return WebGpuLauncher(number, _find_adapters()[number])
+
+
+def _describe(number: int, adapter: Any) -> DeviceFacts:
+    info, limits = adapter.info, adapter.limits
+    return DeviceFacts(
+        api="webgpu",
+        number=number,
+        name=str(info["device"])[:120],
+        driver=f"{info['backend_type']} {info['description']}".strip(),
+        kind=_KINDS.get(info["adapter_type"], "discrete"),
+        memory_bytes=None,
+        fp16="shader-f16" in adapter.features,
+        compute_units=None,
+        max_array_bytes=int(
+            min(limits["max-storage-buffer-binding-size"], limits["max-buffer-size"])
+        ),
+        max_block_threads=int(limits["max-compute-invocations-per-workgroup"]),
+        shared_bytes=int(limits["max-compute-workgroup-storage-size"]),
+    )
+
+
+@dataclass(slots=True)
+class WebGpuArray:
+    """A buffer."""
+
+    buffer: Any
+    size: int
+
+
+@dataclass(slots=True)
+class WebGpuKernel:
+    """A compute pipeline."""
+
+    signature: Signature
+    pipeline: Any
+
+
+class WebGpuLaunch:
+    """A pipeline with its arrays, and a bind group for each set of numbers of late."""
+
+    def __init__(
+        self, device: Any, kernel: WebGpuKernel, arrays: Mapping[str, WebGpuArray]
+    ) -> None:
+        self.kernel = kernel
+        self._device = device
+        signature = kernel.signature
+        self._entries = [
+            {
+                "binding": index,
+                "resource": {"buffer": arrays[name].buffer, "offset": 0, "size": arrays[name].size},
+            }
+            for index, name in enumerate(signature.arrays)
+        ]
+        kinds = {"int32": "i", "float32": "f"}
+        self._format = "<" + "".join(kinds[dtype] for _, dtype in signature.numbers) + "I"
+        self._groups: OrderedDict[bytes, Any] = OrderedDict()
+
+    def find_group(self, numbers: Mapping[str, Number], width: int) -> Any:
+        """The bind group for ``numbers`` and ``width`` work groups along the first axis."""
+        values = [numbers[name] for name, _ in self.kernel.signature.numbers]
+        # The code ends threads of groups beyond this.
+        data = struct.pack(self._format, *values, width - 1)
+        group = self._groups.get(data)
+        if group is None:
+            uniform = self._device.create_buffer_with_data(
+                data=data.ljust(-(-len(data) // 16) * 16, b"\0"), usage=wgpu.BufferUsage.UNIFORM
+            )
+            entry = {
+                "binding": len(self._entries),
+                "resource": {"buffer": uniform, "offset": 0, "size": uniform.size},
+            }
+            layout = self.kernel.pipeline.get_bind_group_layout(0)
+            group = self._device.create_bind_group(layout=layout, entries=[*self._entries, entry])
+            self._groups[data] = group
+            if len(self._groups) > _KEPT_NUMBERS:
+                self._groups.popitem(last=False)
+        else:
+            self._groups.move_to_end(data)
+        return group
+
+
+class WebGpuEvent:
+    """The end of a submission: copies into arrays of main memory that are mapped when it is
+    reached, whether or not anybody asked for them."""
+
+    def __init__(self, copies: list[tuple[Any, Array | None]]) -> None:
+        self._copies = copies
+        self._promises = [staging.map_async(wgpu.MapMode.READ) for staging, _ in copies]
+
+    def is_reached(self) -> bool:
+        return all(staging.map_state == "mapped" for staging, _ in self._copies)
+
+    def wait(self) -> None:
+        copies, self._copies = self._copies, []
+        with _explain("a kernel failed"):
+            for (staging, target), promise in zip(copies, self._promises, strict=False):
+                promise.sync_wait()
+                if target is not None:
+                    data = staging.read_mapped(copy=False)
+                    flat = target.reshape(-1).view(np.uint8)
+                    flat[:] = np.frombuffer(data, np.uint8, flat.size)
+                staging.unmap()
+                staging.destroy()
+
+
+class WebGpuQueue:
+    """Commands that are sent together: WebGPU has one queue, and sending costs more than running
+    a small kernel."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._encoder: Any = None
+        self._pass: Any = None
+        self._copies: list[tuple[Any, Array | None]] = []
+        self._mark = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
+        """What is copied at the end of a submission."""
+
+    def upload(self, target: WebGpuArray, source: Array, offset: int = 0) -> None:
+        # Writes come before commands that are sent after them.
+        self._send()
+        with _explain("an upload failed"):
+            self._device.queue.write_buffer(target.buffer, offset, source)
+
+    def download(self, source: WebGpuArray, target: Array, offset: int = 0) -> None:
+        assert target.flags.c_contiguous
+        self._copy(source.buffer, offset, target.nbytes, target)
+
+    def launch(self, launch: WebGpuLaunch, numbers: Mapping[str, Number]) -> None:
+        width, height = launch.kernel.signature.count_groups(numbers)
+        depth = -(-width // _MOST_GROUPS)
+        with _explain(f"kernel {launch.kernel.signature.name!r} was not started"):
+            group = launch.find_group(numbers, width)
+            commands = self._begin_pass()
+            commands.set_pipeline(launch.kernel.pipeline)
+            commands.set_bind_group(0, group)
+            commands.dispatch_workgroups(-(-width // depth), height, depth)
+
+    def wait_for(self, event: WebGpuEvent) -> None:
+        """All queues are one: what was sent before runs before."""
+
+    def submit(self) -> WebGpuEvent:
+        # on_submitted_work_done of wgpu 0.32 does not work with its own library.
+        self._copy(self._mark, 0, 4, None)
+        self._send()
+        copies, self._copies = self._copies, []
+        return WebGpuEvent(copies)
+
+    def _copy(self, source: Any, offset: int, size: int, target: Array | None) -> None:
+        staging = self._device.create_buffer(
+            size=size, usage=wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+        )
+        self._end_pass().copy_buffer_to_buffer(source, offset, staging, 0, size)
+        self._copies.append((staging, target))
+
+    def _begin_pass(self) -> Any:
+        if self._encoder is None:
+            self._encoder = self._device.create_command_encoder()
+        if self._pass is None:
+            self._pass = self._encoder.begin_compute_pass()
+        return self._pass
+
+    def _end_pass(self) -> Any:
+        if self._encoder is None:
+            self._encoder = self._device.create_command_encoder()
+        if self._pass is not None:
+            self._pass.end()
+            self._pass = None
+        return self._encoder
+
+    def _send(self) -> None:
+        if self._encoder is None:
+            return
+        encoder = self._end_pass()
+        with _explain("commands were refused"):
+            self._device.queue.submit([encoder.finish()])
+        self._encoder = None
+
+
+class WebGpuLauncher:
+    """A WebGPU device."""
+
+    def __init__(self, number: int, adapter: Any) -> None:
+        self.facts = _describe(number, adapter)
+        self.allocated_bytes = 0
+        limits = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
+        with _explain(f"{self.facts.name} could not be opened"):
+            self._device = adapter.request_device_sync(
+                required_features=["shader-f16"] if self.facts.fp16 else [], required_limits=limits
+            )
+
+    def allocate(self, size: int) -> WebGpuArray:
+        assert size % 4 == 0, size
+        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        # An array that a vector is read from has at least one.
+        size = -(-max(size, 16) // 16) * 16
+        try:
+            buffer = self._device.create_buffer(size=size, usage=usage)
+        except wgpu.GPUError as error:
+            raise UserError.of(
+                "P361",
+                f"{self.facts.name} has no memory left for {size} bytes",
+                help="give the unit less in the plan's `memory.units`",
+                notes=str(error).splitlines()[:4],
+            ) from error
+        self.allocated_bytes += size
+        return WebGpuArray(buffer, size)
+
+    def release(self, array: WebGpuArray) -> None:
+        array.buffer.destroy()
+        self.allocated_bytes -= array.size
+
+    def allocate_host(self, size: int) -> U8:
+        return np.empty(size, np.uint8)
+
+    def load(self, image: KernelImage) -> Mapping[str, WebGpuKernel]:
+        assert image.api == "webgpu", image.api
+        loaded = {}
+        for name, signature in image.kernels.items():
+            with _explain(f"{self.facts.driver} does not compile kernel {name!r}"):
+                module = self._device.create_shader_module(
+                    code=image.codes[signature.code].decode()
+                )
+                pipeline = self._device.create_compute_pipeline(
+                    layout="auto", compute={"module": module, "entry_point": name + ENTRY_SUFFIX}
+                )
+            loaded[name] = WebGpuKernel(signature, pipeline)
+        return loaded
+
+    def bind(self, kernel: WebGpuKernel, arrays: Mapping[str, WebGpuArray]) -> WebGpuLaunch:
+        return WebGpuLaunch(self._device, kernel, arrays)
+
+    def open_queue(self) -> WebGpuQueue:
+        return WebGpuQueue(self._device)
+
+    def read_memory(self) -> MemoryState | None:
+        return None
+
+    def close(self) -> None:
+        self._device.destroy()
+
+
+@contextmanager
+def _explain(what: str) -> Iterator[None]:
+    """Turn what the driver refuses into a diagnostic."""
+    try:
+        yield
+    except (wgpu.GPUError, RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        full = isinstance(error, wgpu.GPUOutOfMemoryError)
+        raise UserError.of(
+            "P361" if full else "P362",
+            f"{what}: {lines[0] if lines else 'the driver does not say why'}",
+            help="bring the driver up to date, or choose another unit or API in the plan",
+            notes=lines[1:12],
+        ) from error

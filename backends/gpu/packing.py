@@ -1,0 +1,160 @@
+"""Weights of the store rearranged for a GPU: neighbouring threads read neighbouring words.
+
+The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): what is in them says
+`pi2.backends.gpu.kernels.weights`.  Where these lie is another matter:
+
+- *tiles*, for rows that are multiplied with inputs: 32 rows are a tile.  In it comes one vector of
+  16 bytes of each row, then the next of each row, and so on; where neurons have gates, all of the
+  gates of a tile come before its up rows.  Scales likewise: one of each row, then the next.
+- *rows*, for vectors that are added up: a vector's groups one after the other, and its scales.
+
+A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the last tile are zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.plan.weights.layout import (
+    GROUP,
+    BundleLayout,
+    Precision,
+    round_up,
+    scale_bytes,
+    split_lanes,
+    weight_bytes,
+)
+from pi2.plan.weights.packing import slice_bias, slice_experts, slice_part
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+_Element = TypeVar("_Element", bound=np.generic)
+
+TILE = 32
+"""Rows of a tile."""
+_VECTOR = 4
+"""Words of a vector of 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNeurons:
+    """Neurons as the kernels of `pi2.backends.gpu.kernels.ffn` read them, n a multiple of 32."""
+
+    gate_up_weights: U32
+    """In tiles, flat."""
+    gate_up_scales: F16 | None
+    down_weights: U32
+    """In rows, flat."""
+    down_scales: F16 | None
+    biases: F32 | None
+    """[n, parts], flat."""
+    experts: I32 | None
+    """[n]; 0 for what fills up the last tile."""
+
+    def list_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Those that there are, by the names of the kernels' parameters."""
+        arrays = {
+            "gate_up_weights": self.gate_up_weights,
+            "gate_up_scales": self.gate_up_scales,
+            "down_weights": self.down_weights,
+            "down_scales": self.down_scales,
+            "biases": self.biases,
+            "experts": self.experts,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+def count_tile_bytes(layout: BundleLayout) -> dict[str, int]:
+    """Bytes that a tile of neurons takes in each of `DeviceNeurons.list_arrays`."""
+    inputs = len(layout.parts) - 1
+    weights = TILE * weight_bytes(layout.hidden, layout.precision)
+    scales = TILE * scale_bytes(layout.hidden, layout.precision)
+    sizes = {
+        "gate_up_weights": inputs * weights,
+        "gate_up_scales": inputs * scales,
+        "down_weights": weights,
+        "down_scales": scales,
+        "biases": TILE * 4 * len(layout.biases),
+        "experts": 0 if layout.expert_offset is None else TILE * 4,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def order_words(weights: U8, length: int, precision: Precision) -> U32:
+    """Put the words of packed vectors uint8 [n, weight_bytes] in the order of groups: uint32 [n,
+    groups, words of a group]."""
+    count = len(weights)
+    words = weight_bytes(GROUP, precision) // 4
+    if precision == "fp16":
+        plain = np.ascontiguousarray(weights).view("<u4")
+        return np.asarray(plain.reshape(count, length // GROUP, words), np.uint32)
+    ordered = np.empty((count, length // GROUP, words), np.uint32)
+    group, byte = 0, 0
+    for lanes, blocks in Counter(split_lanes(length)).items():
+        groups = blocks * lanes
+        size = weight_bytes(groups * GROUP, precision)
+        source = np.ascontiguousarray(weights[:, byte : byte + size]).view("<u4")
+        block = source.reshape(count, blocks, words, lanes).transpose(0, 1, 3, 2)
+        ordered[:, group : group + groups].reshape(count, blocks, lanes, words)[:] = block
+        group += groups
+        byte += size
+    return ordered
+
+
+def pack_tiles(parts: Sequence[U32]) -> U32:
+    """Arrange words [n, groups, words] of each part in tiles, n a multiple of 32: flat."""
+    joined = np.stack([part.reshape(-1, TILE, part.shape[1] * part.shape[2]) for part in parts], 1)
+    tiles, count, rows, words = joined.shape
+    vectors = joined.reshape(tiles, count, rows, words // _VECTOR, _VECTOR)
+    return np.ascontiguousarray(vectors.transpose(0, 1, 3, 2, 4)).reshape(-1)
+
+
+def pack_tile_scales(parts: Sequence[F16]) -> F16:
+    """Arrange scales [n, groups] of each part in tiles, n a multiple of 32: flat."""
+    joined = np.stack([part.reshape(-1, TILE, part.shape[1]) for part in parts], 1)
+    return np.ascontiguousarray(joined.transpose(0, 1, 3, 2)).reshape(-1)
+
+
+def pack_matrix(
+    weights: U8, scales: F16 | None, length: int, precision: Precision
+) -> tuple[U32, F16 | None]:
+    """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles; the last is filled up."""
+    words = pack_tiles([fill_tile(order_words(weights, length, precision))])
+    return words, None if scales is None else pack_tile_scales([fill_tile(scales)])
+
+
+def pack_neurons(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
+    """Arrange bundles uint8 [n, .] that have their scales in them; the last tile is filled up."""
+    inputs = range(len(layout.parts) - 1)
+    parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
+    words = [
+        fill_tile(order_words(weights, layout.hidden, layout.precision)) for weights, _ in parts
+    ]
+    scales = [fill_tile(part_scales) for _, part_scales in parts if part_scales is not None]
+    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
+    mixed = layout.expert_offset is not None
+    return DeviceNeurons(
+        gate_up_weights=pack_tiles([words[index] for index in inputs]),
+        gate_up_scales=pack_tile_scales([scales[index] for index in inputs]) if scales else None,
+        down_weights=words[-1].reshape(-1),
+        down_scales=np.ascontiguousarray(scales[-1]).reshape(-1) if scales else None,
+        biases=fill_tile(np.stack(biases, 1)).reshape(-1) if biases else None,
+        experts=fill_tile(slice_experts(bundles, layout)) if mixed else None,
+    )
+
+
+def fill_tile(array: npt.NDArray[_Element]) -> npt.NDArray[_Element]:
+    """Add rows of zeros to the next multiple of 32."""
+    missing = round_up(len(array), TILE) - len(array)
+    if missing == 0:
+        return array
+    return np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])

@@ -1,0 +1,117 @@
+"""The FFN on GPUs against numpy in double precision, over odd shapes; PoCL and lavapipe emulate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from pi2.backends.gpu.dense import DenseFfn, describe_ffn
+from pi2.backends.gpu.kernels.ffn import make_values
+from pi2.backends.gpu.kernels.specification import FfnKernels
+from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.gpu.packing import pack_neurons
+from pi2.plan.documents.model import Activation
+from tests.helpers.gpu import Bench, RandomNeurons, measure_error
+
+CLOSE = 3e-6
+"""Of the largest value: everything is added up in float32, in an order of the device's own."""
+
+
+def load(launcher: Launcher, neurons: RandomNeurons, chunk: int) -> DenseFfn:
+    dense = DenseFfn(
+        launcher,
+        neurons.layout,
+        neurons.ffn,
+        [neurons.count],
+        chunk,
+        lambda _label, _share: None,
+    )
+    for first in range(0, neurons.count, 64):
+        dense.upload(0, first, neurons.bundles[first : first + 64])
+    return dense
+
+
+PLAIN = FfnKernels(hidden=480, precision="int4", activation="silu")
+"""15 groups: blocks of 8, 4, 2 and 1 lanes in the store, and half a strip of columns here."""
+VARIED = FfnKernels(
+    hidden=96, precision="int4", activation="relu2", gated=False, bias=True, experts=3
+)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        PLAIN,
+        # Neurons that are zero for all tokens of a work group are not read.
+        dataclasses.replace(PLAIN, precision="int8", activation="relu"),
+        dataclasses.replace(PLAIN, precision="fp16"),
+        VARIED,
+    ],
+    ids=["int4", "int8", "fp16", "ungated, biases, experts"],
+)
+def test_sums_of_any_number_of_tokens_are_those_of_numpy(
+    launcher: Launcher, ffn: FfnKernels
+) -> None:
+    neurons = RandomNeurons(ffn, count=107)
+    dense = load(launcher, neurons, chunk=70)
+    for tokens in (1, 2, 7, 16, 17, 70):
+        inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
+        wanted = neurons.compute_sums(neurons.compute_values(inputs, routes))
+        dense.start(0, inputs, routes)
+        assert measure_error(dense.finish(), wanted) < CLOSE, tokens
+    dense.close()
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_every_activation(launcher: Launcher, activation: Activation) -> None:
+    ffn = FfnKernels(
+        hidden=32,
+        precision="int8",
+        activation=activation,
+        threshold=0.3 if activation == "fatrelu" else 0.0,
+    )
+    neurons = RandomNeurons(ffn, count=64)
+    inputs = 3 * neurons.make_inputs(2)
+    bench = Bench(launcher, [make_values(ffn, launcher.facts.fp16, 1)])
+    arrays = pack_neurons(neurons.bundles, neurons.layout).list_arrays()
+    found = bench.run(
+        "values_1",
+        {name: arrays[name] for name in ("gate_up_weights", "gate_up_scales")}
+        | {"inputs": inputs, "values": np.empty((2, 64), np.float32)},
+        {"first_tile": 0, "count": 64, "tokens": 2},
+    )
+    assert measure_error(found["values"], neurons.compute_values(inputs, None)) < CLOSE
+
+
+def test_a_layer_without_resident_neurons_adds_nothing(launcher: Launcher) -> None:
+    neurons = RandomNeurons(PLAIN, count=40)
+    dense = DenseFfn(launcher, neurons.layout, PLAIN, [0, 40], 4, lambda _label, _share: None)
+    dense.upload(1, 0, neurons.bundles)
+    inputs = neurons.make_inputs(3)
+    dense.start(1, inputs)
+    assert np.abs(dense.finish()).max() > 0
+    dense.start(0, inputs)
+    assert np.abs(dense.finish()).max() == 0
+    dense.close()
+
+
+def test_memory_is_counted_and_given_back(launcher: Launcher) -> None:
+    neurons = RandomNeurons(PLAIN, count=64)
+    before = launcher.allocated_bytes
+    dense = DenseFfn(launcher, neurons.layout, PLAIN, [64, 64], 2, lambda _label, _share: None)
+    weights_bytes = 2 * 64 * 3 * (480 // 2 + 480 // 32 * 2)
+    assert launcher.allocated_bytes - before == dense.resident_bytes
+    assert weights_bytes < dense.resident_bytes < weights_bytes + 256 * 1024
+    dense.close()
+    assert launcher.allocated_bytes == before
+
+
+def test_kernels_of_a_layout_are_described_by_it() -> None:
+    ffn = FfnKernels(
+        hidden=64, precision="fp16", activation="gelu", gated=False, bias=True, experts=2
+    )
+    layout = RandomNeurons(ffn, count=2).layout
+    assert describe_ffn(layout, "gelu", experts=2) == ffn

@@ -1,0 +1,147 @@
+"""GPUs for tests: launchers of this machine, and neurons with what numpy computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pi2.backends.gpu.devices import survey_devices
+from pi2.backends.gpu.kernels.signature import Api, Number
+from pi2.backends.gpu.kernels.specification import FfnKernels
+from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.reference.operators import activate
+from pi2.plan.weights.layout import BundleLayout, lay_out_bundle
+from pi2.plan.weights.packing import (
+    assemble_bundles,
+    quantize,
+    slice_bias,
+    slice_experts,
+    unpack_part,
+)
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+
+
+@cache
+def open_launcher(api: Api) -> Launcher | str:
+    """The API's device of this machine, or why there is none."""
+    from pi2.backends.gpu.devices import open_device
+
+    (survey,) = survey_devices([api])
+    if not survey.devices:
+        return f"{api}: {survey.obstacle}; {survey.help}"
+    return open_device(api)
+
+
+def require_launcher(api: Api) -> Launcher:
+    """The API's device; skips the test where there is none."""
+    found = open_launcher(api)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+class RandomNeurons:
+    """Neurons in bundles, of weights that keep sums near 1."""
+
+    def __init__(self, ffn: FfnKernels, count: int, seed: int = 1) -> None:
+        random = np.random.default_rng(seed)
+        self.ffn, self.count = ffn, count
+        self.layout: BundleLayout = lay_out_bundle(
+            ffn.hidden, ffn.precision, gated=ffn.gated, bias=ffn.bias, mixed=ffn.experts > 0
+        )
+        scale = np.float32(ffn.hidden**-0.5)
+        parts = []
+        for _ in self.layout.parts:
+            rows = random.standard_normal((count, ffn.hidden)).astype(np.float32) * scale
+            parts.append(quantize(rows, ffn.precision))
+        biases = random.standard_normal((count, ffn.parts)).astype(np.float32)
+        experts = random.integers(0, max(ffn.experts, 1), count).astype(np.int32)
+        self.bundles: U8 = assemble_bundles(
+            parts,
+            self.layout,
+            biases if ffn.bias else None,
+            experts if ffn.experts else None,
+        )
+
+    def make_inputs(self, tokens: int) -> F32:
+        """Inputs [tokens, hidden]."""
+        random = np.random.default_rng(tokens)
+        return random.standard_normal((tokens, self.ffn.hidden)).astype(np.float32)
+
+    def make_routes(self, tokens: int) -> F32 | None:
+        """Weights [tokens, experts] of a mixture's experts."""
+        if not self.ffn.experts:
+            return None
+        return np.random.default_rng(tokens).random((tokens, self.ffn.experts)).astype(np.float32)
+
+    def compute_values(self, inputs: F32, routes: F32 | None) -> F64:
+        """Activations [tokens, count] in double precision."""
+        products: list[F64] = []
+        for index in range(self.ffn.parts):
+            weights = unpack_part(self.bundles, self.layout, index).astype(np.float64)
+            product = inputs.astype(np.float64) @ weights.T
+            if self.ffn.bias:
+                product = product + slice_bias(self.bundles, self.layout, index)
+            products.append(product)
+        model: Any = SimpleNamespace(
+            ffn=SimpleNamespace(activation=self.ffn.activation, threshold=self.ffn.threshold)
+        )
+        up: Any = products[1] if self.ffn.gated else None
+        values = cast(F64, activate(model, cast(Any, products[0]), up))
+        if routes is not None:
+            values = values * routes[:, slice_experts(self.bundles, self.layout)]
+        return values
+
+    def compute_sums(self, values: F64) -> F64:
+        """Their sums [tokens, hidden]."""
+        last = len(self.layout.parts) - 1
+        return values @ unpack_part(self.bundles, self.layout, last).astype(np.float64)
+
+
+class Bench:
+    """Kernels that were compiled in this process, on a device."""
+
+    def __init__(self, launcher: Launcher, kernels: Sequence[Any]) -> None:
+        from pi2.backends.gpu.kernels.compile import build_image
+
+        self._launcher = launcher
+        self._queue = launcher.open_queue()
+        self._kernels = launcher.load(build_image(kernels, launcher.facts.target))
+
+    def run(
+        self,
+        name: str,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        numbers: Mapping[str, Number],
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Run a kernel once; return what is in the arrays then."""
+        on_device = {}
+        for key, array in arrays.items():
+            # Arrays are whole words.
+            data = np.frombuffer(array.tobytes().ljust(-(-array.nbytes // 4) * 4, b"\0"), np.uint8)
+            on_device[key] = self._launcher.allocate(len(data))
+            self._queue.upload(on_device[key], data)
+        self._queue.launch(self._launcher.bind(self._kernels[name], on_device), numbers)
+        found = {
+            key: np.empty_like(array) for key, array in arrays.items() if array.nbytes % 4 == 0
+        }
+        for key, array in found.items():
+            self._queue.download(on_device[key], array)
+        self._queue.submit().wait()
+        for device_array in on_device.values():
+            self._launcher.release(device_array)
+        return found
+
+
+def measure_error(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
+    """Largest difference in relation to the largest magnitude."""
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
