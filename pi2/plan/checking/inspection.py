@@ -247,7 +247,7 @@ class Inspection:
             remedy = f'remove = ["{name_path(finding.path)}"] drops what is inherited'
             help_text = f"{help_text}, or {remedy}" if help_text else remedy
         find = spans.find_key if finding.at == "key" else spans.find_value
-        return Diagnostic(
+        item = Diagnostic(
             code=rule.code,
             severity=rule.severity,
             message=finding.message,
@@ -256,6 +256,11 @@ class Inspection:
             notes=tuple(notes),
             path=name_path(finding.path),
         )
+        if not self.chains:
+            return item
+        from pi2.plan.checking.authors import give_to_author
+
+        return give_to_author(item, finding.path, finding.at, self.chains, self.sources)
 
     def add_removal(self, item: Diagnostic) -> Diagnostic:
         """Say of a missing key where it was removed, if it was."""
