@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pi2.plan.authoring.field_docs import FieldDoc, describe_field
+from pi2.plan.authoring.field_docs import FieldDoc, describe_field, find_table, list_keys
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.fields import find_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.paths import KeyPath, format_path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-language.md"
 BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/plan instead. -->\n"
@@ -27,37 +26,6 @@ DOCUMENTS: dict[str, type[BaseModel]] = {
     "A device": Device,
     "A model": Model,
 }
-ANY_NAME = "NAME"
-
-
-def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the path of every key of a document, tables before what is in them; entries of
-    arrays are number 0, names of the user's `ANY_NAME`."""
-    table = find_type(root, path) if path else root
-    assert isinstance(table, type) and issubclass(table, BaseModel), path
-    for name in table.model_fields:
-        key = (*path, name)
-        yield key
-        inner = _find_table(root, key)
-        if inner is not None:
-            yield from list_keys(root, inner)
-
-
-def _find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
-    """Path of the table in a key, in its entries or under its names; None if there is none."""
-    for path in (key, (*key, ANY_NAME), (*key, 0)):
-        kind: Any = find_type(root, path)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return path
-    return None
-
-
-def write_path(path: KeyPath) -> str:
-    """``layers.overrides[].select``."""
-    text = ""
-    for part in path:
-        text += "[]" if part == 0 else f".{part}" if text else str(part)
-    return text
 
 
 def describe_values(root: type[BaseModel], path: KeyPath, doc: FieldDoc) -> str:
@@ -66,7 +34,7 @@ def describe_values(root: type[BaseModel], path: KeyPath, doc: FieldDoc) -> str:
     is_table = isinstance(kind, type) and issubclass(kind, BaseModel)
     if is_table:
         return "a table"
-    if get_origin(kind) is tuple and _find_table(root, path) is not None:
+    if get_origin(kind) is tuple and find_table(root, path) is not None:
         return "tables"
     if get_origin(kind) is dict and get_args(kind):
         return "a table"
@@ -81,7 +49,7 @@ def write_section(title: str, root: type[BaseModel]) -> str:
         doc = describe_field(root, path)
         assert doc is not None, path
         default = "required" if doc.is_required else f"`{doc.default}`" if doc.default else ""
-        cells = (f"`{write_path(path)}`", describe_values(root, path, doc), default, doc.text)
+        cells = (f"`{format_path(path)}`", describe_values(root, path, doc), default, doc.text)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     summary = (root.__doc__ or "").strip().partition("\n")[0].replace("``", "`")
     head = "| key | values | default | meaning |\n|---|---|---|---|\n"

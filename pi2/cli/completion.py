@@ -25,4 +25,9 @@ def command(shell: str) -> None:
         "complete_var": "_PI2_COMPLETE",
         "prog_name": "pi2",
     }
+    if shell == "bash":
+        # After `--set KEY=`, the value follows without a blank.
+        blank = '[[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace 2>/dev/null\n\n    return 0'
+        assert text.count("return 0") == 1
+        text = text.replace("return 0", blank)
     click.echo(text.strip())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.cli.options import add_path_option
+from pi2.cli.suggestions import suggest_models
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ PLAN = "default.plan.toml"
 @click.option(
     "--model",
     metavar="FILE",
+    shell_complete=suggest_models,
     help="Model document, as a path or short name.  [default: derived from the checkpoint]",
 )
 @add_path_option(

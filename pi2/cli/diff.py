@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi2.cli.options import add_json_option
+from pi2.cli.suggestions import suggest_files
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Speed:
 
 
 @click.command("diff")
-@click.argument("before", metavar="A")
-@click.argument("after", metavar="B")
+@click.argument("before", metavar="A", shell_complete=suggest_files)
+@click.argument("after", metavar="B", shell_complete=suggest_files)
 @click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
 @add_json_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if there are differences.")

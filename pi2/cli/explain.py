@@ -12,6 +12,7 @@ import click
 
 from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.cli.options import add_set_option
+from pi2.cli.suggestions import suggest_codes, suggest_files
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ COLUMNS = 88
 
 
 @click.command("explain")
-@click.argument("what", required=False, metavar="[CODE|KEY]")
-@click.argument("file", required=False, metavar="[FILE]")
+@click.argument("what", required=False, metavar="[CODE|KEY]", shell_complete=suggest_codes)
+@click.argument("file", required=False, metavar="[FILE]", shell_complete=suggest_files)
 @add_set_option
 @click.option(
     "--cost", is_flag=True, help=("Show a plan's predicted time per token, layer by layer.")

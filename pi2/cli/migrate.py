@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from pi2.cli.suggestions import suggest_files
+
 
 @click.command("migrate")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file would change.")
 def command(files: tuple[str, ...], check: bool) -> int:
     """Upgrade documents to the current version of the plan language.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.commands import Subcommands
+from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -46,8 +47,16 @@ def _output(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command("plan")
-@click.option("--device", help="Device: a short name, path or reference.")
-@click.option("--model", help="Model: a short name, path or reference.")
+@click.option(
+    "--device",
+    shell_complete=suggest_devices,
+    help="Device: a short name, path or reference.",
+)
+@click.option(
+    "--model",
+    shell_complete=suggest_models,
+    help="Model: a short name, path or reference.",
+)
 @click.option("--memory", help="Memory budget of the whole process, such as '4 GiB'.")
 @click.option(
     "--context",
@@ -94,7 +103,11 @@ def new_plan(
 
 @command.command("device")
 @click.argument("name", required=False)
-@click.option("--like", help="Start from this device instead of this machine.")
+@click.option(
+    "--like",
+    shell_complete=suggest_devices,
+    help="Start from this device instead of this machine.",
+)
 @_output
 def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
     """Write the device NAME, describing this machine or starting from another device."""
@@ -112,7 +125,7 @@ def new_device(name: str | None, like: str | None, output: Path | None, force: b
 
 @command.command("model")
 @click.argument("name", required=False)
-@click.option("--like", help="Start from this model.")
+@click.option("--like", shell_complete=suggest_models, help="Start from this model.")
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from pi2.cli.suggestions import suggest_settings
+
 Command = TypeVar("Command", bound=Callable[..., object])
 
 add_set_option = click.option(
@@ -15,6 +17,7 @@ add_set_option = click.option(
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=suggest_settings,
     help="Override a value of the plan; repeatable.",
 )
 """``--set`` (argument ``settings``)."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +24,18 @@ MOST_SEQUENCES = 64
 
 
 @click.command("plan")
-@click.option("--device", required=True, help="Device: a short name, path or reference.")
-@click.option("--model", required=True, help="Model: a short name, path or reference.")
+@click.option(
+    "--device",
+    required=True,
+    shell_complete=suggest_devices,
+    help="Device: a short name, path or reference.",
+)
+@click.option(
+    "--model",
+    required=True,
+    shell_complete=suggest_models,
+    help="Model: a short name, path or reference.",
+)
 @click.option("--memory", help="Memory limit of the whole process, such as 3GiB.")
 @click.option("--speed", help="Minimum decode speed of all sequences together, such as 10tok/s.")
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pi2.cli.commands import Subcommands
+from pi2.cli.suggestions import suggest_devices
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
@@ -144,7 +145,7 @@ def verify(offline: bool, as_json: bool) -> int:
 
 
 @command.command("show")
-@click.argument("profile")
+@click.argument("profile", shell_complete=suggest_devices)
 @_as_json
 def show(profile: str, as_json: bool) -> None:
     """Print a locked or shipped PROFILE: where it comes from, and every figure with its source."""

@@ -9,10 +9,11 @@ import click
 
 from pi2.cli.main import print_diagnostics
 from pi2.cli.options import add_set_option
+from pi2.cli.suggestions import suggest_files
 
 
 @click.command("show")
-@click.argument("plan", metavar="FILE")
+@click.argument("plan", metavar="FILE", shell_complete=suggest_files)
 @click.option(
     "--resolved",
     is_flag=True,

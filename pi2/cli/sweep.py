@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ MOST_CELLS = 100_000
     "--devices",
     multiple=True,
     required=True,
+    shell_complete=suggest_devices,
     help=("Devices: short name, path, or quoted pattern."),
 )
 @click.option(
-    "--models", multiple=True, required=True, help=("Models: short name, path, or quoted pattern.")
+    "--models",
+    multiple=True,
+    required=True,
+    shell_complete=suggest_models,
+    help=("Models: short name, path, or quoted pattern."),
 )
 @click.option(
     "--memory", required=True, help=("Memory limits, FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.main import wants_colour
+from pi2.cli.suggestions import suggest_files
 from pi2.diagnostics import Diagnostic
 from pi2.diagnostics.formats import find_renderer, list_formats
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("validate")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)
 @click.option(
     "--output-format",
     type=click.Choice(list_formats()),

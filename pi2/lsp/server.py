@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pi2.diagnostics.diagnostic import label_note
 from pi2.lsp.checked import Checked
 from pi2.lsp.completion import SUGGESTED, complete
 from pi2.lsp.definition import find_definition
+from pi2.lsp.fixes import list_fixes
 from pi2.lsp.hover import explain_place
 from pi2.lsp.place import Encoding, Lines
 from pi2.plan.checking.pages import find_page
@@ -100,6 +102,26 @@ class PlanServer(LanguageServer):
             data=None if page is None else {"page": page.what},
         )
 
+    def list_actions(
+        self, checked: Checked, uri: str, area: types.Range
+    ) -> Iterator[types.CodeAction]:
+        """The fixes of all findings that ``area`` touches."""
+        lines = self.count(checked.text)
+        for span, item in checked.list_findings():
+            place = self.make_range(lines, span)
+            if place.end < area.start or area.end < place.start:
+                continue
+            finding = self.describe(checked, lines, span, item)
+            for number, fix in enumerate(list_fixes(checked, span, item)):
+                edit = types.TextEdit(self.make_range(lines, fix.span), fix.text)
+                yield types.CodeAction(
+                    title=fix.title,
+                    kind=types.CodeActionKind.QuickFix,
+                    diagnostics=[finding],
+                    is_preferred=number == 0,
+                    edit=types.WorkspaceEdit(changes={uri: [edit]}),
+                )
+
     def locate(self, checked: Checked, span: Span) -> types.Location | None:
         """A place in another file; None for texts that are no file."""
         text = checked.report.sources.get(span.file)
@@ -138,6 +160,17 @@ def make_server() -> PlanServer:
         server.text_document_publish_diagnostics(
             types.PublishDiagnosticsParams(uri=params.text_document.uri, diagnostics=[])
         )
+
+    @server.feature(
+        types.TEXT_DOCUMENT_CODE_ACTION,
+        types.CodeActionOptions(code_action_kinds=[types.CodeActionKind.QuickFix]),
+    )
+    def list_actions(params: types.CodeActionParams) -> list[types.CodeAction]:
+        checked = server.check(params.text_document.uri)
+        wanted = params.context.only
+        if checked is None or (wanted and types.CodeActionKind.QuickFix not in wanted):
+            return []
+        return list(server.list_actions(checked, params.text_document.uri, params.range))
 
     @server.feature(types.TEXT_DOCUMENT_HOVER)
     def hover(params: types.HoverParams) -> types.Hover | None:

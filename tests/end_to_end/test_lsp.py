@@ -207,6 +207,65 @@ def test_completion_of_names(editor: Editor) -> None:
     assert set(units) == {"cpu", "gpu", "npu"}
 
 
+def apply(text: str, edit: dict[str, Any]) -> str:
+    """The text after an edit of one line (of plain characters)."""
+    lines = text.split("\n")
+    start, end = edit["range"]["start"], edit["range"]["end"]
+    assert start["line"] == end["line"]
+    line = lines[start["line"]]
+    lines[start["line"]] = line[: start["character"]] + edit["newText"] + line[end["character"] :]
+    return "\n".join(lines)
+
+
+def ask_fixes(editor: Editor, name: str, finding: dict[str, Any]) -> list[dict[str, Any]]:
+    params = {
+        "textDocument": {"uri": editor.locate(name)},
+        "range": finding["range"],
+        "context": {"diagnostics": [finding] if "message" in finding else []},
+    }
+    found: list[dict[str, Any]] = editor.ask("textDocument/codeAction", params)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "title"),
+    [
+        ("budget = ", "budgte = ", "P101", "Write budget"),
+        ('predictor = "low-rank"', 'predictor = "low-rnk"', "P104", 'Write "low-rank"'),
+        ('predictor = "low-rank"', "predictor = low-rank", "P010", None),
+        ('kv = "4 MiB"', 'kv = "1 MiB"', "P202", 'Write kv = "4 MiB"'),
+        ("split = { cpu = 1.0 }", "split = { cpu = 0.5 }", "P210", "Write layers.split.cpu = 1"),
+        ('budget = "128 MiB"', 'budget = "120 MiB"', "P201", None),
+        ('device = "host"', 'device = "hots"', "P015", 'Write "host"'),
+        ("hot = 0.125", 'hot = "0.125"', "P103", "Write 0.125"),
+        ('stride = "512 B"', "stride = 512", "P105", None),
+        ("context = 1024\n", "", "P102", "Add context = 4096"),
+    ],
+)
+def test_a_quick_fix_does_what_the_help_says(
+    editor: Editor, old: str, new: str, code: str, title: str | None
+) -> None:
+    broken = PLAN.replace(old, new)
+    assert broken != PLAN
+    (item,) = [item for item in editor.open(NAME, broken) if item["code"] == code]
+    fixes = ask_fixes(editor, NAME, item)
+    if title is not None:
+        assert fixes[0]["title"] == title
+    for fix in fixes:
+        assert fix["kind"] == "quickfix"
+        (edits,) = fix["edit"]["changes"].values()
+        left = editor.change(NAME, apply(broken, edits[0]))
+        assert code not in {other["code"] for other in left}, (fix, left)
+        assert [other["code"] for other in fix["diagnostics"]] == [code]
+        assert editor.change(NAME, broken)
+
+
+def test_nothing_is_fixed_where_nothing_is_wrong(editor: Editor) -> None:
+    assert editor.open(NAME, PLAN) == []
+    place = editor.point(NAME, PLAN, "budget")["position"]
+    assert ask_fixes(editor, NAME, {"range": {"start": place, "end": place}}) == []
+
+
 ADVICE = re.compile(r'^help: .*?write (\w+ = "[^"]+")', re.MULTILINE)
 
 

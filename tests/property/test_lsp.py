@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pi2.lsp.checked import Checked
 from pi2.lsp.completion import complete
 from pi2.lsp.definition import find_definition
+from pi2.lsp.fixes import list_fixes
 from pi2.lsp.hover import explain_place
 from pi2.lsp.place import Lines
 
@@ -37,6 +38,7 @@ def test_any_text_is_answered(text: str, data: st.DataObject) -> None:
         first = lines.convert_span(span)
         assert first[:2] <= first[2:]
         assert item.message
+        assert all(fix.title and fix.text for fix in list_fixes(checked, span, item))
     offset = data.draw(st.integers(0, len(text)))
     cursor, items = complete(checked, offset)
     assert 0 <= cursor.start <= offset

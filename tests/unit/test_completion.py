@@ -8,10 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from pi2.cli.commands import list_commands
 from pi2.cli.main import run
+from pi2.cli.suggestions import suggest_settings
+from pi2.plan.authoring.explanation import parse_path
+from pi2.plan.authoring.field_docs import describe_field
+from pi2.plan.documents.plan import Plan
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -55,6 +60,36 @@ def ask(tmp_path: Path, *words: str) -> list[str]:
 def test_bash_completes_commands(tmp_path: Path) -> None:
     assert set(ask(tmp_path, "pi2", "")) == set(list_commands())
     assert set(ask(tmp_path, "pi2", "profile", "ve")) == {"vendor", "verify"}
+
+
+def test_bash_completes_names_of_documents(tmp_path: Path) -> None:
+    assert ask(tmp_path, "pi2", "plan", "--device", "oneplus-1") == ["oneplus-12"]
+    assert ask(tmp_path, "pi2", "new", "plan", "--model", "bamb") == ["bamboo-7b"]
+    assert "raspberry-pi-5" in ask(tmp_path, "pi2", "profile", "show", "ra")
+    assert ask(tmp_path, "pi2", "new", "device", "--like", "xiaomi") == ["xiaomi-14"]
+
+
+def test_bash_completes_codes_and_keys(tmp_path: Path) -> None:
+    assert set(ask(tmp_path, "pi2", "explain", "P20")) == {"P201", "P202", "P203", "P204"}
+    assert ask(tmp_path, "pi2", "explain", "p201") == ["P201"]
+    assert ask(tmp_path, "pi2", "explain", "kv.con") == ["kv.context"]
+    assert "units.*.kind" in ask(tmp_path, "pi2", "explain", "units.")
+
+
+def test_bash_completes_settings(tmp_path: Path) -> None:
+    plan = "plans/demo.plan.toml"
+    assert ask(tmp_path, "pi2", "run", plan, "--set", "kv.con") == ["kv.context="]
+    offered = ask(tmp_path, "pi2", "run", plan, "--set", "decode.predictor")
+    assert {"decode.predictor=gate", "decode.predictor=low-rank"} <= set(offered)
+    assert "cache.fill=true" in ask(tmp_path, "pi2", "simulate", plan, "--set", "cache.f")
+    assert ask(tmp_path, "pi2", "run", plan, "--set", "memory.segments") != []
+
+
+def test_every_offered_setting_is_a_key_of_a_plan() -> None:
+    context = click.Context(click.Command("run"))
+    for item in suggest_settings(context, click.Option(["--set"]), ""):
+        key = item.value.partition("=")[0]
+        assert describe_field(Plan, parse_path(key)) is not None, key
 
 
 def test_bash_completes_options_and_choices(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ import tomli
 
 from pi2.cli.main import run
 from pi2.plan.authoring.explanation import describe_path, explain_value, parse_path
-from pi2.plan.authoring.field_docs import describe_field
+from pi2.plan.authoring.field_docs import describe_field, list_keys
 from pi2.plan.checking.check import check_file, check_plan
 from pi2.plan.composing.history import trace_value
 from pi2.plan.reading.kinds import DOCUMENTS
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind
-from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -46,8 +45,8 @@ def explain(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_every_key_is_explained_as_the_reference_spells_it(kind: Kind) -> None:
-    for path in write_key_docs.list_keys(DOCUMENTS[kind]):
-        found = describe_path(write_key_docs.write_path(path))
+    for path in list_keys(DOCUMENTS[kind]):
+        found = describe_path(format_path(path))
         assert any(item.kind == kind and item.doc is not None for item in found), path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from pi2.plan.authoring.json_schema import read_docstrings
 from pi2.plan.documents.fields import find_type
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.paths import EVERY_ITEM, EVERY_NAME, KeyPath
 from pi2.plan.toml.text import write_value
 
 
@@ -28,6 +28,28 @@ class FieldDoc:
     is_required: bool
     examples: tuple[str, ...]
     """Values as TOML."""
+
+
+def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key of a document, tables before what is in them; `EVERY_ITEM` stands
+    for entries of arrays, `EVERY_NAME` for names of the user's."""
+    table = find_type(root, path) if path else root
+    assert isinstance(table, type) and issubclass(table, BaseModel), path
+    for name in table.model_fields:
+        key = (*path, name)
+        yield key
+        inner = find_table(root, key)
+        if inner is not None:
+            yield from list_keys(root, inner)
+
+
+def find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
+    """Path of the table in a key, in its entries or under its names; None if there is none."""
+    for path in (key, (*key, EVERY_NAME), (*key, EVERY_ITEM)):
+        kind: Any = find_type(root, path)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return path
+    return None
 
 
 def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
