@@ -41,11 +41,12 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.reading.thresholds import GivenThresholds
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import parse_budget, refit_plan
 from pi2.sharing.resolver import LockedReferences

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from pi2.diagnostics import UserError
 from pi2.memory.context import describe_context
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
@@ -50,7 +50,7 @@ def parse_budget(text: str) -> int:
     return size
 
 
-def refit_plan(resolved: Resolved, budget_bytes: int) -> Refit:
+def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     """Fit ``resolved`` into ``budget_bytes``.
 
     Where some neurons do not fit, rows of the embedding come from flash and the context lends what
@@ -88,7 +88,7 @@ def refit_plan(resolved: Resolved, budget_bytes: int) -> Refit:
     return Refit(overrides=overrides, changes=tuple(changes))
 
 
-def _size_fixed(resolved: Resolved) -> dict[str, int]:
+def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
     """Bytes of the segments that hold no neurons: no more than they need."""
     segments, needs = resolved.plan.memory.segments, dict(resolved.needs.items())
     sizes = {"runtime": segments.runtime}
@@ -97,7 +97,7 @@ def _size_fixed(resolved: Resolved) -> dict[str, int]:
     return sizes
 
 
-def _save_memory(resolved: Resolved) -> tuple[Resolved, list[tuple[str, object, str]]]:
+def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, object, str]]]:
     """The plan with what else makes room for neurons: keys, values and reasons."""
     plan = resolved.plan
     found: list[tuple[str, object, str]] = []
@@ -120,7 +120,9 @@ def _save_memory(resolved: Resolved) -> tuple[Resolved, list[tuple[str, object, 
     return resolved, found
 
 
-def _choose_hot(resolved: Resolved, room: int, needs: Mapping[str, int]) -> tuple[Fraction, int]:
+def _choose_hot(
+    resolved: ResolvedPlan, room: int, needs: Mapping[str, int]
+) -> tuple[Fraction, int]:
     """Part of the plan's hot neurons that stays, and their bytes."""
     wanted = needs["hot"]
     if wanted + needs["cold"] <= room or wanted == 0:
@@ -134,7 +136,7 @@ def _choose_hot(resolved: Resolved, room: int, needs: Mapping[str, int]) -> tupl
     return scale, sum(counts) * stride
 
 
-def _list_shares(resolved: Resolved) -> dict[str, float]:
+def _list_shares(resolved: ResolvedPlan) -> dict[str, float]:
     """Every key that states hot neurons, and its value."""
     layers = resolved.plan.layers
     shares = {"layers.hot": layers.hot}

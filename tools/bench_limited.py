@@ -41,8 +41,9 @@ from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
 from pi2.machine import detect_machine
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 
 
 def main() -> int:

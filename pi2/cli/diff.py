@@ -94,7 +94,6 @@ def _read_kind(path: str) -> Kind:
 def _check(path: str) -> Report:
     from pi2.cli.main import print_diagnostics
     from pi2.plan.checking.check import check_file
-    from pi2.plan.resolve import make_error
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
 
@@ -102,7 +101,7 @@ def _check(path: str) -> Report:
     resolver = LockedReferences(file.parent)
     report = check_file(file, name=display_path(file), resolver=resolver)
     if not report.is_sound or report.document is None:
-        raise make_error(report)
+        raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     return report
 

@@ -102,7 +102,6 @@ def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
     from pi2.plan.authoring.explanation import explain_values
     from pi2.plan.checking.check import check_file, check_plan
     from pi2.plan.composing.overrides import parse_assignments
-    from pi2.plan.resolve import make_error
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
@@ -116,7 +115,7 @@ def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
     else:
         report = check_file(path, name=name, resolver=resolver)
     if kind is None or kind not in report.files:
-        raise make_error(report)
+        raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     found = explain_values(report, kind, key)
     return "\n".join(write_explanation(item) for item in found)

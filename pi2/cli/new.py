@@ -277,7 +277,6 @@ def _write(path: Path, text: str) -> None:
     """Write a draft that was checked, whole or not at all."""
     from pi2.cli.main import print_diagnostics
     from pi2.plan.checking.check import check_file
-    from pi2.plan.resolve import make_error
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences
 
@@ -289,7 +288,7 @@ def _write(path: Path, text: str) -> None:
         raise UserError.of("P003", message, file=str(path)) from None
     report = check_file(path, resolver=LockedReferences(path.parent), text=text)
     if not report.is_sound:
-        raise make_error(report)
+        raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
     click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)

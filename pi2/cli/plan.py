@@ -215,7 +215,6 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
     """Write the plan after checking it, whole or not at all."""
     from pi2.cli.main import print_diagnostics
     from pi2.plan.checking.check import check_plan
-    from pi2.plan.resolve import make_error
     from pi2.planning.text import write_planned
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences
@@ -231,7 +230,7 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
     )
     report = check_plan(path, resolver=LockedReferences(path.parent), text=text)
     if report.resolved is None:
-        raise make_error(report)
+        raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
     click.echo(f"{path}: written; `pi2 simulate {path}` predicts it in detail", err=True)

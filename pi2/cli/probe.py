@@ -123,14 +123,13 @@ def _write(path: Path, text: str) -> None:
     """Write the document after checking it, whole or not at all."""
     from pi2.cli.main import print_diagnostics
     from pi2.plan.checking.check import check_file
-    from pi2.plan.resolve import make_error
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences
 
     path.parent.mkdir(parents=True, exist_ok=True)
     report = check_file(path, resolver=LockedReferences(path.parent), text=text)
     if not report.is_sound:
-        raise make_error(report)
+        raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
     click.echo(f"{path}: written; name it in a plan: device = {str(path)!r}", err=True)

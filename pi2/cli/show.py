@@ -39,7 +39,6 @@ def command(
     from pi2.plan.authoring.writing import write_document, write_plan
     from pi2.plan.checking.check import check_file, check_plan
     from pi2.plan.composing.overrides import parse_assignments
-    from pi2.plan.resolve import make_error
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
@@ -52,7 +51,7 @@ def command(
             raise UserError.of("P016", f"`--set` and `--document` are for plans, this is a {kind}")
         report = check_file(path, name=display_path(path), resolver=resolver)
         if report.document is None or not report.is_sound:
-            raise make_error(report)
+            raise report.make_error()
         print_diagnostics(report.diagnostics, report.sources)
         sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
         return
@@ -60,8 +59,8 @@ def command(
     report = check_plan(path, name=display_path(path), overrides=overrides, resolver=resolver)
     found = report.resolved
     if found is None:
-        raise make_error(report)
-    print_diagnostics(found.warnings, report.sources)
+        raise report.make_error()
+    print_diagnostics(report.diagnostics, report.sources)
     if document == "device":
         text = write_document(found.device, report.files["device"] if origins else None)
     elif document == "model":

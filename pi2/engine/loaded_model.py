@@ -27,7 +27,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
-from pi2.plan.resolve import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 

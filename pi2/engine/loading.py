@@ -16,9 +16,9 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.documents.model import Model
-from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING

@@ -14,8 +14,8 @@ from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
 from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import MIN_COLD_NEURONS, STAGED_NEURONS
-from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.layout import round_up
 
 BANDS = 64

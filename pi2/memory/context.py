@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pi2.memory.budget import PAGE
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""
@@ -28,7 +28,7 @@ class ContextMemory:
         return max(0, self.total_bytes - used)
 
 
-def describe_context(resolved: Resolved) -> ContextMemory:
+def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
     shape = resolved.model.shape
     # Keys and values, and the scales of either.
@@ -40,7 +40,7 @@ def describe_context(resolved: Resolved) -> ContextMemory:
     )
 
 
-def count_lent_bytes(resolved: Resolved, tokens: int = MEAN_TOKENS) -> int:
+def count_lent_bytes(resolved: ResolvedPlan, tokens: int = MEAN_TOKENS) -> int:
     """Bytes that cold neurons borrow of contexts while each has ``tokens``; 0 where the plan does
     not lend them, or nothing is put into the cache."""
     if not resolved.plan.kv.lend or resolved.plan.decode.predictor == "none":

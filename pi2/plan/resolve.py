@@ -14,16 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.checking.check import Report, check_plan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.check import check_plan
 from pi2.plan.reading.references import Resolver
-from pi2.plan.toml.source import CANNOT_READ
 
 if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import GivenThresholds
-
-__all__ = ["ResolvedLayer", "ResolvedPlan", "load_plan"]
 
 
 def load_plan(
@@ -44,11 +40,5 @@ def load_plan(
         Path(path), overrides=overrides or {}, resolver=resolver, thresholds=thresholds
     )
     if report.resolved is None:
-        raise make_error(report)
+        raise report.make_error()
     return report.resolved
-
-
-def make_error(report: Report) -> UserError:
-    """The exception for a report with errors."""
-    unread = any(item.code in CANNOT_READ for item in report.diagnostics)
-    return UserError(report.diagnostics, exit_code=2 if unread else 1, sources=report.sources)

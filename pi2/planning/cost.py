@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.memory.context import count_lent_bytes
-from pi2.plan.arithmetic.resolved import Resolved, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes, reads_embedding
 from pi2.plan.weights.layout import round_up
 from pi2.planning.activity import (
@@ -113,7 +113,7 @@ def cost_plan(
 
 
 def cost_resolved(
-    resolved: Resolved,
+    resolved: ResolvedPlan,
     rates: Rates,
     *,
     store: Path | None = None,
@@ -175,7 +175,7 @@ def cost_resolved(
 
 
 def read_settings(
-    resolved: Resolved, rates: Rates, position: int = POSITION, store: Path | None = None
+    resolved: ResolvedPlan, rates: Rates, position: int = POSITION, store: Path | None = None
 ) -> Settings:
     """A plan's settings, with the time that reading a neuron takes; ``store``: its folder, whose
     order of neurons says whether neighbours share a read."""
@@ -212,7 +212,7 @@ def read_settings(
     )
 
 
-def _find_merge_gap(resolved: Resolved, store: Path | None) -> int | None:
+def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     """The plan's, where a mixture's neurons lie by expert.
 
     In other orders neighbours are missing together so rarely that rates of reads, which differ by
@@ -225,7 +225,7 @@ def _find_merge_gap(resolved: Resolved, store: Path | None) -> int | None:
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
 
 
-def _divide_bundle(resolved: Resolved, rates: Rates) -> Phases | None:
+def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
     """Two reads of a neuron, where the plan has them; pi2's own engine reads it at once."""
     bundle = resolved.bundle
     if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
@@ -236,7 +236,7 @@ def _divide_bundle(resolved: Resolved, rates: Rates) -> Phases | None:
     return Phases(gate_bytes=first, open_share=Constants().up_down_share)
 
 
-def share_cold(resolved: Resolved, position: int = POSITION) -> list[float]:
+def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
     """Part of each layer's neurons that the cache holds, with ``position`` tokens of context: in
     proportion to what is not hot."""
     neurons = resolved.model.layer_neurons
@@ -246,7 +246,7 @@ def share_cold(resolved: Resolved, position: int = POSITION) -> list[float]:
     return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
 
 
-def _fits_cache(resolved: Resolved, position: int) -> bool:
+def _fits_cache(resolved: ResolvedPlan, position: int) -> bool:
     colds = share_cold(resolved, position)
     return all(
         layer.hot + cold >= 1.0 - 1e-9 for layer, cold in zip(resolved.layers, colds, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import NEURON_TABLE_BYTES
 from pi2.plan.documents.model import Model
 
@@ -15,7 +15,7 @@ set of the demo model's run, less what its segments hold."""
 POSITION = MEAN_TOKENS
 
 
-def count_memory(resolved: Resolved, tokens: int = POSITION) -> int:
+def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
 
     Of keys and values only what was used is, and of the rest what it lends to neurons.

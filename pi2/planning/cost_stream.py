@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
 from pi2.planning.activity import LayerActivity
 from pi2.planning.cost_sizes import Sizes
@@ -57,7 +57,7 @@ class Stream:
         return absent * self.stride * self.byte_s
 
 
-def find_stream(resolved: Resolved, rates: Rates) -> Stream:
+def find_stream(resolved: ResolvedPlan, rates: Rates) -> Stream:
     """The stream of a plan's layers; ``UserError`` P351 where reads were not measured."""
     flash = check_flash(rates, resolved.device)
     neurons = min(resolved.model.layer_neurons, STAGED_NEURONS)
@@ -71,7 +71,7 @@ def find_stream(resolved: Resolved, rates: Rates) -> Stream:
 
 
 def cost_prefill(
-    resolved: Resolved,
+    resolved: ResolvedPlan,
     rates: Rates,
     sizes: Sizes,
     activities: tuple[LayerActivity, ...],
@@ -113,7 +113,7 @@ class _Arithmetic:
     """Whether down is computed only for neurons that fire, as by pi2's kernels."""
 
 
-def _find_arithmetic(resolved: Resolved, rates: Rates) -> _Arithmetic | None:
+def _find_arithmetic(resolved: ResolvedPlan, rates: Rates) -> _Arithmetic | None:
     if rates.dense is not None and rates.dense.ops_s is not None and uses_dense(resolved):
         rate = (0.0, 2.0 / rates.dense.ops_s)
         return _Arithmetic(ffn=rate, project=rate, skips=False)
@@ -123,7 +123,7 @@ def _find_arithmetic(resolved: Resolved, rates: Rates) -> _Arithmetic | None:
 
 
 def _time_layer(
-    resolved: Resolved,
+    resolved: ResolvedPlan,
     rates: Rates,
     sizes: Sizes,
     activity: LayerActivity,
@@ -167,7 +167,7 @@ def _time_many(
     return weights * (once_s * any_token + token_s * share * chosen * tokens)
 
 
-def uses_dense(resolved: Resolved) -> bool:
+def uses_dense(resolved: ResolvedPlan) -> bool:
     """Whether the plan gives neurons to an NPU or GPU."""
     units = resolved.device.units
     return any(units[name].kind != "cpu" for layer in resolved.layers for name in layer.split)

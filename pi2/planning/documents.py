@@ -9,7 +9,6 @@ from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_file
 from pi2.plan.reading.kinds import DOCUMENTS
 from pi2.plan.reading.references import UnknownName, locate_document
-from pi2.plan.resolve import make_error
 from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
@@ -34,5 +33,5 @@ def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Rep
     if report.document is not None and not isinstance(report.document, DOCUMENTS[kind]):
         raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
     if not report.is_sound or report.document is None:
-        raise make_error(report)
+        raise report.make_error()
     return report

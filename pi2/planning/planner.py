@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -45,7 +45,7 @@ class PlannedPlan:
 
     wish: Wish
     values: dict[str, Any]
-    resolved: Resolved
+    resolved: ResolvedPlan
     solution: Solution
     cost: Cost
     full_tokens_s: float | None = None

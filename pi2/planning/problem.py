@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.memory.context import describe_context
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
@@ -296,7 +296,7 @@ def _resolve(
     chunk: int,
     bundle: BundleLayout,
     hot: float = 0.0,
-) -> Resolved:
+) -> ResolvedPlan:
     values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, bundle=bundle)
     values["layers"]["hot"] = hot
     return resolve_values(values, wish.device, wish.model)

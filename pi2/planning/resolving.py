@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import Resolved, lay_out_plan_bundle, resolve_layers
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -44,13 +44,7 @@ def make_plan_values(
     }
 
 
-def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> Resolved:
+def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     """Put a plan's values, its device and its model together."""
     plan = Plan.model_validate_json(json.dumps(values))
-    return Resolved(
-        plan=plan,
-        device=device,
-        model=model,
-        layers=resolve_layers(plan, model),
-        bundle=lay_out_plan_bundle(plan, model),
-    )
+    return ResolvedPlan(plan=plan, device=device, model=model)

@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import Resolved, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.workers import WorkersLost, run_in_processes, run_on_ray
@@ -180,21 +180,14 @@ def run_cell(cell: Cell) -> Outcome:
     )
 
 
-def _simulate(resolved: Resolved, cell: Cell) -> dict[str, Any]:
+def _simulate(resolved: ResolvedPlan, cell: Cell) -> dict[str, Any]:
     """Simulated speed and times between tokens."""
     from pi2.planning.simulated import read_inputs
     from pi2.simulate import simulate
 
-    plan = ResolvedPlan(
-        plan=resolved.plan,
-        device=resolved.device,
-        model=resolved.model,
-        layers=resolved.layers,
-        bundle=resolved.bundle,
-        path=Path("sweep.plan.toml"),
-        store_path=Path("sweep"),
-    )
-    result = simulate(read_inputs(plan), tokens=cell.tokens)
+    # In a folder that is not there: no store of the same name is looked at.
+    unstored = replace(resolved, path=Path("sweep/sweep.plan.toml"))
+    result = simulate(read_inputs(unstored), tokens=cell.tokens)
     decode = result.describe()["decode"]
     return {
         "simulated_tokens_s": float(decode["tokens_s"]),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.predictors.fitting import Fit, Recipe, Weights, fit_layer, start_rank
 from pi2.predictors.samples import LayerSamples

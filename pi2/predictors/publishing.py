@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.authoring.writing import write_document
 from pi2.plan.documents.model import Model, Predictor
-from pi2.plan.resolve import ResolvedPlan
 from pi2.plan.weights.packing import quantize
 from pi2.predictors.layers import LayerFit
 from pi2.store.manifest import DENSE_FILE
@@ -110,13 +110,7 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
     old = resolved.plan
     decode = old.decode.model_copy(update={"predictor": "low-rank", "threshold": 0.0})
     plan = old.model_copy(update={"decode": decode})
-    needs = Resolved(
-        plan=plan,
-        device=resolved.device,
-        model=model,
-        layers=resolved.layers,
-        bundle=resolved.bundle,
-    ).needs
+    needs = replace(resolved, plan=plan, model=model, thresholds=None).needs
     # Predictors need room, and so do the neurons that they name.
     segments = plan.memory.segments
     sizes = {

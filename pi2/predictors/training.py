@@ -15,7 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.evaluation import Evaluation, evaluate_plan
 from pi2.orchestrator import load
-from pi2.plan.resolve import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.predictors.fitting import Recipe
 from pi2.predictors.layers import LayerFit, fit_predictors
 from pi2.predictors.publishing import publish_predictors

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate.decode import COLUMNS, add_layers, compute_attention_s, draw_work
 from pi2.simulate.inputs import SimulationInput
 from pi2.simulate.layer import LayerSimulation
 
 
 def simulate_layers(
-    resolved: Resolved,
+    resolved: ResolvedPlan,
     inputs: SimulationInput,
     *,
     prompt_tokens: int = 64,
@@ -41,7 +41,7 @@ def simulate_layers(
     )
 
 
-def _find_dense_share(resolved: Resolved, number: int) -> float:
+def _find_dense_share(resolved: ResolvedPlan, number: int) -> float:
     """Share of a layer's neurons that an NPU or GPU computes."""
     units = resolved.device.units
     split = resolved.layers[number].split

@@ -13,10 +13,10 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.scores import Scores, score_windows
 from pi2.orchestrator import load
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.sparsity_fits_model import explain_method
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.plan.resolve import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
 from pi2.sparsity.documents import describe_changes
 from pi2.sparsity.goals import Goal, choose_goal

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_chunks, count_ffn_bytes
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.common import Origin
 from pi2.plan.documents.device import Device, ReadFigure
 from pi2.plan.documents.model import Model
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
 from tools.list_devices import DOCUMENT, read_devices, render_document
 

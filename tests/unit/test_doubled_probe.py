@@ -10,6 +10,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -112,15 +113,7 @@ def resolve(device: Device, plan: str) -> ResolvedPlan:
         **PLANS[plan],
     }
     found = resolve_values(values, device, read_model())
-    return ResolvedPlan(
-        plan=found.plan,
-        device=device,
-        model=read_model(),
-        layers=found.layers,
-        bundle=found.bundle,
-        path=Path("probed.plan.toml"),
-        store_path=Path("none"),
-    )
+    return replace(found, path=Path("none/probed.plan.toml"))
 
 
 def predict(device: Device, plan: str) -> dict[str, float]:

@@ -10,9 +10,10 @@ import pytest
 from pi2.diagnostics import Diagnostic
 from pi2.fit import find_misfits, find_plan_misfits
 from pi2.machine import Cpu, CpuCores, Machine, Memory
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 
 GIB = 1 << 30
 

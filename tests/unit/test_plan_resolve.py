@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.check import check_plan
 from pi2.plan.composing.overrides import parse_assignments
 from pi2.plan.reading.references import find_document, list_shipped
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"
@@ -168,8 +170,8 @@ def test_a_document_may_lie_behind_a_link(plan: Path, tmp_path: Path) -> None:
 
 
 def test_warnings_do_not_keep_a_plan_from_running(plan: Path) -> None:
-    resolved = load_text(plan, "context = 1000", "context = 8")
-    assert [item.code for item in resolved.warnings] == ["P235"]
+    assert load_text(plan, "context = 1000", "context = 8").plan.kv.context == 8
+    assert [item.code for item in check_plan(plan).diagnostics] == ["P235"]
 
 
 @pytest.mark.parametrize(

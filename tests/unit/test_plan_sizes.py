@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import (
     UNKNOWN_THREADS,
     compute_needs,
@@ -27,30 +27,24 @@ DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
 
 
 @pytest.fixture(scope="module")
-def demo() -> Resolved:
+def demo() -> ResolvedPlan:
     """The demo plan with a predictor of rank 64 and a context of 1000."""
     resolved = load_plan(DEMO, overrides={"kv.context": 1000, "layers.hot": 0.125})
     predictor = Predictor.model_validate({"rank": 64, "active": 0.2})
     return change_model(resolved, predictor=predictor)
 
 
-def change_model(resolved: Resolved, **values: Any) -> Resolved:
+def change_model(resolved: ResolvedPlan, **values: Any) -> ResolvedPlan:
     model: Model = resolved.model.model_copy(update=values)
-    return Resolved(
-        plan=resolved.plan,
-        device=resolved.device,
-        model=model,
-        layers=resolved.layers,
-        bundle=resolved.bundle,
-    )
+    return replace(resolved, model=model)
 
 
-def change_plan(resolved: Resolved, table: str, **values: Any) -> Resolved:
+def change_plan(resolved: ResolvedPlan, table: str, **values: Any) -> ResolvedPlan:
     changed = getattr(resolved.plan, table).model_copy(update=values)
     return replace(resolved, plan=resolved.plan.model_copy(update={table: changed}))
 
 
-def test_attention_is_everything_dense(demo: Resolved) -> None:
+def test_attention_is_everything_dense(demo: ResolvedPlan) -> None:
     embedding = 4096 * (256 + 256 // 32 * 2)
     qkv = (256 + 2 * 128) * (128 + 16)
     output = 256 * (128 + 16)
@@ -65,16 +59,16 @@ def test_attention_is_everything_dense(demo: Resolved) -> None:
     assert compute_needs(biased).attention.bytes == expected + 8 * 512 * 4
 
 
-def test_kv_is_rounded_up_to_16_tokens(demo: Resolved) -> None:
+def test_kv_is_rounded_up_to_16_tokens(demo: ResolvedPlan) -> None:
     assert compute_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
 
 
-def test_an_int8_kv_cache_has_a_scale_per_vector(demo: Resolved) -> None:
+def test_an_int8_kv_cache_has_a_scale_per_vector(demo: ResolvedPlan) -> None:
     int8 = change_plan(demo, "kv", type="int8")
     assert compute_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
 
 
-def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: Resolved) -> None:
+def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: ResolvedPlan) -> None:
     halves = compute_needs(demo).kv
     whole = compute_needs(change_plan(demo, "kv", type="fp32")).kv
     assert whole.bytes == 2 * halves.bytes
@@ -84,7 +78,7 @@ def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: Resolved) -> No
         assert shape.layers * 1008 * count_kv_token_bytes(plan.model, kind) == need.bytes
 
 
-def test_predictor_by_kind(demo: Resolved) -> None:
+def test_predictor_by_kind(demo: ResolvedPlan) -> None:
     low_rank = 64 * (256 + 16) + 1024 * (64 + 4) + 1024 * 4
     assert compute_needs(demo).predictor.bytes == 8 * low_rank
     gate = change_plan(demo, "decode", predictor="gate")
@@ -93,11 +87,11 @@ def test_predictor_by_kind(demo: Resolved) -> None:
     assert compute_needs(none).predictor.bytes == 0
 
 
-def test_hot_is_neurons_times_stride(demo: Resolved) -> None:
+def test_hot_is_neurons_times_stride(demo: ResolvedPlan) -> None:
     assert compute_needs(demo).hot.bytes == 8 * 128 * 512
 
 
-def test_cold_holds_what_one_layer_activates(demo: Resolved) -> None:
+def test_cold_holds_what_one_layer_activates(demo: ResolvedPlan) -> None:
     assert compute_needs(demo).cold.bytes == 205 * 512  # a fifth of 1024, rounded up
     few = change_model(
         demo,
@@ -108,11 +102,11 @@ def test_cold_holds_what_one_layer_activates(demo: Resolved) -> None:
     assert compute_needs(dense).cold.bytes == 0
 
 
-def test_the_whole_ffn(demo: Resolved) -> None:
+def test_the_whole_ffn(demo: ResolvedPlan) -> None:
     assert count_ffn_bytes(demo) == 8 * 1024 * 512
 
 
-def test_a_block_that_is_not_stated_is_512_bytes(demo: Resolved) -> None:
+def test_a_block_that_is_not_stated_is_512_bytes(demo: ResolvedPlan) -> None:
     assert find_block_bytes(demo.device) == 512
 
 
@@ -121,12 +115,12 @@ def test_sizes_for_people(size: int, rounded: int) -> None:
     assert round_for_people(size) == rounded
 
 
-def test_every_need_is_explained(demo: Resolved) -> None:
+def test_every_need_is_explained(demo: ResolvedPlan) -> None:
     for name, need in compute_needs(demo).items():
         assert need.explanation, name
 
 
-def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: Resolved) -> None:
+def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> None:
     def need(features: tuple[str, ...] | None, architecture: str, chunk: int) -> int:
         cpu = demo.device.units["cpu"].model_copy(
             update={"features": features, "architecture": architecture}
@@ -145,7 +139,7 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: Resolved) -> None:
         assert need(None, "x86-64", chunk) == fewest
 
 
-def test_large_models_and_budgets_leave_more_for_tables(demo: Resolved) -> None:
+def test_large_models_and_budgets_leave_more_for_tables(demo: ResolvedPlan) -> None:
     least = 160 << 20
     assert count_runtime(demo.model, 1 << 30, least) == least
     shape = demo.model.shape.model_copy(update={"layers": 32, "ffn": 8 * 14336})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
@@ -91,16 +91,8 @@ def predict(device: Device) -> tuple[float, float]:
         "kv": {"context": 1024},
     }
     resolved = resolve_values(values, device, model)
-    plan = ResolvedPlan(
-        plan=resolved.plan,
-        device=device,
-        model=model,
-        layers=resolved.layers,
-        bundle=resolved.bundle,
-        path=Path("box.plan.toml"),
-        store_path=Path("none"),
-    )
-    simulated = simulate(read_inputs(plan), prompt_tokens=256, tokens=16)
+    unstored = replace(resolved, path=Path("none/box.plan.toml"))
+    simulated = simulate(read_inputs(unstored), prompt_tokens=256, tokens=16)
     return cost_resolved(resolved, read_rates(device)).tokens_s, simulated.tokens_s
 
 
@@ -159,15 +151,6 @@ def test_planner_and_simulator_agree_about_a_phone(name: str, memory: int) -> No
     )
     assert isinstance(device, Device) and isinstance(model, Model)
     planned = plan(Wish(device=device, model=model, memory_bytes=memory << 30))
-    found = planned.resolved
-    resolved = ResolvedPlan(
-        plan=found.plan,
-        device=found.device,
-        model=found.model,
-        layers=found.layers,
-        bundle=found.bundle,
-        path=Path("a.plan.toml"),
-        store_path=Path("none"),
-    )
+    resolved = replace(planned.resolved, path=Path("none/a.plan.toml"))
     simulated = simulate(read_inputs(resolved), tokens=64).tokens_s
     assert simulated == pytest.approx(planned.cost.tokens_s, rel=0.1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 from pi2.refit import Refit, parse_budget, refit_plan
 
 DEMO = find_shipped_folder() / "demo.plan.toml"

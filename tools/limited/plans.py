@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from limited.rows import Row
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
 from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.resolve import load_plan
 from pi2.planning.cost_memory import count_runtime
 
 CONTEXT = 1024

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pi2.plan.resolve import ResolvedPlan, load_plan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.resolve import load_plan
 from pi2.simulate.constants import Constants
 from pi2.simulate.inputs import LayerChoice, SimulationInput
 from pi2.simulate.reading import read_inputs

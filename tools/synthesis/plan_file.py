@@ -11,8 +11,8 @@ from typing import Any
 import tomlkit
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import Resolved, resolve_layers
-from pi2.plan.arithmetic.sizes import Needs, compute_needs, count_runtime
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import Needs, count_runtime
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -59,14 +59,14 @@ def write_plan(
     `UserError` P552 if the memory that is wished for is too small.
     """
     document = _draft(path, model, model_file, store, bundle, wish)
-    needs = _find_needs(document, model, device, bundle)
+    needs = _find_needs(document, model, device)
     budget = None
     if wish.memory is not None:
         share = isinstance(wish.memory, float)
         budget = int(wish.memory * store_bytes) if share else int(wish.memory)
         document["memory"]["embedding"] = "flash"
         _shrink(document, model, device, bundle, budget)
-        needs = _find_needs(document, model, device, bundle)
+        needs = _find_needs(document, model, device)
     segments = {name: _round_up(need.bytes) for name, need in needs.items()}
     runtime = count_runtime(model, budget or sum(segments.values()), RUNTIME_BYTES)
     segments = {"runtime": runtime, **segments}
@@ -116,19 +116,13 @@ def _relate(target: Path, folder: Path) -> str:
     return relative if relative.startswith(".") else f"./{relative}"
 
 
-def _resolve(
-    document: dict[str, Any], model: Model, device: Device, bundle: BundleLayout
-) -> Resolved:
+def _resolve(document: dict[str, Any], model: Model, device: Device) -> ResolvedPlan:
     plan = Plan.model_validate_json(json.dumps(document))
-    return Resolved(
-        plan=plan, device=device, model=model, layers=resolve_layers(plan, model), bundle=bundle
-    )
+    return ResolvedPlan(plan=plan, device=device, model=model)
 
 
-def _find_needs(
-    document: dict[str, Any], model: Model, device: Device, bundle: BundleLayout
-) -> Needs:
-    return compute_needs(_resolve(document, model, device, bundle))
+def _find_needs(document: dict[str, Any], model: Model, device: Device) -> Needs:
+    return _resolve(document, model, device).needs
 
 
 def _count_absent(document: dict[str, Any], model: Model) -> int:
@@ -142,7 +136,7 @@ def _shrink(
 ) -> None:
     """Set ``layers.hot`` so that hot neurons take half of the room that ``budget`` leaves them."""
     document["layers"]["hot"] = 0.0
-    needs = _find_needs(document, model, device, bundle)
+    needs = _find_needs(document, model, device)
     fixed = count_runtime(model, budget, RUNTIME_BYTES) + sum(
         _round_up(need.bytes) for name, need in needs.items() if name not in ("hot", "cold")
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.toml.paths import KeyPath
 
@@ -41,7 +41,7 @@ class Cost:
     text: str
 
 
-def list_costs(resolved: Resolved, path: KeyPath) -> Iterator[Cost]:
+def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
     """Costs of the value at ``path``; keys of the model begin with ``model``."""
     if path[:2] == ("memory", "segments") and len(path) == 3:
         yield _describe_segment(resolved, str(path[2]))
@@ -56,7 +56,7 @@ def list_costs(resolved: Resolved, path: KeyPath) -> Iterator[Cost]:
                     yield _describe_segment(resolved, name)
 
 
-def _describe_segment(resolved: Resolved, name: str) -> Cost:
+def _describe_segment(resolved: ResolvedPlan, name: str) -> Cost:
     size = getattr(resolved.plan.memory.segments, name)
     needs = dict(resolved.needs.items())
     if name not in needs:
@@ -66,14 +66,14 @@ def _describe_segment(resolved: Resolved, name: str) -> Cost:
     return Cost(name, need.bytes, text + format_bytes(size))
 
 
-def _describe_budget(resolved: Resolved) -> Cost:
+def _describe_budget(resolved: ResolvedPlan) -> Cost:
     memory = resolved.plan.memory
     total = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
     text = f"segments: {approximate_bytes(total)} of the budget of {format_bytes(memory.budget)}"
     return Cost("budget", total, text)
 
 
-def _describe_layer(resolved: Resolved, number: int) -> Iterator[Cost]:
+def _describe_layer(resolved: ResolvedPlan, number: int) -> Iterator[Cost]:
     if number < len(resolved.layers):
         neurons = resolved.layers[number].hot_neurons
         size = neurons * resolved.bundle.stride

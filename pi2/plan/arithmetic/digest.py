@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 _COSMETIC = frozenset({"name", "description"})
 
@@ -35,7 +35,7 @@ def dump_plain(document: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _COSMETIC}
 
 
-def compute_digest(resolved: Resolved) -> str:
+def compute_digest(resolved: ResolvedPlan) -> str:
     """Digest of plan, device and model together.
 
     Settings of layers count as resolved, so that two spellings of the same plan agree; where the

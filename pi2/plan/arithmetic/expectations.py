@@ -5,7 +5,7 @@ Rough on purpose, from the model's statistics and the device's figures; `pi2 sim
 
 from __future__ import annotations
 
-from pi2.plan.arithmetic.resolved import Resolved, ResolvedLayer
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import matrix_bytes
@@ -14,7 +14,7 @@ SKEWED_PART = 0.8
 """Part of the activations that ``sparsity.skew`` speaks of."""
 
 
-def find_active_share(resolved: Resolved) -> float | None:
+def find_active_share(resolved: ResolvedPlan) -> float | None:
     """Share of a layer's neurons that a token takes; None where nothing is known."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
@@ -39,7 +39,7 @@ def estimate_hot_part(model: Model, hot: float) -> float:
     return SKEWED_PART + (1 - SKEWED_PART) * (hot - skew) / (1 - skew)
 
 
-def count_absent(resolved: Resolved, layer: ResolvedLayer) -> float | None:
+def count_absent(resolved: ResolvedPlan, layer: ResolvedLayer) -> float | None:
     """Active neurons of a layer that are not hot, for one token; None where nothing is known."""
     active = find_active_share(resolved)
     if active is None:
@@ -64,7 +64,7 @@ def find_memory_rate(device: Device) -> float | None:
     return None if memory is None else float(memory.value)
 
 
-def count_attention_bytes(resolved: Resolved) -> int:
+def count_attention_bytes(resolved: ResolvedPlan) -> int:
     """Bytes that a layer's attention reads for a token when the context is full."""
     shape, precision = resolved.model.shape, resolved.model.quantization
     query = shape.heads * shape.head_dim

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pi2.diagnostics import Diagnostic
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -37,33 +36,36 @@ class ResolvedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """What rules and arithmetic work with."""
+class ResolvedPlan:
+    """A plan with its device and its model: what rules, arithmetic and a run work with."""
 
     plan: Plan
     device: Device
     model: Model
-    layers: tuple[ResolvedLayer, ...]
-    bundle: BundleLayout
+    path: Path = Path()
+    """The plan's file; empty for values that no file holds yet."""
     thresholds: Thresholds | None = None
     """What ``[sparsity]`` names, if the plan has it."""
+
+    @property
+    def store_path(self) -> Path:
+        """The neuron store's folder."""
+        return self.path.parent / self.plan.store
+
+    @cached_property
+    def layers(self) -> tuple[ResolvedLayer, ...]:
+        """Settings of every layer, the first one first."""
+        return resolve_layers(self.plan, self.model)
+
+    @cached_property
+    def bundle(self) -> BundleLayout:
+        """How the weights of a neuron lie in the store."""
+        return lay_out_plan_bundle(self.plan, self.model)
 
     @cached_property
     def needs(self) -> Needs:
         """Bytes that each segment needs."""
         return compute_needs(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedPlan(Resolved):
-    """A plan that may run: everything was checked."""
-
-    path: Path
-    """The plan's file."""
-    store_path: Path
-    """The neuron store's folder."""
-    warnings: tuple[Diagnostic, ...] = ()
-    """Findings that do not keep it from running."""
 
     @cached_property
     def digest(self) -> str:

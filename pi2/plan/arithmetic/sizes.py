@@ -23,7 +23,7 @@ from pi2.plan.weights.layout import (
 )
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import Resolved
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType, Plan
@@ -104,7 +104,7 @@ def count_runtime(model: Model, budget_bytes: int, least_bytes: int) -> int:
     return max(least_bytes, round_up(LIBRARY_BYTES + tables, 1 << 20))
 
 
-def compute_needs(resolved: Resolved) -> Needs:
+def compute_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
     return Needs(
@@ -117,7 +117,7 @@ def compute_needs(resolved: Resolved) -> Needs:
     )
 
 
-def _need_attention(resolved: Resolved) -> Need:
+def _need_attention(resolved: ResolvedPlan) -> Need:
     """Dense weights, and the scales of all neurons where they are resident.
 
     embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d, output d
@@ -242,14 +242,14 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 
 
-def _need_hot(resolved: Resolved) -> Need:
+def _need_hot(resolved: ResolvedPlan) -> Need:
     """Resident neurons: their number times the stride S."""
     neurons = sum(layer.hot_neurons for layer in resolved.layers)
     stride = resolved.bundle.stride
     return Need(neurons * stride, f"{neurons} hot neurons of {stride} bytes")
 
 
-def _need_cold(resolved: Resolved) -> Need:
+def _need_cold(resolved: ResolvedPlan) -> Need:
     """Smallest cache: the neurons that one layer activates for one token, at least 64 of them.
 
     Expected actives come from calibrated thresholds, from the predictor's or the model's
@@ -271,7 +271,7 @@ def _need_cold(resolved: Resolved) -> Need:
     )
 
 
-def _expect_active(resolved: Resolved) -> float:
+def _expect_active(resolved: ResolvedPlan) -> float:
     """Share of a layer's neurons that decoding a token takes."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "gate" and resolved.thresholds is not None:
@@ -284,7 +284,7 @@ def _expect_active(resolved: Resolved) -> float:
     return UNKNOWN_ACTIVE
 
 
-def _need_workspace(resolved: Resolved) -> Need:
+def _need_workspace(resolved: ResolvedPlan) -> Need:
     """Activations, logits and staging, as the cpu backend takes them.
 
     Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
@@ -336,7 +336,7 @@ def _need_workspace(resolved: Resolved) -> Need:
     )
 
 
-def count_chunks(resolved: Resolved) -> int:
+def count_chunks(resolved: ResolvedPlan) -> int:
     """Chunks of a prompt that go through a layer before the next layer begins.
 
     With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for: every
@@ -372,7 +372,7 @@ def _may_pair_tokens(device: Device) -> bool:
     )
 
 
-def _count_threads(resolved: Resolved) -> int:
+def _count_threads(resolved: ResolvedPlan) -> int:
     """Compute threads; where neither plan nor device states them, as many as are likely."""
     if resolved.plan.threads.compute is not None:
         return resolved.plan.threads.compute
@@ -381,7 +381,7 @@ def _count_threads(resolved: Resolved) -> int:
     return cores or UNKNOWN_THREADS
 
 
-def count_ffn_bytes(resolved: Resolved) -> int:
+def count_ffn_bytes(resolved: ResolvedPlan) -> int:
     """Bytes of all neurons in the store: L e f S."""
     model = resolved.model
     return model.shape.layers * model.layer_neurons * resolved.bundle.stride
@@ -395,7 +395,7 @@ def find_block_bytes(device: Device) -> int:
     return block
 
 
-def count_gate_read_bytes(resolved: Resolved) -> int:
+def count_gate_read_bytes(resolved: ResolvedPlan) -> int:
     """Bytes that are read of a missing neuron, in whole blocks, before it is known whether its gate
     is open; 0 where neurons are read whole.
 

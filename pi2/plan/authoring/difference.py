@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from pi2.plan.arithmetic.resolved import Resolved, ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.common import Document
 from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind
@@ -111,7 +111,7 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
     return changes + devices + models
 
 
-def compare_layers(before: Resolved, after: Resolved) -> list[LayerChange]:
+def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChange]:
     """Layers whose resolved settings differ, those that differ alike put together.
 
     Where the models have different numbers of layers, those that both have.
@@ -140,7 +140,7 @@ def _describe(layer: ResolvedLayer) -> tuple[Mapping[str, float], float, int]:
     return dict(layer.split), layer.hot, layer.hot_neurons
 
 
-def compare_segments(before: Resolved, after: Resolved) -> list[SegmentChange]:
+def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentChange]:
     """Every segment, with its size and its need; that of the libraries needs what it has."""
     sizes = [item.plan.memory.segments for item in (before, after)]
     needs = [{name: need.bytes for name, need in item.needs.items()} for item in (before, after)]

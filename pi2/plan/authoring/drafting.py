@@ -13,10 +13,9 @@ from typing import Any, get_args
 
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import (
-    Resolved,
+    ResolvedPlan,
     has_packable_shape,
     lay_out_plan_bundle,
-    resolve_layers,
 )
 from pi2.plan.arithmetic.sizes import (
     count_ffn_bytes,
@@ -129,18 +128,12 @@ def _make_plan(values: Mapping[str, Any]) -> Plan:
     return Plan.model_validate_json(json.dumps({**values, "memory": memory}))
 
 
-def _resolve(values: dict[str, Any], device: Device, model: Model, hot: float) -> Resolved:
+def _resolve(values: dict[str, Any], device: Device, model: Model, hot: float) -> ResolvedPlan:
     plan = _make_plan({**values, "layers": {**values["layers"], "hot": hot}})
-    return Resolved(
-        plan=plan,
-        device=device,
-        model=model,
-        layers=resolve_layers(plan, model),
-        bundle=lay_out_plan_bundle(plan, model),
-    )
+    return ResolvedPlan(plan=plan, device=device, model=model)
 
 
-def _fit_segments(resolved: Resolved) -> dict[str, int]:
+def _fit_segments(resolved: ResolvedPlan) -> dict[str, int]:
     """Sizes of the segments that do not depend on what is hot."""
     needs = dict(resolved.needs.items())
     budget = resolved.plan.memory.budget
@@ -150,7 +143,7 @@ def _fit_segments(resolved: Resolved) -> dict[str, int]:
     return sizes
 
 
-def _choose_hot(rest: int, cold_bytes: int, resolved: Resolved) -> float:
+def _choose_hot(rest: int, cold_bytes: int, resolved: ResolvedPlan) -> float:
     """Share of hot neurons: all if they fit, else a part of the memory that is left."""
     whole = count_ffn_bytes(resolved)
     if round_up(whole, MIB) <= rest:
@@ -172,7 +165,9 @@ SEGMENT_REMARKS = {
 """What a plan's segments hold, for those who read it."""
 
 
-def _write(wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: Resolved) -> str:
+def _write(
+    wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: ResolvedPlan
+) -> str:
     whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
     lines = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "

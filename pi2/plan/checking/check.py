@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi2.diagnostics import Diagnostic, Span
-from pi2.plan.arithmetic.resolved import (
-    Resolved,
-    ResolvedPlan,
-    has_packable_shape,
-    lay_out_plan_bundle,
-    resolve_layers,
-)
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.checking.findings import Fact
 from pi2.plan.checking.inspection import Inspection
 from pi2.plan.checking.reuse import Reuse
@@ -48,6 +42,11 @@ class Report:
     def is_sound(self) -> bool:
         """Whether there are no errors."""
         return all(item.severity != "error" for item in self.diagnostics)
+
+    def make_error(self) -> UserError:
+        """The exception for a report with errors."""
+        unread = any(item.code in CANNOT_READ for item in self.diagnostics)
+        return UserError(self.diagnostics, exit_code=2 if unread else 1, sources=self.sources)
 
 
 def check_file(
@@ -133,48 +132,33 @@ def check_plan(
     check.run_rules(facts, done)
     if thresholds is None:
         thresholds = check.follow_thresholds()
-    resolved = _resolve(check.documents, thresholds)
+    resolved = _resolve(check, thresholds)
     if resolved is not None:
         check.run_rules({**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)
 
 
-def _resolve(documents: Mapping[Kind, Document], thresholds: GivenThresholds) -> Resolved | None:
-    plan, device, model = (documents.get(kind) for kind in ("plan", "device", "model"))
+def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | None:
+    plan, device, model = (check.documents.get(kind) for kind in ("plan", "device", "model"))
     if not (isinstance(plan, Plan) and isinstance(device, Device) and isinstance(model, Model)):
         return None
     if not has_packable_shape(model):
         return None
-    return Resolved(
+    return ResolvedPlan(
         plan=plan,
         device=device,
         model=model,
-        layers=resolve_layers(plan, model),
-        bundle=lay_out_plan_bundle(plan, model),
+        path=check.files["plan"].path,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
     )
 
 
-def _report(check: Inspection, *, kind: Kind, resolved: Resolved | None = None) -> Report:
-    diagnostics = check.list_findings()
-    report = Report(
-        diagnostics=diagnostics,
+def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = None) -> Report:
+    found = check.list_findings()
+    return Report(
+        diagnostics=found,
+        resolved=None if any(item.severity == "error" for item in found) else resolved,
         document=check.documents.get(kind),
         sources=check.sources,
         files=check.files,
     )
-    if resolved is None or not report.is_sound:
-        return report
-    path = check.files["plan"].path
-    runnable = ResolvedPlan(
-        plan=resolved.plan,
-        device=resolved.device,
-        model=resolved.model,
-        layers=resolved.layers,
-        bundle=resolved.bundle,
-        thresholds=resolved.thresholds,
-        path=path,
-        store_path=path.parent / resolved.plan.store,
-        warnings=diagnostics,
-    )
-    return replace(report, resolved=runnable)

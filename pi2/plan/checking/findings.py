@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -65,9 +65,9 @@ class Facts:
         return value
 
     @property
-    def resolved(self) -> Resolved:
+    def resolved(self) -> ResolvedPlan:
         value = self.known["resolved"]
-        assert isinstance(value, Resolved)
+        assert isinstance(value, ResolvedPlan)
         return value
 
 

@@ -20,7 +20,7 @@ from pi2.plan.arithmetic.expectations import (
     find_memory_rate,
     find_read_rate,
 )
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.quantities import approximate_number
 
@@ -58,7 +58,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _count_read_bytes(resolved: Resolved) -> float:
+def _count_read_bytes(resolved: ResolvedPlan) -> float:
     """Bytes that a layer reads for a token, if the cache holds any cold neuron alike."""
     stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pi2.plan.arithmetic.resolved import Resolved
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import round_for_people
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
@@ -51,7 +51,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _find_origins(resolved: Resolved, segment: str) -> tuple[Origin, ...]:
+def _find_origins(resolved: ResolvedPlan, segment: str) -> tuple[Origin, ...]:
     shape = resolved.model.shape
     if segment == "kv":
         context = resolved.plan.kv.context
