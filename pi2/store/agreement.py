@@ -22,11 +22,11 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
     resolved = report.resolved
     if resolved is None or not resolved.store_path.exists() or list_backends(resolved) == {"null"}:
         return []
-    spans = report.files["plan"].spans
     found = []
     for item in find_store_misfits(resolved):
         path = tuple((item.path or "store").split("."))
-        place = item.span or spans.find_value(path)
+        # Places are looked for where something was found.
+        place = item.span or report.files["plan"].spans.find_value(path)
         found.append(replace(item, span=place, path=".".join(path)))
     return found
 
