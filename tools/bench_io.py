@@ -31,7 +31,7 @@ from pi2.progress import ignore_progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a setting reached."""
+    """Results of one setting."""
 
     wanted_mb_s: float
     requests_s: float
@@ -86,7 +86,7 @@ class Arguments:
 
 
 def list_settings(threads: list[int], depths: list[int], gaps: list[int]) -> Iterator[ReadSettings]:
-    """What is compared."""
+    """List the settings to compare."""
     for gap in gaps:
         for count in threads:
             yield make_settings("pread", count, 1, gap)

@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Models larger than memory, beside llama.cpp.")
     parser.add_argument("row", nargs="?", choices=ROWS, help="which figure")
     parser.add_argument("--list", action="store_true", help="name the rows and their goals")

@@ -67,7 +67,7 @@ class Row:
     measured: Mapping[str, Any]
 
     def compare(self, key: str) -> float | None:
-        """Predicted / measured - 1."""
+        """Relative error: predicted / measured - 1."""
         predicted, measured = self.predicted.get(key), self.measured.get(key)
         return None if not predicted or not measured else predicted / measured - 1.0
 
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Predicted and measured plans.")
     parser.add_argument("store", type=Path, help="neuron store")
     parser.add_argument("--model", help="short name or path [that of the store's manifest]")
@@ -349,7 +349,7 @@ def _percent(value: float | None) -> str:
 
 
 def describe(row: Row) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Everything about the rows, for programs."""
     names = ("memory_bytes", "name", "settings", "predicted", "measured")
     return {name: getattr(row, name) for name in names}
 

@@ -36,7 +36,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the picture shows."""
+    """Figures of the picture, with its texts."""
 
     title: str
     subtitle: str

@@ -22,12 +22,12 @@ PREDICTOR_RANK = 16
 
 
 def apply_drelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """ReLU of both."""
+    """Apply ReLU to gate and up."""
     return torch.relu(gate) * torch.relu(up)
 
 
 def build_bamboo(options: Options) -> Any:
-    """Mistral with dReLU."""
+    """Build Mistral with dReLU."""
     model = make(transformers.MistralForCausalLM, transformers.MistralConfig, options)
     for layer in model.model.layers:
 
@@ -39,7 +39,7 @@ def build_bamboo(options: Options) -> Any:
 
 
 def build_prosparse(options: Options) -> Any:
-    """Llama with FATReLU: zero up to a threshold."""
+    """Build Llama with FATReLU: zero up to a threshold."""
     threshold = options.pop("hidden_act_param")
     model = make(transformers.LlamaForCausalLM, transformers.LlamaConfig, options)
     for layer in model.model.layers:
@@ -49,7 +49,7 @@ def build_prosparse(options: Options) -> Any:
 
 
 def build_turbosparse_mixtral(options: Options) -> Any:
-    """Mixtral with dReLU."""
+    """Build Mixtral with dReLU."""
     model = make(transformers.MixtralForCausalLM, transformers.MixtralConfig, options)
     for layer in model.model.layers:
 

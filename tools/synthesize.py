@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def synthesize(arguments: argparse.Namespace) -> None:
-    """Everything that the command does."""
+    """Make the store, its statistics and its plan."""
     model = read_document(arguments.model, "model").document
     assert isinstance(model, Model)
     model_file = find_document(arguments.model, "model", Path())

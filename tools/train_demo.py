@@ -44,7 +44,7 @@ ALLOCATOR = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     from demo.predictors import PredictorRecipe
     from demo.training import Recipe
 

@@ -18,7 +18,7 @@ from pi2.benchmarks.worker import Worker
 from pi2.progress import Progress
 
 BUFFER_BYTES = 512 * 2**20
-"""Far more than any cache."""
+"""Size of the buffer that is read: far more than any cache."""
 PASSES = 4
 
 Reader = Callable[[], object]
@@ -47,7 +47,7 @@ class BandwidthMeter:
         self._reader()
 
     def get_method(self) -> str:
-        """What reads."""
+        """Name of what reads: a compiled kernel, or numpy."""
         return self._method
 
     def measure(self) -> list[float]:

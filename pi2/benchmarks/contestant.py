@@ -16,7 +16,7 @@ class Contestant(Protocol):
     """A program that can be timed; it lives in a process of its own."""
 
     def describe(self) -> Description:
-        """What it is."""
+        """Describe the engine and the model."""
 
     def run(self, workload: Workload) -> Sample:
         """Do ``workload`` once; only its own tokens are timed."""
@@ -28,7 +28,7 @@ class Contestant(Protocol):
         """Bytes that a token must read, if that is known; ``active`` share of the neurons."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class RemoteContestant:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-"""Raise it when the files change."""
+"""Version of the files that are written; raise it when they change."""
 INSTALL_HELP = (
     "pip install gguf, and CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary "
     "llama-cpp-python llama-cpp-python; or all of it by pip install 'pi2[bench]'"
@@ -39,7 +39,7 @@ class GgufTensor:
     rows: int
     length: int
     precision: Precision | None
-    """None is float32."""
+    """Precision of the weights; None is float32."""
     experts: int | None = None
     """Matrices of this size, one after the other, where every expert of a layer has one."""
 

@@ -22,7 +22,7 @@ class Profile:
     kernels_s: float
     """Time in compiled functions, or in the executor's calls where it has none."""
     io_wait_s: float
-    """Waiting for neurons to arrive."""
+    """Time of waiting for neurons to arrive."""
     level: str
     """``kernels`` or ``executor calls``: what ``kernels_s`` was measured around."""
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Profile:
 
     @property
     def python_s(self) -> float:
-        """Everything else: orchestration."""
+        """Time of everything else: orchestration in Python."""
         return self.total_s - self.kernels_s - self.io_wait_s
 
 
@@ -42,7 +42,7 @@ class Stopwatch:
         self.calls: dict[str, tuple[int, float]] = {}
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, timed under ``name``."""
+        """Return ``function`` with its calls timed under ``name``."""
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             if threading.get_ident() != self._thread:

@@ -53,18 +53,18 @@ class TraceSummary:
     total_s: float
     kernels_s: float
     wait_s: float
-    """Waiting for reads."""
+    """Time of waiting for reads."""
     read_bytes: int
     reading_s: float
     """Time in which at least one read was on its way."""
 
     @property
     def overhead_s(self) -> float:
-        """Everything else: Python."""
+        """Time of everything else: Python."""
         return self.total_s - self.kernels_s - self.wait_s
 
     def describe(self) -> str:
-        """Say it in a paragraph."""
+        """Describe the trace in a paragraph."""
         total = self.total_s or 1.0
         reading = min(self.reading_s / total, 1.0)
         return (
@@ -124,7 +124,7 @@ class _Tape:
         return lane
 
     def name_reader(self) -> str:
-        """Lane of the calling thread."""
+        """Name of the calling thread's lane."""
         with self.lock:
             return self.readers.setdefault(threading.get_ident(), f"read {len(self.readers)}")
 

@@ -21,9 +21,9 @@ class Conditions:
     """Under what circumstances a run was made."""
 
     machine: str
-    """Processor, cores, memory, system."""
+    """Description of processor, cores, memory and system."""
     started: str
-    """Date and time, UTC."""
+    """Date and time of the start, UTC."""
     load_average: float | None
     """Programs that wanted to run in the minute before: more than 0 disturbs the figures."""
     tokens: str
@@ -31,7 +31,7 @@ class Conditions:
 
 
 def write_json(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
-    """One object with everything."""
+    """Write one JSON object with everything."""
     rows = [
         {**describe_row(item.row), "profile": describe_profile(item.profile)} for item in outcomes
     ]
@@ -119,7 +119,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_speeds(rows: Sequence[Row]) -> str:
-    """The main table."""
+    """Write the main table."""
     columns: dict[str, Callable[[Row], str]] = {
         "engine": _name_engine,
         "model": _name_model,

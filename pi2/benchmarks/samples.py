@@ -90,15 +90,15 @@ class TokenBytes:
     """Projections and norms of all layers, and a row of the embedding."""
     head: float
     predictor: float
-    """Low-rank predictors, or all gate rows."""
+    """Bytes of low-rank predictors, or of all gate rows."""
     neurons: float
     """Bundles of the active neurons, padding left out."""
     kv: float
-    """Keys and values of the context."""
+    """Bytes of the keys and values of the context."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of all parts together."""
         return self.attention + self.head + self.predictor + self.neurons + self.kv
 
 
@@ -107,10 +107,10 @@ class Bandwidth:
     """Read bandwidth of the memory, measured between repetitions."""
 
     bytes_s: float
-    """Median of the measurements."""
+    """Bytes per second: median of the measurements."""
     threads: int
     method: str
-    """What reads: a compiled kernel, or numpy."""
+    """Method of reading: a compiled kernel, or numpy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

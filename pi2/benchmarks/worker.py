@@ -116,7 +116,7 @@ class Worker:
 
 
 def _explain_end(code: int | None) -> UserError:
-    """P640: the process is gone without an answer."""
+    """Finding P640: the process has ended without an answer."""
     how, advice = f"ended with {code}", None
     if code is not None and code < 0:
         name = signal.Signals(-code).name

@@ -92,7 +92,7 @@ def describe_unknown(name: str) -> str:
 
 
 def make_verbose_option() -> click.Option:
-    """``-v``: say what happens."""
+    """The option ``-v``: verbose; repeated: debug output."""
     return click.Option(
         ["-v", "--verbose"],
         count=True,

@@ -99,7 +99,7 @@ def write_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[str]:
 
 
 def describe_cpu(machine: Machine) -> Iterator[str]:
-    """Name, cores and features."""
+    """Describe the processor: name, cores and features."""
     cpu = machine.cpu
     yield f"{cpu.name}, {cpu.architecture}"
     cores = f"{cpu.cores} of {cpu.cores_online} cores may be used"
@@ -113,7 +113,7 @@ def describe_cpu(machine: Machine) -> Iterator[str]:
 
 
 def describe_memory(machine: Machine) -> str:
-    """Installed, allowed and free."""
+    """Describe installed, allowed and free memory."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     memory = machine.memory
@@ -171,7 +171,7 @@ def describe_programs(programs: Mapping[str, str | None]) -> str:
 
 
 def describe_gpus(surveys: Sequence[Survey]) -> Iterator[str]:
-    """By API, each device, or what is missing."""
+    """Describe the devices of each API, or what is missing for it."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     for survey in surveys:

@@ -20,10 +20,10 @@ add_set_option = click.option(
     shell_complete=suggest_settings,
     help="Override a value of the plan; repeatable.",
 )
-"""``--set`` (argument ``settings``)."""
+"""The option ``--set`` (argument ``settings``)."""
 
 add_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-"""``--json`` (argument ``as_json``)."""
+"""The option ``--json`` (argument ``as_json``)."""
 
 
 def add_path_option(
@@ -35,7 +35,7 @@ def add_path_option(
 
 
 def add_text_options(text_help: str) -> Callable[[Command], Command]:
-    """``--text`` (argument ``files``), ``--context`` and ``--windows``."""
+    """Add the options ``--text`` (argument ``files``), ``--context`` and ``--windows``."""
     options = (
         add_path_option("--text", "files", required=True, multiple=True, text=text_help),
         click.option(

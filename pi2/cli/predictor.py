@@ -88,7 +88,7 @@ def train(
 
 
 def parse_rank(text: str) -> int | None:
-    """A number, or None for ``auto``."""
+    """Parse a rank: a number, or None for ``auto``."""
     if text == "auto":
         return None
     if not text.isdigit() or not 1 <= int(text) <= 65536:
@@ -97,7 +97,7 @@ def parse_rank(text: str) -> int | None:
 
 
 def describe_training(training: Training) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Everything about a training, for programs."""
     from pi2.evaluation.report import describe_evaluation
 
     return {

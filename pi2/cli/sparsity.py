@@ -174,7 +174,7 @@ def parse_goal(target: float | None, loss: str | None, method: str | None) -> Go
 
 
 def parse_share(text: str) -> float:
-    """``2%`` or ``0.02``."""
+    """Parse a share: ``2%`` or ``0.02``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -194,7 +194,7 @@ def write_tables_of(changes: dict[str, object]) -> str:
 def describe_calibration(
     calibration: Calibration, file: Path, changes: dict[str, object]
 ) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Everything about a calibration, for programs."""
     return {
         "thresholds": str(file),
         "method": calibration.goal.method,

@@ -105,7 +105,7 @@ def _find_page(code: str) -> Page | None:
 
 
 def summarise(files: int, diagnostics: Sequence[Diagnostic]) -> str:
-    """One line: ``3 files, 1 error``."""
+    """Summarise the findings in one line: ``3 files, 1 error``."""
     parts = [_count(files, "file")]
     for severity in ("error", "warning", "note"):
         number = sum(item.severity == severity for item in diagnostics)

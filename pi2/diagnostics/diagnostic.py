@@ -52,9 +52,9 @@ class Diagnostic:
     message: str
     """One line, lower case, no full stop: what is wrong."""
     help: str | None = None
-    """One line: what to do."""
+    """Advice in one line: what to do."""
     span: Span | None = None
-    """Where to change something."""
+    """Place to change something."""
     notes: tuple[str, ...] = ()
     """Origins (places that matter, too, each ``file:line:column: text``) and what else is known."""
     path: str | None = None

@@ -27,10 +27,10 @@ class ConversionCost:
     """A checkpoint and its store, compared on the same tokens in float32."""
 
     tokens: int
-    """Scored tokens."""
+    """Number of scored tokens."""
     windows: int
     context: int
-    """Tokens of the longest window."""
+    """Length of the longest window in tokens."""
     before: float
     """Perplexity by the checkpoint's own weights."""
     after: float

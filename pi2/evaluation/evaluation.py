@@ -53,12 +53,12 @@ class Evaluation:
     model: str
     digest: str
     tokens: int
-    """Scored tokens."""
+    """Number of scored tokens."""
     bytes: int
-    """UTF-8 bytes of their text."""
+    """Number of UTF-8 bytes of their text."""
     windows: int
     context: int
-    """Tokens of the longest window."""
+    """Length of the longest window in tokens."""
     runs: tuple[Run, ...]
     layers: tuple[LayerRecall, ...]
     """Predictors by layer, on the inputs of the dense run; empty without low-rank predictors."""

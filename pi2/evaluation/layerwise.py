@@ -181,5 +181,5 @@ class _LazyTensors(Mapping[str, Tensor]):
         return len(self._known)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all windows."""
         self._known.clear()

@@ -29,7 +29,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean loss."""
+        """Perplexity: exp of the mean loss."""
         return float(np.exp(self.losses.mean()))
 
 

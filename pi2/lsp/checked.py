@@ -37,12 +37,12 @@ class Checked:
 
     @property
     def resolver(self) -> LockedReferences:
-        """Finds references, without a network."""
+        """Resolver of references, without a network."""
         return LockedReferences(self.path.parent)
 
     @cached_property
     def report(self) -> Report:
-        """What `pi2 validate` says."""
+        """Report of `pi2 validate`."""
         report = check_file(self.path, name=str(self.path), resolver=self.resolver, text=self.text)
         found = list_store_findings(report)
         return replace(report, diagnostics=(*report.diagnostics, *found)) if found else report

@@ -24,7 +24,7 @@ SUGGESTED = Literal["key", "table", "value", "file"]
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing that may be written."""
+    """A completion."""
 
     label: str
     insert: str
@@ -32,7 +32,7 @@ class Item:
     sort: SUGGESTED = "value"
     detail: str = ""
     text: str = ""
-    """What it means; Markdown."""
+    """Explanation of the completion, Markdown."""
 
 
 def complete(checked: Checked, offset: int) -> tuple[Cursor, list[Item]]:

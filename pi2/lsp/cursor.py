@@ -42,13 +42,13 @@ class _Frame:
     """A table or array that is open."""
 
     mark: str
-    """What closes it: a bracket, or nothing for the document."""
+    """Closing bracket, or nothing for the document."""
     path: KeyPath
     parts: list[str] = field(default_factory=list)
     """Parts of the key so far."""
     in_value: bool = False
     is_done: bool = False
-    """The value was written."""
+    """Whether the value is complete."""
     count: int = 0
     """Items of an array so far."""
 
@@ -154,7 +154,7 @@ def unquote(text: str) -> str:
 
 
 def find_cursor(text: str, offset: int) -> Cursor:
-    """What is being written at ``offset``."""
+    """Find out what is being written at ``offset``."""
     reader = _Reader()
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or "mark"

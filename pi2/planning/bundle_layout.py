@@ -25,7 +25,7 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.store.manifest import Order, read_manifest
 
 PAGE_BYTES = 4096
-"""What flash reads at least."""
+"""Least number of bytes that flash reads."""
 MOST_PADDING = 1.25
 """Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
 LEAST_SAVING = 0.2
@@ -37,7 +37,7 @@ REWRITE_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayout:
-    """What a neuron store has."""
+    """Bundle layout of an existing neuron store."""
 
     stride: int
     order: Order

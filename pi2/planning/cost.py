@@ -47,7 +47,7 @@ Activity = tuple[tuple[LayerActivity, ...], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a plan costs."""
+    """Predicted time, memory and energy of a plan."""
 
     layers: tuple[LayerCost, ...]
     head_s: float

@@ -39,7 +39,7 @@ class Stream:
     stride: int
 
     def count_pieces(self, absent: float) -> float:
-        """Pieces of ``absent`` neurons."""
+        """Number of pieces that hold ``absent`` neurons."""
         return float(ceil(absent / self.neurons - 1e-9)) if absent > 0.0 else 0.0
 
     def time_wait(self, absent: float, before_s: float, compute_s: float) -> float:

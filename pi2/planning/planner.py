@@ -57,7 +57,7 @@ class PlannedPlan:
 
 
 def plan(wish: Wish) -> PlannedPlan:
-    """The best plan for a wish.
+    """Find the best plan for a request.
 
     Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
     where the device lacks figures; P352 without a solver.
@@ -130,7 +130,7 @@ def list_units(rates: Rates) -> list[Rates]:
 
 
 def choose_goal(wish: Wish) -> Goal:
-    """What the program minimises."""
+    """Choose what the program minimises."""
     if wish.objective == "energy":
         return "energy"
     return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
@@ -294,7 +294,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
 def _write_layers(
     problem: Problem, hots: Sequence[float], denses: Sequence[float]
 ) -> dict[str, Any]:
-    """``[layers]``: the commonest settings, and overrides for the others."""
+    """Values of ``[layers]``: the most frequent settings, and overrides for the others."""
     cpu = next(n for n, unit in problem.wish.device.units.items() if unit.kind == "cpu")
     unit = problem.rates.dense
 
@@ -324,7 +324,7 @@ def _write_layers(
 
 
 def _write_ranges(layers: Sequence[int]) -> str:
-    """``"0-3,7"``."""
+    """Write a selector of layers: ``"0-3,7"``."""
     parts: list[list[int]] = []
     for layer in layers:
         if parts and parts[-1][1] == layer - 1:
@@ -339,7 +339,8 @@ def _round_down(share: float) -> float:
 
 
 def _explain_impossible(problem: Problem, program: Program) -> UserError:
-    """P350: which limit is in the way, and the nearest wishes; P351 where reads are unknown."""
+    """Finding P350: which limit is in the way, and the nearest possible requests; P351 where
+    reads are unknown."""
     wish = problem.wish
     least = program.solve("memory")
     if least is None:

@@ -122,7 +122,7 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All choices."""
+    """All choices that the solver has, with their costs."""
 
     wish: Wish
     rates: Rates

@@ -59,12 +59,12 @@ class Rates:
     predict: Linear
     gather: Linear
     gate: Linear
-    """Computing all gates."""
+    """Time to compute all gates."""
     open: Linear
-    """Neurons whose gates are known."""
+    """Time to compute neurons whose gates are known."""
     norm_s: float
     route_s: float
-    """Choosing a mixture's experts."""
+    """Time to choose a mixture's experts."""
     python_s: float
     """What the engine does in a layer between the steps."""
     token_s: float
@@ -313,7 +313,7 @@ class _Reader:
         return clusters[0].id if clusters else None
 
     def _read_power(self) -> float | None:
-        """The processor's, else the whole device's."""
+        """Power of the processor, else that of the whole device."""
         figure = self._cpu.power or self._device.power
         return None if figure is None else float(figure.value)
 

@@ -19,12 +19,12 @@ class Wish:
     device: Device
     model: Model
     memory_bytes: int | None = None
-    """Highest resident set of the process."""
+    """Maximum resident set size of the process."""
     tokens_s: float | None = None
     """Lowest speed of generation, of all sequences together."""
     objective: Objective = "speed"
     context: int = 4096
-    """Tokens of prompt and answer together."""
+    """Context length in tokens, prompt and answer together."""
     exact: bool = False
     """Only choices that do not change the result: all gates, fp16 keys and values, no looking
     ahead."""

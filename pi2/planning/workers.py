@@ -28,7 +28,7 @@ class WorkersLost(Exception):
 def run_in_processes(
     run: Callable[[Task], Result], tasks: Sequence[Task], jobs: int
 ) -> Iterator[Result]:
-    """Results as they come; raises `WorkersLost`."""
+    """Yield results as they come; raises `WorkersLost`."""
     if jobs == 1:
         yield from map(run, tasks)
         return

@@ -66,7 +66,7 @@ def write_device(device: Device, notes: Sequence[str] = ()) -> str:
 
 
 def describe(found: Measurements) -> str:
-    """A sentence for the reader."""
+    """Description of the device, a sentence for the reader."""
     text = f"{found.machine.cpu.name}, {found.threads} cores, measured by pi2 probe."
     if find_noise(found) > NOISY:
         text += " The machine was noisy: figures are worth less."

@@ -30,7 +30,7 @@ _SCALES: dict[Measure, tuple[tuple[float, str], ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One figure."""
+    """A figure and its spread."""
 
     label: str
     value: float
@@ -40,7 +40,7 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """The value for people."""
+        """The figure's value for people."""
         return write_value(self.value, self.measure)
 
 

@@ -153,7 +153,7 @@ class KernelBench:
         )
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         if self._storage is not None:
             self._storage.close()
         for executor in (self._executor, *self._others):

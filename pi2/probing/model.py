@@ -51,7 +51,7 @@ class ProbeShape:
     arena_neurons: int
     """Number of neurons in memory."""
     gathered: tuple[int, ...]
-    """Neurons of a call."""
+    """Numbers of neurons of a call."""
     dense_neurons: int
     """Neurons of a call for many tokens."""
     named: int

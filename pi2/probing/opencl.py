@@ -97,7 +97,7 @@ class OpenClBench:
             self._devices += platform.get_devices()
 
     def list_devices(self) -> list[DeviceFacts]:
-        """What the drivers say."""
+        """List the devices that the drivers report."""
         return [self._describe(device) for device in self._devices]
 
     def measure(self, number: int, rounds: int) -> dict[Key, list[float]]:

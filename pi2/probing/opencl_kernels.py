@@ -17,7 +17,7 @@ from tvm import te, tirx
 from tvm.s_tir import dlight
 
 GROUP = 32
-"""Weights of a scale."""
+"""Number of weights that share a scale."""
 _PER_WORD = 8
 Family = Literal["adreno", "mali", "generic"]
 """GPUs that TVM has schedules of their own for."""

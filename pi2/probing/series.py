@@ -35,7 +35,7 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 def round_digits(value: float) -> float:
-    """Four significant digits."""
+    """Round to four significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 

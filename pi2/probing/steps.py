@@ -21,7 +21,7 @@ EXPERTS = 8
 REST_US = 2000
 """Microseconds without work after which threads sleep."""
 VARIANTS = 16
-"""Inputs that calls take in turn."""
+"""Number of inputs that calls take in turn."""
 
 
 class Steps:

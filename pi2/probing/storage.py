@@ -34,10 +34,10 @@ LEAST_BYTES = 128 * MIB
 SAMPLE_BYTES = 32 * MIB
 """Least size of a store's file to read from: batches of the largest reads fit a few times."""
 WRITE_S = 12.0
-"""Writing stops after so long."""
+"""Seconds after which writing stops."""
 ROUND_S = 0.3
 BURST = 16
-"""Reads of a short batch."""
+"""Number of reads of a short batch."""
 _LONG_BYTES = 4 * MIB
 """Most bytes of one sequential read: about what the prefill reads at once."""
 _STREAMED_BYTES = 128 << 10

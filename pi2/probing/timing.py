@@ -37,7 +37,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(StepFacts):
-    """What is measured."""
+    """A step that is measured."""
 
     run: Callable[[int], float | None]
     """What is timed; it may say itself how many seconds count."""

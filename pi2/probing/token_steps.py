@@ -28,7 +28,7 @@ SERIES_S, CACHED_S = 0.4, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variety:
-    """How an executor is built."""
+    """Options that an executor is built with."""
 
     kv: KvType = "fp16"
     activations: ActivationType = "int16"

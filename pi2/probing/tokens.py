@@ -44,7 +44,7 @@ _RECORDED = frozenset(
 )
 _LEAST_TOKENS = 8
 _KEPT = 0.95
-"""Part of the times that counts: the longest ones are others' work on this machine."""
+"""Share of the times that counts: the longest are due to other work on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class TokenWork:
     """What a token of a series does, beside what all tokens do."""
 
     position: int
-    """Tokens of context."""
+    """Tokens in the context."""
     named: int
     """Neurons of a layer that are computed."""
 
@@ -204,7 +204,7 @@ class _RecordingExecutor:
         return method
 
     def time_with(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, whose calls are noted."""
+        """Return ``method`` with its calls timed."""
         return lambda *arguments: self._time(name, method, *arguments)
 
 

@@ -19,12 +19,12 @@ SUFFIX = ".device.toml"
 
 @dataclass(frozen=True)
 class Row:
-    """A device to choose."""
+    """A device of the catalogue."""
 
     reference: str
-    """What a plan writes."""
+    """Reference that a plan writes."""
     name: str
-    """What people call it."""
+    """Display name of the device."""
     description: str
 
 

@@ -19,7 +19,7 @@ class Place:
     """Target of a reference, with the settings applied."""
 
     url: str
-    """Repository or file."""
+    """Address of the repository or file."""
     path: str = ""
     """File inside the repository."""
     revision: str = ""

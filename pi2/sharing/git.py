@@ -54,9 +54,9 @@ class GitFile:
 
     data: bytes
     commit: str
-    """The commit's name, all digits."""
+    """Commit hash, all 40 digits."""
     kind: RevisionKind
-    """What the revision was."""
+    """Kind of the revision: tag, branch or commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class _Repository:
         return self.run("cat-file", "blob", name)
 
     def explain(self, text: str) -> NoReturn:
-        """Raise what git's message means."""
+        """Raise the finding that explains git's message."""
         lines = [line for line in text.splitlines() if line.strip()]
         said = next((x for x in lines if x.startswith(("fatal:", "error:"))), "git failed")
         said = re.sub(r"^(fatal|error): ", "", said).replace(f"{self.folder}/", "")[:300]

@@ -47,7 +47,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Source(Table):
-    """What one reference means."""
+    """A reference and what it points to."""
 
     reference: Annotated[str, StringConstraints(min_length=1, max_length=500)]
     """The reference as documents write it; paths of files are relative to the lock's folder."""
@@ -58,7 +58,7 @@ class Source(Table):
     revision: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})?$")] = ""
     """Commit; empty for files that are of no repository."""
     revision_kind: Literal["tag", "branch", "commit"] | None = None
-    """What the reference's revision was."""
+    """Kind of the reference's revision: tag, branch or commit."""
     size_bytes: Annotated[int, Field(ge=0)]
     """Length of the file."""
     sha256: Sha256

@@ -35,7 +35,7 @@ State = Literal["added", "fetched", "unchanged", "updated"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a reference."""
+    """Outcome of checking or locking a reference."""
 
     source: Source
     state: State

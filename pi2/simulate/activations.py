@@ -123,9 +123,9 @@ class TokenDraws:
     hot: F64
     """Active neurons among the other hot ones."""
     cached: F64
-    """Cold and found in the cache."""
+    """Active cold neurons that are found in the cache."""
     missing: F64
-    """Cold and to be read."""
+    """Active cold neurons that have to be read."""
 
 
 def draw_tokens(
@@ -182,7 +182,7 @@ def _list_quantiles(count: int) -> F64:
 
 
 def _compute_cdf(values: F64) -> F64:
-    """Normal distribution function, element by element."""
+    """Compute the normal distribution function, element by element."""
     from math import erf, sqrt
 
     return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])

@@ -15,7 +15,7 @@ import simpy
 UnitName = Literal["cpu", "dense"]
 _LEAST_OVERLAP = 1e-3
 _ROUNDING = 1e-3
-"""Bytes: less is nothing."""
+"""Bytes below which a transfer counts as done."""
 
 
 @dataclass(slots=True)

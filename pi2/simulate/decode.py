@@ -178,7 +178,7 @@ class TokenWork:
     resident: F64
     missing: F64
     active: F64
-    """Active ones, wherever they are computed."""
+    """Active neurons, wherever they are computed."""
 
 
 def draw_work(

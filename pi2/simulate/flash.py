@@ -77,7 +77,7 @@ class Flash:
     reader_penalty: float
     """Part of the rate lost where several threads issue reads."""
     block_bytes: int
-    """Direct reads are multiples of it."""
+    """Block size that direct reads are multiples of."""
     queues: int = 1
     bursts: tuple[FlashPoint, ...] = ()
     """Rates of a few reads at a time."""

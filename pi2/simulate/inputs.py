@@ -36,7 +36,7 @@ class Machine:
     dense_bytes_s: float | None
     """Read bandwidth of the NPU or GPU that the plan uses, if any."""
     shared_bytes_s: float
-    """What all units reach together."""
+    """Rate that all units reach together."""
     cpu_ops_s: float | None
     dense_ops_s: float | None
     flash: Flash | None
@@ -49,7 +49,7 @@ class Machine:
     cpu_power_w: float | None = None
     dense_power_w: float | None = None
     power_w: float | None = None
-    """Whole device, all units at work."""
+    """Power of the whole device with all units at work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Workload:
     predictor_bytes: float
     """What is read to name the active neurons of one token."""
     head_bytes: float
-    """Output head, once per token."""
+    """Bytes of the output head, read once per token."""
     neuron_bytes: float
     """Weights and scales of one neuron."""
     dense_neuron_bytes: float
@@ -120,9 +120,9 @@ class LayerChoice:
     dense: float
     """Share of the neurons that the NPU or GPU computes densely."""
     hot: float
-    """Share that stays in memory."""
+    """Share of the layer's neurons that stays in memory."""
     count: int
-    """Layers with these settings."""
+    """Number of layers with these settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationInput:
-    """Everything that is simulated."""
+    """All inputs of a simulation."""
 
     name: str
     digest: str

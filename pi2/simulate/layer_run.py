@@ -28,9 +28,9 @@ class LayerWork:
     dense: float
     """Computed by the dense unit, whether active or not."""
     resident: float
-    """Computed by the CPU from memory."""
+    """Neurons that the CPU computes from memory."""
     missing: float
-    """Read, then computed by the CPU."""
+    """Neurons that are read, then computed by the CPU."""
     cold: float
     """All neurons that are not hot: where the missing ones lie in the file."""
 
@@ -194,7 +194,7 @@ class LayerRun:
         return "read up and down", rest_s, self._choices.rest_read_bytes
 
     def _queue_compute(self, neurons: float, first: bool) -> None:
-        """What a finished read makes possible."""
+        """Queue the computation that a finished read makes possible."""
         gathered = self._gathered if self._choices.predicted else 1.0
         size, now = self._neuron * gathered, self._env.now
         if self._phases == 1:

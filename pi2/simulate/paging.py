@@ -16,7 +16,7 @@ class PageMisses:
     attention_bytes: float
     """Bytes of the dense weights that are read, all layers together."""
     ffn_share: float
-    """Share of the computed neurons."""
+    """Share of the computed neurons that is read."""
 
 
 def find_page_misses(inputs: SimulationInput) -> PageMisses:

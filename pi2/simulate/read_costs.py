@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pi2.simulate.inputs import SimulationInput
 
 _STREAM_BYTES = 512 * 1024
-"""Blocks of sequential streams."""
+"""Block size of sequential streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +15,9 @@ class ReadCosts:
     """Seconds of one read among many, by block."""
 
     first_s: float
-    """Gate, or whole bundle."""
+    """Time to read the gate, or the whole bundle."""
     rest_s: float
-    """Up and down."""
+    """Time to read up and down."""
     sequential_byte_s: float
     """One byte of a long sequential read."""
     fault_byte_s: float

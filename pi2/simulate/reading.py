@@ -86,7 +86,7 @@ class _Reader:
     # ------------------------------------------------------------------ device
 
     def read_machine(self) -> Machine:
-        """Rates of the device."""
+        """Read the rates of the device."""
         constants, device = self._constants, self._device
         cpu_name, cpu = self._cpu
         dense = device.units[self._dense_name] if self._dense_name else None
@@ -288,7 +288,7 @@ class _Reader:
     # -------------------------------------------------------------------- plan
 
     def read_choices(self) -> Choices:
-        """Settings of the plan."""
+        """Read the settings of the plan."""
         plan, bundle = self._resolved.plan, self._resolved.bundle
         gate, rest = _split_reads(bundle, plan.pipeline.phases, self._device.storage.block_size)
         segments = plan.memory.segments

@@ -65,7 +65,7 @@ class SimulationResult:
         return _estimate_energy(self.inputs, self.decode)
 
     def describe(self) -> dict[str, Any]:
-        """Everything as one JSON object."""
+        """The whole result as one JSON object."""
         run, prefill, energy = self.decode, self.prefill, self.energy
         tokens = len(run.token_s)
         active = run.active_neurons + (run.active_neurons == 0)

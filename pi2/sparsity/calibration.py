@@ -50,14 +50,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Thresholds, and how they came about."""
+    """A calibration's thresholds and the trials that led to them."""
 
     resolved: ResolvedPlan
     """The plan that was calibrated, dense."""
     goal: Goal
     dense_perplexity: float
     scored: int
-    """Tokens that perplexities are over."""
+    """Number of tokens that perplexities are computed over."""
     trials: tuple[Trial, ...]
     """Trials in the order in which they were made."""
     chosen: Trial
@@ -65,7 +65,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """What the dense model did."""
+    """What was observed of the dense model."""
 
     resolved: ResolvedPlan
     layers: Sequence[LayerMagnitudes]

@@ -53,7 +53,7 @@ class Histogram:
     """What a layer's neurons did on the tokens so far."""
 
     gates: I64
-    """Neurons by |act(gate)| [fine bins]."""
+    """Histogram of neurons by |act(gate)| [fine bins]."""
     both: I64
     """Neurons by |act(gate)| and |act(gate) * up| [coarse bins, coarse bins]; [0, 0] for CATS."""
     energy: F64
@@ -61,7 +61,7 @@ class Histogram:
 
     @classmethod
     def make(cls, method: SparsityMethod) -> Histogram:
-        """Nothing counted yet."""
+        """An empty histogram."""
         bins = 0 if method == "cats" else _COARSE_BINS
         return cls(
             gates=np.zeros(_FINE_BINS, np.int64),
@@ -84,7 +84,7 @@ class Histogram:
         self.energy += np.bincount(cells, squares, size).reshape(self.both.shape)
 
     def __add__(self, other: Histogram) -> Histogram:
-        """What both have counted."""
+        """The counts of both together."""
         return Histogram(
             gates=self.gates + other.gates,
             both=self.both + other.both,

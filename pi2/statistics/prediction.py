@@ -86,7 +86,7 @@ class RecallCounter:
         known += np.array(counts, np.int64)
 
     def describe_layers(self) -> list[LayerRecall]:
-        """Shares by layer."""
+        """Describe the shares of each layer."""
         return [
             LayerRecall(
                 active=active / size,

@@ -50,7 +50,7 @@ SAVE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStatistics:
-    """A layer in short."""
+    """Summary of a layer's activations."""
 
     active: float
     """Mean share of neurons that a token activates; in a mixture, of those of its experts."""
@@ -64,11 +64,11 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A finished recording in short: ``statistics.json``."""
+    """Summary of a finished recording: ``statistics.json``."""
 
     model: str
     job: str
-    """Digest of plan, text and options: the same call has the same."""
+    """Digest of plan, text and options, which is the same for the same call."""
     tokens: int
     active: float
     """Means over layers."""
@@ -160,7 +160,7 @@ def record_activations(
 
 
 def summarise_counts(counts: Counts, model: Model, job: str) -> Statistics:
-    """Shares by layer."""
+    """Summarise counts as shares of each layer."""
     neurons = counts.fired.shape[2]
     chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     layers = tuple(
@@ -199,7 +199,7 @@ def read_statistics(folder: Path) -> Statistics | None:
 
 
 def encode_array(array: Raw) -> bytes:
-    """A numpy file."""
+    """Encode an array as a numpy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()

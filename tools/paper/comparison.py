@@ -22,7 +22,7 @@ class Comparison:
     point: Point
     simulated: float | None
     reason: str = ""
-    """Why there is no simulated figure."""
+    """Reason why there is no simulated figure."""
 
     @property
     def error(self) -> float | None:

@@ -54,7 +54,7 @@ class Point:
     source: str
     prompt: int = 64
     rival: str = ""
-    """Whose speed a speed-up divides by."""
+    """System whose speed a speed-up divides by."""
     scored: bool = True
     """Whether it counts for the mean error: not where sources contradict each other."""
 

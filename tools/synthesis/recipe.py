@@ -40,7 +40,7 @@ class Recipe:
     """dReLU: share of the neurons with a positive gate whose up is positive too (PowerInfer-2,
     arXiv 2406.06282v3, section 4.4: 80 %)."""
     seed: int = 0
-    """Start of the random numbers."""
+    """Random seed."""
 
     def describe(self, model: Model) -> dict[str, object]:
         """Everything that decides the bytes of the store, but for the shape of ``model``."""
