@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from pi2.plan.authoring.field_docs import FieldDoc, describe_field, find_table, list_keys
+from pi2.plan.documents.common import Document, Origin
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.fields import find_type
 from pi2.plan.documents.model import Model
@@ -26,26 +27,41 @@ DOCUMENTS: dict[str, type[BaseModel]] = {
     "A device": Device,
     "A model": Model,
 }
+COMMON: dict[str, type[BaseModel]] = {
+    "Every document": Document,
+    "Every figure of a device or model": Origin,
+}
 
 
 def describe_values(root: type[BaseModel], path: KeyPath, doc: FieldDoc) -> str:
     """What may be written, in a cell of a table."""
     kind: Any = find_type(root, path)
-    is_table = isinstance(kind, type) and issubclass(kind, BaseModel)
-    if is_table:
-        return "a table"
-    if get_origin(kind) is tuple and find_table(root, path) is not None:
-        return "tables"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a figure" if issubclass(kind, Origin) else "a table"
+    entry = find_table(root, path)
+    if get_origin(kind) is tuple and entry is not None:
+        return "figures" if issubclass(find_type(root, entry), Origin) else "tables"
     if get_origin(kind) is dict and get_args(kind):
         return "a table"
     example = f", such as `{doc.examples[0]}`" if doc.examples else ""
     return doc.values + example
 
 
+def is_common(root: type[BaseModel], path: KeyPath) -> bool:
+    """Whether many tables have this key, so that the page explains it once, in `COMMON`."""
+    table: Any = root if len(path) == 1 else find_type(root, path[:-1])
+    assert isinstance(table, type), path
+    return any(
+        issubclass(table, common) and path[-1] in common.model_fields for common in COMMON.values()
+    )
+
+
 def write_section(title: str, root: type[BaseModel]) -> str:
     """The table of a document's keys."""
     rows = []
     for path in list_keys(root):
+        if root not in COMMON.values() and is_common(root, path):
+            continue
         doc = describe_field(root, path)
         assert doc is not None, path
         default = "required" if doc.is_required else f"`{doc.default}`" if doc.default else ""
@@ -58,10 +74,10 @@ def write_section(title: str, root: type[BaseModel]) -> str:
 
 def write_reference() -> str:
     """Everything from `BEGIN` on."""
-    parts = [write_section(title, root) for title, root in DOCUMENTS.items()]
+    parts = [write_section(title, root) for title, root in {**COMMON, **DOCUMENTS}.items()]
     return (
-        "## Every key\n\n`pi2 explain KEY` prints the same of one key, and where a file's value "
-        "comes from.\n\n" + "\n".join(parts)
+        "## Every key\n\n`pi2 explain KEY` explains one key, and where a file's value comes "
+        "from.\n\n" + "\n".join(parts)
     )
 
 
