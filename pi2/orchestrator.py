@@ -53,7 +53,7 @@ from pi2.sharing.resolver import LockedReferences
 from pi2.store.agreement import find_bundle_misfits
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
-from pi2.store.verification import check_small_files
+from pi2.store.verification import HashCheck
 
 WrapExecutor = Callable[[Executor, BuildRequest], Executor]
 """Gives what stands in for an executor, for example to observe it."""
@@ -106,14 +106,14 @@ def build(
     backend = find_backend(name)
     with ExitStack() as cleanup:
         machine = detect_machine()
-        store = None
-        tokenizer = None
+        store = hashes = tokenizer = None
         if name != "null":
             check_fit(resolved, machine)
             store = NeuronStore.open(resolved.store_path, model=resolved.model)
             cleanup.callback(store.close)
             if resolved.plan.io.verify == "first-read":
-                check_small_files(store.path, store.manifest, progress)
+                hashes = HashCheck(store.path, store.manifest)
+                cleanup.callback(hashes.close)
             check_bundles(resolved, store)
             tokenizer = read_tokenizer(store.tokenizer_path)
         budget = Budget(dict(resolved.plan.memory.segments))
@@ -131,7 +131,7 @@ def build(
         if wrap_executor is not None:
             executor = wrap_executor(executor, request)
         if store is not None:
-            cache.loops = load_host_loops(progress)
+            cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
         if store is not None:
@@ -139,6 +139,8 @@ def build(
         staging = allocate_staging(resolved, budget)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)
+        if hashes is not None:
+            hashes.finish()
         balance = make_balance(resolved, cache, reader)
         feed_forward = FeedForward(
             executor,

@@ -6,20 +6,25 @@ compilation per machine, for all plans.  `HostLoops` says what they do.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.host.contract import HostLoops
 from pi2.backends.host.loops import CompiledLoops
-from pi2.backends.host.spec import HostSpec
+from pi2.backends.host.spec import HostSpec, choose_checks
 from pi2.progress import Progress
 
 __all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]
 
 
-def load_host_loops(progress: Progress) -> CompiledLoops:
+def load_host_loops(progress: Progress, features: Set[str] = frozenset()) -> CompiledLoops:
     """Return the host loops, compiled now unless they are cached.
 
-    ``progress`` is called with a label and the share done while they are.  UserError P650 without
-    a linker, P651 where compiling fails.
+    ``features`` are those of this machine's processor.  ``progress`` is called with a label and the
+    share done while they are compiled.  UserError P650 without a linker, P651 where compiling
+    fails.
     """
-    return CompiledLoops(Library(load_or_compile(HostSpec(), progress)))
+    spec = HostSpec(checks=choose_checks(features))
+    library = Library(load_or_compile(spec, progress))
+    return CompiledLoops(library, computes_checks=spec.checks is not None)

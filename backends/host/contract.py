@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from pi2.arrays import F32, I32, I64, Bits
+    from pi2.arrays import F32, I32, I64, U8, U32, Bits
 
 
 class HostLoops(Protocol):
@@ -23,14 +23,16 @@ class HostLoops(Protocol):
         read_runs           reads the requests, in threads of the reader;  or, with io_uring,
         fill_entries        requests -> entries of its submission ring
         note_results        completions -> results of the requests
+        compute_checks      what was read for the first time -> CRC-32
 
     Arrays are C-contiguous and of exactly the types that are named; numbers of neurons, keys and
     slots fit an int32, offsets, addresses and sizes are bytes.  The caller owns every array that it
     passes, and loops keep none.  A *key* is layer x neurons per layer + stored index; cold slots
     are counted from the first.
 
-    `read_runs` may be called from any thread at any time, and lets go of Python's lock.  All other
-    methods share a small array for what they return: one thread at a time.
+    `read_runs` and `compute_checks` may be called from any thread at any time, and let go of
+    Python's lock.  All other methods share a small array for what they return: one thread at a
+    time.
     """
 
     def read_runs(
@@ -135,3 +137,7 @@ class HostLoops(Protocol):
         """Write ``results`` [n] of the requests named ``first_name``, and so on, out of ``count``
         completions in ``events`` [2^k, 2], the ring of io_uring, from number ``head`` on; return
         how many of them there were."""
+
+    def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
+        """CRC-32 [n] (as `zlib.crc32`) of bundles ``slots`` [n] of ``arena`` [slots, stride]; None
+        where the processor has no instruction for it."""

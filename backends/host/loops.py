@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, Bits
+from pi2.arrays import F32, I32, I64, U8, U32, Bits
 from pi2.backends.compiler.runtime import Library
+from pi2.backends.host.spec import CHECKED_BYTES
 
 
 class CompiledLoops:
     """One call of a kernel per method; none where there is nothing to do, since kernels refuse
     the strides that numpy gives some empty arrays."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, *, computes_checks: bool) -> None:
+        """``computes_checks``: whether the library has a function for it."""
         self._read = library.find("read_runs")
         self._find = library.find("find_neurons")
         self._place = library.find("place_neurons")
         self._plan = library.find("plan_reads")
         self._fill = library.find("fill_entries")
         self._note = library.find("note_results")
+        self._check = library.find("compute_checks") if computes_checks else None
+        self._table = _list_remainders()
         self._found = np.zeros(3, np.int32)
 
     def read_runs(
@@ -137,3 +141,21 @@ class CompiledLoops:
         numbers = (count, head, len(events), len(results), first_name)
         self._note(*numbers, events.reshape(-1), results, self._found)
         return int(self._found[0])
+
+    def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
+        """CRC-32 of bundles."""
+        stride = arena.shape[1]
+        if self._check is None or stride % CHECKED_BYTES:
+            return None
+        checks = np.empty(len(slots), np.uint32)
+        if len(slots):
+            self._check(len(slots), stride, arena.reshape(-1), slots, self._table, checks)
+        return checks
+
+
+def _list_remainders() -> U32:
+    """What each byte leaves of CRC-32's polynomial, uint32 [256], bits reversed."""
+    values = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        values = np.where(values & 1, (values >> 1) ^ np.uint32(0xEDB88320), values >> 1)
+    return values

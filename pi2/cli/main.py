@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 import click
 
 from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
+from pi2.cli.streams import discard_output, open_streams
 from pi2.diagnostics import Diagnostic, UserError
 
 CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
@@ -54,20 +55,21 @@ group = LazyGroup(
 
 def main() -> NoReturn:
     """Run the command line and end the process."""
-    for stream in (sys.stdout, sys.stderr):
-        # A file name or a terminal without UTF-8 is no reason to fail.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    open_streams()
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = PIPE_CLOSED
+    except UserError as error:
+        if code == 0:
+            print_diagnostics(error.diagnostics)
+        code = code or error.exit_code
+        discard_output()
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == PIPE_CLOSED:
-        # Python flushes stdout once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
     gc.freeze()  # at its end, Python would look through everything that is about to go: 0.03 s
     sys.exit(code)
 
@@ -91,7 +93,9 @@ def run(arguments: Sequence[str]) -> int:
     except MemoryError:
         print("error[P690]: this machine has not enough free memory", file=sys.stderr)
         return CANNOT_RUN
-    except Exception as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a library's panic is no Exception
         from pi2.cli.crash import report_crash
 
         report_crash(error, next((item for item in arguments if item[:1] != "-"), ""))

@@ -208,7 +208,8 @@ def read_text(file: Path | None) -> str:
             )
         return data.decode("utf-8")
     except OSError as error:
-        raise UserError.of("P607", f"cannot read the prompt {file}: {error.strerror}") from None
+        place = "standard input" if file is None else str(file)
+        raise UserError.of("P607", f"cannot read the prompt {place}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         place = "standard input" if file is None else str(file)
         raise UserError.of(
@@ -263,6 +264,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
         "hot_grown": statistics.hot_grown,
         "hot_shrunk": statistics.hot_shrunk,
+        "io_verify": model.plan.plan.io.verify,
         "io_engine": model.io_engine,
         "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,
@@ -316,6 +318,10 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     ]
     if model.is_dry:
         lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
+    elif run["io_verify"] == "never":
+        lines.append(
+            'note: nothing was compared with its checks: the plan says io.verify = "never"'
+        )
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)

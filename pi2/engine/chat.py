@@ -1,10 +1,7 @@
 """Turns a conversation into a prompt by the chat template that came with the model's tokenizer.
 
-Templates are programs of whoever published the checkpoint.  They run in jinja2's sandbox, where
-values cannot be changed and attributes that lead into Python cannot be read; results of ``*`` and
-``**`` and the text as a whole are limited in size.  What templates may use beyond plain jinja2 is
-what transformers gives them: ``raise_exception``, ``strftime_now``, a ``tojson`` that leaves HTML
-characters alone, ``break`` and ``continue``, and ``{% generation %}``, which here marks nothing.
+Templates are programs of whoever published the checkpoint.  They run in a sandbox, in a process of
+their own (`pi2.sandbox.template`), with a second of processor time and little memory.
 """
 
 from __future__ import annotations
@@ -12,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
+from pi2.regular_file import read_regular
+from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
 from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
     from pi2.plan.documents.model import Tokenizer as TokenizerSettings
@@ -29,10 +26,10 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and whatever else a template reads."""
 
-MAX_TEXT = 1 << 24
-"""Characters that a template may write, and items that ``*`` may make."""
-MAX_BITS = 1 << 12
-"""Bits of a number that ``**`` may make."""
+_CPU_S, _CPU_S_PER_MIB = 1.0, 1.0
+"""Processor time of a template, and more of it for long conversations."""
+_MEMORY_MIB, _MEMORY_FACTOR = 512, 32
+"""Memory of the process, and times the bytes of template and conversation besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,8 @@ class ChatTemplate:
 
         ``add_generation_prompt`` ends it where the model's answer begins; ``variables`` are what
         else the template reads, such as ``{"enable_thinking": False}``.  Raises `UserError` P608
-        if the template fails, refuses the messages or wants to leave its sandbox.
+        if the template fails, refuses the messages, wants to leave its sandbox, or takes more than
+        a second of processor time.
         """
         given = {
             **self.tokens,
@@ -66,26 +64,20 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces: list[str] = []
-        size = 0
         try:
-            for piece in _make_environment().from_string(self.source).generate(given):
-                size += len(piece)
-                if size > MAX_TEXT:
-                    raise OverflowError(f"it writes more than {MAX_TEXT} characters")
-                pieces.append(piece)
-        except Exception as error:  # a template can fail in every way in which Python can
-            raise self._explain(error) from None
-        return "".join(pieces)
+            request = json.dumps([self.source, given]).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._explain(f"what it is given cannot be written as JSON: {error}") from None
+        size_mib = len(request) / MIB
+        limits = Limits(
+            _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)
+        )
+        try:
+            return run_child("template", request, limits).decode("utf-8", "surrogatepass")
+        except ChildFailed as error:
+            raise self._explain(str(error)) from None
 
-    def _explain(self, error: Exception) -> UserError:
-        from jinja2.exceptions import SecurityError, TemplateSyntaxError
-
-        problem = " ".join(str(error).split())[:300] or type(error).__name__
-        if isinstance(error, TemplateSyntaxError):
-            problem = f"line {error.lineno}: {problem}"
-        elif isinstance(error, SecurityError):
-            problem = f"it wants what no template may have: {problem}"
+    def _explain(self, problem: str) -> UserError:
         return UserError.of(
             "P608",
             f"the chat template {self.file} fails: {problem}",
@@ -153,7 +145,7 @@ def read_chat_template(
 def _read_text(file: Path) -> str | None:
     """The file's text, None if there is none."""
     try:
-        return file.read_bytes().decode("utf-8")
+        return read_regular(file).decode("utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -182,74 +174,3 @@ def _list_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return tokens
-
-
-@cache
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox; jinja2 is loaded when the first conversation needs it."""
-    from jinja2 import nodes
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}``, which trainers use to find answers: what is inside, as it is."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses at once, and keeps arithmetic small."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-            raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                if isinstance(left, int) and isinstance(right, int):
-                    if left.bit_length() * right > MAX_BITS:
-                        raise SecurityError("a number that is too large")
-            elif isinstance(left, int) and not isinstance(right, (int, float)):
-                _check_product(left, right)
-            elif isinstance(right, int) and not isinstance(left, (int, float)):
-                _check_product(right, left)
-            return super().call_binop(context, operator, left, right)
-
-    def _check_product(times: int, items: Any) -> None:
-        if hasattr(items, "__len__") and times * len(items) > MAX_TEXT:
-            raise SecurityError("a text or list that is too long")
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        # The user's own date: templates tell the model which day it is.
-        return datetime.now().astimezone().strftime(pattern)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment

@@ -28,6 +28,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.sandbox.tokenizer import decode_ids, encode_text
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 
@@ -151,9 +152,9 @@ class LoadedModel:
         A dry run has no tokenizer and takes a token for every four bytes.
         """
         if self.is_dry:
-            ids = [0] * -(-len(prompt.encode()) // 4)
+            ids = [0] * -(-len(prompt.encode("utf-8", "replace")) // 4)
         else:
-            ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+            ids = encode_text(self.tokenizer, prompt)
         settings = self.plan.model.tokenizer
         if settings.add_bos and settings.bos is not None:
             ids = [settings.bos, *ids]
@@ -196,7 +197,7 @@ class LoadedModel:
         text = self.render_chat(messages, template=template, variables=variables)
         if self.is_dry:
             return self.encode(text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return encode_text(self.tokenizer, text)
 
     def generate(
         self,
@@ -317,7 +318,7 @@ class LoadedModel:
         """Text of ``ids`` without special tokens; a dry run has none."""
         if self.is_dry:
             return ""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return decode_ids(self.tokenizer, ids)
 
     def logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress
+from pi2.regular_file import read_regular
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore, StoredLayer
@@ -31,11 +34,12 @@ from pi2.store.reader import NeuronStore, StoredLayer
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer file; UserError P605 if it is missing or broken."""
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for everything
+        return open_tokenizer(read_regular(path))
+    except (OSError, TokenizerRefused) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError.of(
             "P605",
-            f"cannot read the tokenizer {path}: {error}",
+            f"cannot read the tokenizer {path}: {reason}",
             help="convert the model again, or copy its tokenizer.json into the store",
         ) from None
 
@@ -145,13 +149,18 @@ def load_neurons(
     """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
     where decoding needs them."""
     layers = len(cache.hot_slots)
+    # All are begun at once: one run is compared with its checks while the next one is read.
+    reads: list[list[Future[None]]] = [[] for _ in range(layers)]
     for filling in cache.fill() if fill else ():
         arena = cache.arena[filling.slots.start : filling.slots.stop]
-        reader.start_run(filling.layer, filling.first, arena).result()
+        reads[filling.layer].append(reader.start_run(filling.layer, filling.first, arena))
     for layer in range(layers):
         hot = cache.hot_bundles(layer)
         if len(hot):
-            reader.start_run(layer, 0, hot).result()
+            reads[layer].append(reader.start_run(layer, 0, hot))
+    for layer in range(layers):
+        for read in reads[layer]:
+            read.result()
         if request.gate_rows is not None:
             weights, scales = request.gate_rows[layer]
             size = staging.shape[1]

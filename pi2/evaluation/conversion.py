@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from pi2.diagnostics import UserError
+from pi2.engine.loading import read_tokenizer
 from pi2.evaluation.layerwise import score_layerwise
 from pi2.evaluation.weights import CheckpointWeights, StoreWeights
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
+from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
 
@@ -83,14 +85,12 @@ def measure_conversion(
 
 def _cut(store: NeuronStore, model: Model, texts: Sequence[str]) -> list[Window]:
     """`WINDOWS` windows, spread over the texts."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(store.tokenizer_path))
+    tokenizer = read_tokenizer(store.tokenizer_path)
     begin = model.tokenizer.bos if model.tokenizer.add_bos else None
     context = min(CONTEXT, model.shape.context)
     windows: list[Window] = []
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = encode_text(tokenizer, text)
         windows += cut_windows(ids, begin=begin, context=context, stride=context)
     if not windows:
         raise UserError.of(

@@ -15,6 +15,7 @@ from pi2.engine.observation import ObservedExecutor
 from pi2.evaluation.scores import Mode, Scores, score_windows
 from pi2.orchestrator import load
 from pi2.progress import Progress, ignore_progress
+from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
 from pi2.statistics.texts import Window, encode_windows
 
@@ -113,7 +114,7 @@ def evaluate_plan(
         if counter is not None:
             counter.threshold = model.plan.plan.decode.threshold
         dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))
-        ids = [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        ids = [encode_text(model.tokenizer, text) for text in texts]
         text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
         runs = [_describe(model, "dense", "none", dense, text)]
         if observed is not None:
@@ -182,7 +183,7 @@ def _check_tokens(model: LoadedModel, text: _Text, path: Path) -> None:
     """Another plan's windows must be the same, token by token."""
     context = max(len(window.tokens) for window in text.windows)
     same = model.plan.plan.kv.context >= context and all(
-        model.tokenizer.encode(piece, add_special_tokens=False).ids == ids
+        encode_text(model.tokenizer, piece) == ids
         for piece, ids in zip(text.texts, text.ids, strict=True)
     )
     if not same:

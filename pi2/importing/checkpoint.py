@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.importing.places import check_place, read_place
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -44,10 +45,10 @@ class Checkpoint:
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` that lies beside the weights; None if there is none.
 
-        `UserError` P543 if it cannot be read.
+        `UserError` P543 if it cannot be read, P538 if it is a link out of the folder.
         """
         try:
-            return (self.folder / name).read_bytes()
+            return read_place(self.folder, self.folder / name)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -107,6 +108,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open_only_gguf(folder: Path, files: list[Path]) -> Checkpoint:
     from pi2.importing.gguf_checkpoint import find_parts, open_gguf
 
+    for file in files:
+        check_weights(folder, file)
     if find_parts(files[0]) != files:
         raise UserError.of(
             "P531",
@@ -131,6 +134,7 @@ def open_folder(folder: Path) -> Checkpoint:
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
+        check_weights(folder, file)
         for name, tensor in list_tensors(file).items():
             if name in tensors:
                 raise UserError.of(
@@ -199,6 +203,15 @@ def find_weight_files(folder: Path) -> list[Path]:
     )
 
 
+def check_weights(folder: Path, file: Path) -> None:
+    """`UserError` P538 for a weight file that is a link out of ``folder``, P532 for one that is no
+    regular file."""
+    try:
+        check_place(folder, file)
+    except OSError as error:
+        raise UserError.of("P532", f"cannot read {file}: {error.strerror}") from None
+
+
 def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
     """Tensors of a weight file by name; raises as the reader of its format does."""
     if file.suffix in PICKLED:
@@ -253,9 +266,10 @@ def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; `UserError` P530 if there is no such file, P532 if it is not one."""
+    """Read a JSON object of a checkpoint; `UserError` P530 if there is no such file, P532 if it is
+    not one, P538 if it is a link out of its folder."""
     try:
-        content = file.read_bytes()
+        content = read_place(file.parent, file)
     except FileNotFoundError:
         raise UserError.of(
             "P530",

@@ -223,8 +223,14 @@ def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
         yarn["attention_factor"] = scaling.read("attention_factor", float)
     elif scaling.has("mscale") and scaling.has("mscale_all_dim"):
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-        over = scaling.read("mscale", float) * growth + 1.0
-        yarn["attention_factor"] = over / (scaling.read("mscale_all_dim", float) * growth + 1.0)
+        over, under = (
+            scaling.read(key, float) * growth + 1.0 for key in ("mscale", "mscale_all_dim")
+        )
+        if over <= 0 or under <= 0:
+            raise scaling.refuse(
+                f"mscale and mscale_all_dim scale attention by {over:g} / {under:g}"
+            )
+        yarn["attention_factor"] = over / under
     return yarn
 
 

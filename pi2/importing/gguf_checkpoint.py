@@ -17,7 +17,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
 from pi2.importing.gguf_config import Metadata, make_config, recover_llama3
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
@@ -173,6 +173,8 @@ def find_parts(path: Path) -> list[Path]:
                 f"there is no {part}, although {path.name} is one of {count} files",
                 help="put all files of the split into one folder",
             )
+        if part != path:
+            check_weights(path.parent, part)
     return parts
 
 

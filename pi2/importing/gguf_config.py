@@ -53,6 +53,14 @@ class Metadata:
             value = float(str(np.float32(value)))
         return value
 
+    def read_count(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more; raises as `read` does."""
+        count: int = self.read(key, int, default)
+        if count < 1:
+            name = key.replace("{arch}", self.architecture)
+            raise self._refuse(f"{name} is {count}, expected 1 or more")
+        return count
+
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
         return key.replace("{arch}", self.architecture) in self.values
@@ -70,12 +78,12 @@ def make_config(
 ) -> dict[str, Any]:
     """The configuration.  ``vocab``: rows of the embedding table; ``tied``: there is no head;
     ``sparse``: the file has predictors, so that its model computes ReLU."""
-    read = metadata.read
-    hidden = read("{arch}.embedding_length", int)
-    heads = read("{arch}.attention.head_count", int)
-    head_dim = read("{arch}.attention.key_length", int, max(1, hidden // max(1, heads)))
-    layers, context = read("{arch}.block_count", int), read("{arch}.context_length", int)
-    ffn = read("{arch}.feed_forward_length", int)
+    read, count = metadata.read, metadata.read_count
+    hidden = count("{arch}.embedding_length")
+    heads = count("{arch}.attention.head_count")
+    head_dim = count("{arch}.attention.key_length", max(1, hidden // heads))
+    layers, context = count("{arch}.block_count"), count("{arch}.context_length")
+    ffn = count("{arch}.feed_forward_length")
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "_name_or_path": read("general.name", str, metadata.file.stem),
@@ -93,7 +101,7 @@ def make_config(
     activation = "relu" if sparse else architecture.activation
     config |= {
         "intermediate_size": ffn,
-        "num_key_value_heads": read("{arch}.attention.head_count_kv", int, heads),
+        "num_key_value_heads": count("{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": activation,
         "rope_theta": read("{arch}.rope.freq_base", float, 10000.0),
@@ -196,6 +204,8 @@ def recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] 
     """
     if (factors == 1.0).all():
         return {}
+    if theta <= 1.0 or not (np.isfinite(factors) & (factors >= 1.0)).all():
+        return None
     factor = float(factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
     low, high = 1.0, 4.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_blocks import BLOCKS, BlockType
+from pi2.regular_file import open_stream
 
 MAGICS = {b"GGUF": False, b"PWRI": True}
 """PowerInfer marks its files with a magic of its own; nothing else differs."""
@@ -75,8 +77,8 @@ def read_gguf(path: Path) -> GgufFile:
     P536 a tensor twice.
     """
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        with open_stream(path) as file:
+            size = os.fstat(file.fileno()).st_size
             if size < 24:
                 raise _bad_file(path, "it is cut, or not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

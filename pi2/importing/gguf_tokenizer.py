@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
+from pi2.sandbox.tokenizer import TokenizerRefused, call_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +44,9 @@ _DIGITS_APART = frozenset({"starcoder", "refact", "command-r", "smollm", "codesh
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama-v3", "llama3"})
 """Words that are tokens are taken as they are, whatever the merges say."""
 
+_MOST_CHARACTERS = 4096
+"""In a token: every place where it could be divided is looked at."""
+
 _HELP = "give the tokenizer.json of the original checkpoint with --tokenizer"
 
 
@@ -60,21 +64,36 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
         kinds = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
         if len(kinds) != len(tokens):
             raise _refuse(file, f"{len(tokens)} tokens have {len(kinds)} types")
-        if kind == "gpt2":
-            tokenizer = _make_byte_level(file, metadata, tokens)
-        elif kind == "llama":
-            tokenizer = _make_sentence_piece(file, metadata, tokens, kinds)
-        elif kind == "t5":
-            tokenizer = _make_unigram(file, metadata, tokens, kinds)
-        else:
-            raise _refuse(file, f"tokenizers of the kind {kind!r} are unknown")
-        _add_marks(tokenizer, tokens, kinds)
-        _begin_texts(tokenizer, metadata, tokens, kind)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exception for everything
+    except (TypeError, ValueError) as error:
         raise _refuse(file, str(error)) from None
-    return str(tokenizer.to_str()).encode()
+    longest = max((len(token) for token in tokens), default=0)
+    if longest > _MOST_CHARACTERS:
+        raise _refuse(file, f"a token has {longest} characters")
+
+    def build() -> str:
+        tokenizer = _build(file, metadata, tokens, kinds)
+        _add_marks(tokenizer, tokens, kinds)
+        _begin_texts(tokenizer, metadata, tokens, str(kind))
+        return str(tokenizer.to_str())
+
+    try:
+        return call_library(build).encode()
+    except TokenizerRefused as error:
+        raise _refuse(file, str(error)) from None
+
+
+def _build(
+    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> Tokenizer:
+    """The tokenizer without marks and begin token."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        return _make_byte_level(file, metadata, tokens)
+    if kind == "llama":
+        return _make_sentence_piece(file, metadata, tokens, kinds)
+    if kind == "t5":
+        return _make_unigram(file, metadata, tokens, kinds)
+    raise _refuse(file, f"tokenizers of the kind {kind!r} are unknown")
 
 
 def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:

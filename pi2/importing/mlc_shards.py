@@ -18,6 +18,8 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import read_json
+from pi2.importing.places import check_place
+from pi2.regular_file import open_stream
 
 STORAGE = {
     "float16": "<f2",
@@ -49,7 +51,7 @@ class Shard:
                 return
             digest = hashlib.md5(usedforsecurity=False)
             try:
-                with self.file.open("rb", buffering=0) as file:
+                with open_stream(self.file) as file:
                     while piece := file.read(_READ_BYTES):
                         digest.update(piece)
             except OSError as error:
@@ -122,7 +124,7 @@ def _open_shard(folder: Path, index: Path, number: int, entry: Any) -> Shard:
     tensor = _name_first(inner)
     file = folder / name
     try:
-        found = file.stat().st_size
+        found = check_place(folder, file).st_size
     except FileNotFoundError:
         raise UserError.of(
             "P533",

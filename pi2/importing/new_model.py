@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
@@ -23,6 +24,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """What some checkpoints leave out at the beginning of names."""
@@ -198,11 +200,8 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
 
 def _begins_with(checkpoint: Checkpoint, bos: int) -> bool:
     """Whether the tokenizer puts ``bos`` before a text; False if it cannot be read."""
-    from tokenizers import Tokenizer
-
     try:
         content = checkpoint.read_tokenizer()
-        ids = [] if content is None else Tokenizer.from_buffer(content).encode("a").ids
-    except Exception:  # the library raises plain Exception; the conversion will say what is wrong
+        return content is not None and try_tokenizer(content).begin == bos
+    except (UserError, TokenizerRefused):  # the conversion will say what is wrong
         return False
-    return bool(ids) and ids[0] == bos

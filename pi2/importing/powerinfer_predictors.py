@@ -16,6 +16,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import check_weights
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.torch_file import list_torch_file
@@ -51,7 +52,10 @@ def list_predictor_files(place: Path) -> list[Path]:
             f"{place} has no predictors, such as 'model_0.pt'",
             help="give a folder of PowerInfer's predictors, or a safetensors file",
         )
-    return [file for _, file in sorted(found)]
+    files = [file for _, file in sorted(found)]
+    for file in files:
+        check_weights(place, file)
+    return files
 
 
 def list_powerinfer_predictors(

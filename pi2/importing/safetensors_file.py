@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
+from pi2.regular_file import open_stream
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -111,8 +113,8 @@ def turn(matrix: Raw) -> Raw:
 def list_safetensors(path: Path) -> dict[str, SourceTensor]:
     """Read the header of ``path``; `UserError` P532 or P536 says what is wrong with the file."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_stream(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):

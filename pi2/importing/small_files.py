@@ -9,6 +9,8 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
 from pi2.plan.documents.model import Model
+from pi2.regular_file import read_regular
+from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 
@@ -60,7 +62,7 @@ def read_extra_files(
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
 
@@ -70,7 +72,7 @@ def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]
     kept = dict(notes)
     for path, content in notes.items():
         try:
-            old = (output / path).read_bytes()
+            old = read_regular(output / path)
         except OSError:
             continue
         if old != content:
@@ -79,13 +81,15 @@ def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]
 
 
 def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
-    """The tokenizer must be readable, and may not make tokens that the model lacks."""
-    from tokenizers import Tokenizer
-
+    """The tokenizer must work, and may not make tokens that the model lacks."""
     try:
-        size = Tokenizer.from_buffer(content).get_vocab_size()
-    except Exception as error:  # the library raises plain Exception for everything
-        raise UserError.of("P543", f"cannot read the tokenizer {file}: {error}") from None
+        size = try_tokenizer(content).size
+    except TokenizerRefused as error:
+        raise UserError.of(
+            "P543",
+            f"cannot use the tokenizer {file}: {error}",
+            help="give another tokenizer.json with --tokenizer",
+        ) from None
     if size > model.shape.vocab:
         raise UserError.of(
             "P543",

@@ -21,6 +21,7 @@ import numpy as np
 from pi2.arrays import Raw
 from pi2.diagnostics import UserError
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.regular_file import check_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +68,7 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
 
     try:
         # Files of old versions are no archives, and cannot be mapped.
+        check_regular(path)
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
             # It wonders about pickles that it then refuses.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import numpy as np
 
 from pi2.arrays import I32, U8, U32, Bits
 from pi2.diagnostics import UserError
+from pi2.memory.checks import NeuronChecks
 from pi2.memory.io_engine import (
     EngineName,
     IoEngine,
@@ -39,6 +40,7 @@ from pi2.memory.requests import (
     make_rest,
 )
 from pi2.memory.uring import RingUnavailable, UringEngine
+from pi2.regular_file import open_regular
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
@@ -128,8 +130,7 @@ class FlashReader:
         """Of up and down that were not read, because the gate was closed."""
         self._gate_bytes = settings.gate_bytes
         self._fds: list[int] = []
-        self._checked: list[Bits] = []
-        self._checks: list[U32] = []
+        self._checks: NeuronChecks | None = None
         self._scratch = np.empty(0, np.uint8)
         try:
             self._open(settings.direct and settings.engine != "mmap")
@@ -137,11 +138,13 @@ class FlashReader:
         except BaseException:
             self.close()
             raise
-        self._runs = make_readers(1, "pi2-stream")
+        # One run is compared with its checks while the next one is read.
+        self._runs = make_readers(2 if settings.verify else 1, "pi2-stream")
+        self._one_run = threading.Lock()
         if settings.verify:
-            self._checks = [file.read_checks() for file in files if file.read_checks is not None]
-            self._checked = [np.zeros(file.count, bool) for file in files]
-            assert len(self._checks) == len(files), "files without checks cannot be verified"
+            checks = [file.read_checks() for file in files if file.read_checks is not None]
+            assert len(checks) == len(files), "files without checks cannot be verified"
+            self._checks = NeuronChecks(checks, loops)
         self._merging = self._make_merging(settings.merge_gap)
 
     def _open(self, direct: bool) -> None:
@@ -150,7 +153,7 @@ class FlashReader:
             self.fallback = "this system has no O_DIRECT"
         for file in self._files:
             try:
-                fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | flag)
+                fd = open_regular(file.path, flag)
             except OSError as error:
                 if not flag or error.errno != errno.EINVAL:
                     raise _describe_failure(file.path, error) from None
@@ -161,7 +164,7 @@ class FlashReader:
             if fd < 0:
                 flag = 0
                 self.fallback = "the file system refuses O_DIRECT for reads of one bundle"
-                fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                fd = open_regular(file.path)
             self._fds.append(fd)
             size = os.fstat(fd).st_size
             if self._gate_bytes and direct and flag and not self._accepts_gate(fd, file):
@@ -239,8 +242,8 @@ class FlashReader:
         if len(indices):
             if self._gate_bytes:
                 unknown = np.zeros(len(indices), bool)
-                if self._checked:
-                    unknown = ~self._checked[layer][indices]
+                if self._checks is not None:
+                    unknown = self._checks.find_unknown(layer, indices)
                 batch, gates = keep_gates(batch, self._gate_bytes, unknown)
                 self.gate_reads += int(np.count_nonzero(gates))
             clusters, batch.parts = divide_requests(clusters, batch.requests)
@@ -306,8 +309,8 @@ class FlashReader:
             self._read_again(pending, cluster, failed[batch.requests[cluster] - part.start])
         # Bytes between neighbours were read too.
         self.read_bytes += int(sizes.sum())
-        if self._checked:
-            self._verify(pending.layer, pending.indices[cluster], slots)
+        if self._checks is not None:
+            self._verify(self._checks, pending.layer, pending.indices[cluster], self._arena, slots)
         return slots
 
     def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
@@ -325,16 +328,20 @@ class FlashReader:
         file = self._files[layer]
         self._read_fully(layer, self._arena[slot], file.bundles_offset + index * file.stride)
 
-    def _verify(self, layer: int, indices: I32, slots: I32) -> None:
+    def _verify(
+        self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32
+    ) -> None:
         """Compare bundles that are read for the first time with their checks."""
-        checked, checks = self._checked[layer], self._checks[layer]
-        for i in np.flatnonzero(~checked[indices]).tolist():
-            index, slot = int(indices[i]), int(slots[i])
-            if zlib.crc32(self._arena[slot]) != checks[index]:
-                self._read_bundle(layer, index, slot)
-                if zlib.crc32(self._arena[slot]) != checks[index]:
-                    raise _describe_damage(self._files[layer].path, index)
-        checked[indices] = True
+        damaged = checks.find_damaged(layer, indices, bundles, slots)
+        if not damaged:
+            return
+        file = self._files[layer]
+        for place in damaged:
+            offset = file.bundles_offset + int(indices[place]) * file.stride
+            self._read_fully(layer, bundles[slots[place]], offset)
+        left = checks.find_damaged(layer, indices, bundles, slots)
+        if left:
+            raise _describe_damage(file.path, int(indices[left[0]]))
 
     def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
         """Begin to read bundles ``first``, ``first + 1``, ... of ``layer`` into ``buffer``
@@ -345,18 +352,11 @@ class FlashReader:
         return self._runs.submit(self._read_run, layer, first, buffer, offset)
 
     def _read_run(self, layer: int, first: int, buffer: U8, offset: int) -> None:
-        self._read_fully(layer, buffer.reshape(-1), offset)
-        if not self._checked:
-            return
-        checked, checks = self._checked[layer], self._checks[layer]
-        for i in (np.flatnonzero(~checked[first : first + len(buffer)])).tolist():
-            if zlib.crc32(buffer[i]) != checks[first + i]:
-                file = self._files[layer]
-                place = file.bundles_offset + (first + i) * file.stride
-                self._read_fully(layer, buffer[i], place)
-                if zlib.crc32(buffer[i]) != checks[first + i]:
-                    raise _describe_damage(file.path, first + i)
-        checked[first : first + len(buffer)] = True
+        with self._one_run:
+            self._read_fully(layer, buffer.reshape(-1), offset)
+        if self._checks is not None:
+            slots = np.arange(len(buffer), dtype=np.int32)
+            self._verify(self._checks, layer, slots + np.int32(first), buffer, slots)
 
     def _read_fully(self, layer: int, target: U8, offset: int) -> None:
         """Fill ``target`` from byte ``offset``; UserError P620 on failure or end of file."""
@@ -393,7 +393,7 @@ class FlashReader:
         for part in ("_engine", "_runs"):
             owner = self.__dict__.pop(part, None)
             if isinstance(owner, ThreadPoolExecutor):
-                owner.shutdown()
+                owner.shutdown(cancel_futures=True)
             elif owner is not None:
                 owner.close()
         for fd in self._fds:

@@ -57,7 +57,7 @@ class KernelBench:
         request = replace(request, cores=cores)
         self._bound = cores[:1]
         self._executor: Executor = backend.build(request)
-        self._loops = load_host_loops(progress)
+        self._loops = load_host_loops(progress, frozenset(recipe.features))
         used_bytes = request.bundle.used_bytes
         self._made = Steps(self._executor, self._loops, model, recipe.sizes, used_bytes=used_bytes)
         self._steps = self._made.list_all()

@@ -10,6 +10,7 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
+from pi2.sandbox.tokenizer import encode_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def encode_windows(
     begin = settings.bos if settings.add_bos else None
     windows: list[Window] = []
     for text in texts:
-        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = encode_text(model.tokenizer, text)
         windows += cut_windows(ids, begin=begin, context=size, stride=step)
     if not windows:
         raise UserError.of(

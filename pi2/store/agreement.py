@@ -12,6 +12,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.check import Report
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
+from pi2.regular_file import check_regular
 from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import Manifest, StoredBundle, StoredFile, read_manifest
 
@@ -107,7 +108,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         path = folder / entry.path
         try:
-            size = path.stat().st_size
+            size = check_regular(path).st_size
         except FileNotFoundError:
             raise UserError.of(
                 "P506",

@@ -16,6 +16,7 @@ from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.regular_file import open_regular
 from pi2.store.manifest import DENSE_FILE, StoredTensor
 from pi2.store.reader import NeuronStore
 
@@ -40,7 +41,7 @@ def read_tensors(
     region = allocate(sum(sizes))
     path, result, done = store.path / DENSE_FILE, dict[str, Tensor](), 0
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = open_regular(path)
     except OSError as error:
         raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
     try:
@@ -75,7 +76,7 @@ def read_scales(
         path = store.path / entry.path
         region = allocate(layer.neurons * layer.layout.scales_stride)
         try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            fd = open_regular(path)
         except OSError as error:
             raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
         try:

@@ -14,6 +14,7 @@ from pi2.arrays import I32, U8
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.tensor_names import EMBEDDING
+from pi2.regular_file import open_regular
 from pi2.store.dense_reader import count_bytes, read_bytes, view_tensor
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
@@ -37,7 +38,7 @@ class EmbeddingRows:
         """The rows of the last ``load``, in the order of its tokens."""
         self._numbers = np.arange(rows, dtype=np.int32)
         try:
-            self._fd = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = open_regular(self._path)
         except OSError as error:
             raise UserError.of("P508", f"cannot read {self._path}: {error.strerror}") from None
         if hasattr(os, "posix_fadvise"):

@@ -14,8 +14,9 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import Raw
+from pi2.regular_file import open_stream
 
-_READ_BYTES = 2**22
+_READ_BYTES = 2**20
 
 
 class HashedFile:
@@ -67,10 +68,11 @@ def _flatten(data: Raw) -> memoryview:
 def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
     """SHA-256 of a file in hex; ``advance`` is called with the bytes of every piece read."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-            advance(len(piece))
+    piece = memoryview(bytearray(_READ_BYTES))
+    with open_stream(path) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            advance(count)
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
+from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
 from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
@@ -337,7 +338,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder} has no {MANIFEST}: it is not a neuron store, or not a finished one",
                 help="make the store again with `pi2 convert`",
             )
-        content = file.read_bytes()
+        content = read_regular(file)
     except OSError as error:
         raise UserError.of("P508", f"cannot read {file}: {error.strerror}") from None
     try:

@@ -24,6 +24,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Tokenizer
 from pi2.plan.weights.layout import GROUP, BundleLayout
 from pi2.plan.weights.packing import join_scales
+from pi2.regular_file import open_stream
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -115,7 +116,8 @@ class StoredLayer:
     def _copy(self, dtype: type[Number], offset: int) -> npt.NDArray[Number]:
         """A number for every neuron."""
         try:
-            return np.fromfile(self.path, dtype, self.neurons, offset=offset)
+            with open_stream(self.path) as file:
+                return np.fromfile(file, dtype, self.neurons, offset=offset)
         except OSError as error:
             raise UserError.of("P508", f"cannot read {self.path}: {error.strerror}") from None
 
@@ -252,7 +254,7 @@ def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
 
 def _map_file(path: Path, entry: StoredFile) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open_stream(path) as file:
             if os.fstat(file.fileno()).st_size != entry.bytes:
                 raise report_size(path, entry, os.fstat(file.fileno()).st_size)
             return mmap.mmap(file.fileno(), entry.bytes, access=mmap.ACCESS_COPY)

@@ -19,6 +19,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace, round_up
 from pi2.plan.weights.packing import join_scales
 from pi2.progress import Progress, ignore_progress
+from pi2.regular_file import read_regular
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
@@ -216,9 +217,12 @@ def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:
     """Files beside those of the manifest, such as plans."""
     listed = {MANIFEST, *(entry.path for entry in manifest.files)}
     return {
-        file.name: file.read_bytes()
+        file.name: read_regular(file)
         for file in sorted(path.iterdir())
-        if file.is_file() and file.name not in listed and not file.name.startswith(".")
+        if file.is_file()
+        and not file.is_symlink()
+        and file.name not in listed
+        and not file.name.startswith(".")
     }
 
 

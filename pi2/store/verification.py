@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.progress import Progress, ignore_progress
+from pi2.regular_file import check_regular
 from pi2.store.files import hash_file
 from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
 
@@ -43,23 +46,51 @@ def check_file(path: Path, entry: StoredFile) -> None:
         raise UserError(tuple(findings), exit_code=2)
 
 
-def check_small_files(path: Path, manifest: Manifest, progress: Progress) -> None:
-    """Hash the files that are read as a whole: all but those of layers, whose neurons have checks.
+class HashCheck:
+    """Hashes the files that are read as a whole: all but those of layers, whose neurons have checks
+    of their own.
 
-    Raises `UserError` P506, P507 or P508, with a finding per bad file.
+    Small ones at once, so that nobody reads a damaged one; tensors and scales, which are hundreds
+    of MiB, by a thread, while they and the neurons are loaded.
     """
-    entries = [entry for entry in manifest.files if entry.bundles_offset is None]
-    total_bytes = max(1, sum(entry.bytes for entry in entries))
-    done_bytes = 0
 
-    def advance(count: int) -> None:
-        nonlocal done_bytes
-        done_bytes += count
-        progress("verifying", min(1.0, done_bytes / total_bytes))
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
+        finding for every bad small file."""
+        self._path = path
+        self._stopped = threading.Event()
+        whole = [entry for entry in manifest.files if entry.bundles_offset is None]
+        self._check([entry for entry in whole if not _is_large(entry)])
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pi2-hash")
+        large = [entry for entry in whole if _is_large(entry)]
+        self._result = self._thread.submit(self._check, large)
 
-    findings = [f for entry in entries for f in _compare_hash(path / entry.path, entry, advance)]
-    if findings:
-        raise UserError(tuple(findings), exit_code=2)
+    def finish(self) -> None:
+        """Wait for the rest; raises what the beginning does."""
+        self._result.result()
+        self.close()
+
+    def close(self) -> None:
+        """Stop where it is."""
+        self._stopped.set()
+        self._thread.shutdown()
+
+    def _check(self, entries: Sequence[StoredFile]) -> None:
+        findings = [
+            finding
+            for entry in entries
+            for finding in _compare_hash(self._path / entry.path, entry, self._advance)
+        ]
+        if findings:
+            raise UserError(tuple(findings), exit_code=2)
+
+    def _advance(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise CancelledError
+
+
+def _is_large(entry: StoredFile) -> bool:
+    return entry.path == DENSE_FILE or entry.scales_offset is not None
 
 
 def _check_file(
@@ -84,7 +115,7 @@ def _compare_hash(
     file: Path, entry: StoredFile, advance: Callable[[int], None]
 ) -> Iterator[Diagnostic]:
     try:
-        size = file.stat().st_size
+        size = check_regular(file).st_size
         if size != entry.bytes:
             yield _report("P506", file, f"it has {size} bytes instead of {entry.bytes}")
             return

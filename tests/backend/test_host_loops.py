@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.backends.host import CompiledLoops, load_host_loops
+from pi2.backends.host.checks import emit_compute_checks
+from pi2.backends.host.spec import HostSpec, choose_checks
+from pi2.machine.cpu import detect_cpu
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
@@ -22,6 +26,7 @@ from pi2.memory.io_engine import RunRead, read_in_python
 from pi2.memory.requests import make_batch
 from pi2.memory.uring import note_results
 from pi2.progress import ignore_progress
+from tests.helpers.aarch64 import Emulated, generate, needs_emulator
 from tests.helpers.kernels import allocate
 
 LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
@@ -29,7 +34,7 @@ LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
 
 @functools.cache
 def make_loops() -> CompiledLoops:
-    return load_host_loops(ignore_progress)
+    return load_host_loops(ignore_progress, frozenset(detect_cpu().features))
 
 
 def make_cache(filled: bool) -> NeuronCache:
@@ -175,3 +180,45 @@ def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: Run
     assert results[-1] == stride - 100
     read_runs(-1, vectors, firsts, counts, offsets, results, 0, 1)
     assert (results == -1).all()
+
+
+@settings(max_examples=40)
+@given(blocks=st.integers(1, 20), slots=st.lists(st.integers(0, 9), max_size=9), data=st.data())
+def test_checks_are_those_of_zlib(blocks: int, slots: list[int], data: st.DataObject) -> None:
+    stride = 64 * blocks
+    content = data.draw(st.binary(min_size=64, max_size=64)) * blocks * 10
+    arena = np.frombuffer(content, np.uint8).copy().reshape(10, stride)
+    arena[:, -1] += np.arange(10, dtype=np.uint8)
+    found = make_loops().compute_checks(arena, np.array(slots, np.int32))
+    if choose_checks(frozenset(detect_cpu().features)) is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.tolist() == [zlib.crc32(arena[slot]) for slot in slots]
+
+
+def test_strides_that_the_instructions_do_not_take_are_left_to_zlib() -> None:
+    arena, slots = np.zeros((2, 72), np.uint8), np.zeros(1, np.int32)
+    assert make_loops().compute_checks(arena, slots) is None
+    assert load_host_loops(ignore_progress).compute_checks(arena[:, :64].copy(), slots) is None
+
+
+def test_instructions_for_checks_are_chosen_where_they_are_certain() -> None:
+    assert choose_checks({"sse4.2"}) is None
+    assert choose_checks({"avx2", "fma"}) == "pclmulqdq"
+    assert choose_checks({"neon"}) is None
+    assert choose_checks({"neon", "dotprod"}) == "crc32x"
+    assert HostSpec.from_json(HostSpec(checks="crc32x").to_json()).mattr == ("+crc",)
+
+
+@needs_emulator
+def test_checks_under_emulation_are_those_of_zlib(tmp_path: Path) -> None:
+    arena = np.random.default_rng(0).integers(0, 256, (5, 192)).astype(np.uint8)
+    slots, found = np.array([4, 0, 2], np.int32), np.zeros(3, np.uint32)
+    emit = functools.partial(emit_compute_checks, "crc32x")
+    spec = HostSpec(checks="crc32x")
+    emulated = Emulated(
+        generate(spec, "aarch64", "compute_checks", emit), "compute_checks", tmp_path
+    )
+    emulated(3, np.int64(192), arena, slots, np.zeros(256, np.uint32), found)
+    assert found.tolist() == [zlib.crc32(arena[slot]) for slot in slots]

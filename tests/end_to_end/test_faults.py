@@ -157,7 +157,7 @@ def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
     with (store_of(plan) / LAYER).open("r+b") as file:
         file.seek(4096 + 700 * 512)
         file.write(b"\xff\xfe\xfd\xfc")
-    done = run(plan, "--max-tokens", "4", "--set", "io.verify=first-read")
+    done = run(plan, "--max-tokens", "4")
     assert done.returncode == 2
     assert "error[P511]: the neuron at place 700 of" in done.stderr
     assert "Traceback" not in done.stderr
@@ -165,7 +165,7 @@ def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
     with dense.open("r+b") as file:
         file.seek(dense.stat().st_size // 2)
         file.write(b"\xff\xfe\xfd\xfc")
-    done = run(plan, "--max-tokens", "4", "--set", "io.verify=first-read")
+    done = run(plan, "--max-tokens", "4")
     assert (done.returncode, "error[P507]: dense.arrow" in done.stderr) == (2, True), done.stderr
     cut = store_of(plan) / LAYER
     os.truncate(cut, cut.stat().st_size - 512)

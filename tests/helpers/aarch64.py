@@ -9,14 +9,16 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.spec import KernelSpec
 from tests.helpers.kernels import make_spec
+
+if TYPE_CHECKING:
+    from pi2.backends.compiler.target import Processor
 
 ARM_FEATURES = {
     "neon": ("neon",),
@@ -41,7 +43,9 @@ def make_arm_spec(features: tuple[str, ...], **changes: Any) -> KernelSpec:
     return dataclasses.replace(make_spec(**changes), architecture="aarch64", features=features)
 
 
-def generate(isa: Isa, architecture: str, name: str, emit: Callable[[Any], None]) -> Any:
+def generate(
+    processor: Processor, architecture: str, name: str, emit: Callable[[Any], None]
+) -> Any:
     """Return a function's compiled module."""
     import tvm
 
@@ -51,7 +55,7 @@ def generate(isa: Isa, architecture: str, name: str, emit: Callable[[Any], None]
 
     triple = "aarch64-linux-gnu" if architecture == "aarch64" else "x86_64-linux-gnu"
     module = tvm.IRModule({name: make_function(name, emit)})
-    return generate(module, make_target(isa, triple))
+    return generate(module, make_target(processor, triple))
 
 
 def generate_function(spec: KernelSpec, name: str) -> Any:

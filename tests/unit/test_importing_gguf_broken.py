@@ -293,3 +293,43 @@ def test_damaged_headers_are_read_or_refused(
 def test_a_file_may_have_any_name(job: Job) -> None:
     renamed = job.file.rename(job.folder / "model.bin")
     assert open_checkpoint(renamed).files == (renamed,)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "llama.attention.key_length",
+        "llama.attention.head_count_kv",
+        "llama.attention.sliding_window",
+        "llama.rope.dimension_count",
+    ],
+)
+def test_a_size_of_nothing(job: Job, key: str) -> None:
+    job.changes = {key: 0}
+    job.save()
+    if key == "llama.attention.sliding_window":
+        job.convert()
+        return
+    with pytest.raises(UserError) as caught:
+        job.convert()
+    assert {item.code for item in caught.value.diagnostics} <= {"P532", "P544"}
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.filterwarnings("error")
+def test_divisors_of_frequencies_that_are_none(job: Job, factor: float) -> None:
+    job.tensors["rope_freqs.weight"] = np.full(8, factor, np.float32)
+    job.save()
+    job.expect("P544", "rope_freqs.weight")
+
+
+def test_a_token_of_a_whole_book(job: Job) -> None:
+    tokens = ["<unk>", "a", "b" * 5000]
+    job.changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0, -1.0, -2.0],
+    }
+    job.save()
+    with pytest.raises(UserError, match=r"P543.*a token has 5000 characters"):
+        convert_checkpoint(job.file, describe_checkpoint(job.file).model, job.folder / "store")

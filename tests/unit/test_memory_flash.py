@@ -337,6 +337,26 @@ def test_a_bundle_is_checked_once(file: BundleFile, monkeypatch: pytest.MonkeyPa
     reader.close()
 
 
+def test_damage_is_found_with_compiled_checks_and_read_again(file: BundleFile) -> None:
+    asked = []
+
+    class Loops:
+        """Says of every neuron that it is another at first."""
+
+        def compute_checks(self, arena: Any, slots: Any) -> Any:
+            asked.append(len(slots))
+            true = [zlib.crc32(arena[slot]) for slot in slots.tolist()]
+            return np.array(true, np.uint32) + (1 if len(asked) == 1 else 0)
+
+    reader = open_reader(file, verify=True)
+    reader._checks._loops = Loops()  # type: ignore[union-attr]
+    finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
+    assert asked == [2, 2]
+    finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
+    assert asked == [2, 2], "compared once"
+    reader.close()
+
+
 def test_where_direct_reads_do_not_fit_the_reader_says_so(tmp_path: Path) -> None:
     path = tmp_path / "odd.arrow"
     path.write_bytes(bytes(range(200)) * 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,17 @@ def test_a_context_of_nothing_is_not_stretched(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 100.0, "original_max_position_embeddings": 0}
     change_config(checkpoint, rope_parameters=rope)
     with pytest.raises(UserError, match=r"P544.*original_max_position_embeddings is 0"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("scales", [(1.0, -1.0), (-1.0, 1.0), (-1.0, -1.0), (0.0, -2.0)])
+def test_attention_that_is_scaled_to_nothing(tmp_path: Path, scales: tuple[float, float]) -> None:
+    checkpoint = copy_checkpoint("llama-yarn", tmp_path / "llama")
+    # 0.1 ln(e^10) + 1 cancels with a scale of -1.
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": math.exp(10)}
+    rope |= {"original_max_position_embeddings": 64, "mscale": scales[0]}
+    change_config(checkpoint, rope_parameters=rope | {"mscale_all_dim": scales[1]})
+    with pytest.raises(UserError, match=r"P544.*mscale and mscale_all_dim scale attention by"):
         describe_checkpoint(checkpoint)
 
 

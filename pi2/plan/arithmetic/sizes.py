@@ -57,8 +57,8 @@ UNPACKED_ROWS_BYTES = 10
 on cores with i8mm."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
-NEURON_TABLE_BYTES = 36
-"""What the cache knows of a neuron: its slot, its owner, how often it is used, and copies of it.
+NEURON_TABLE_BYTES = 41
+"""What is known of a neuron: its check, slot and owner, how often it is used, and copies of it.
 From the resident set of a 7B's run, less that of the demo model's."""
 PAGE_TABLE_PART = 512
 """The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""

@@ -131,9 +131,10 @@ class Io(Table):
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Number of unneeded neurons that may be read and discarded between two needed ones, so that
     both are one request. Adjacent neurons are always one request."""
-    verify: Literal["never", "first-read"] = "never"
+    verify: Literal["never", "first-read"] = "first-read"
     """``first-read`` verifies each neuron's checksum when it is first read, and the hashes of
-    the other files at loading."""
+    the other files at loading. ``never`` computes with whatever the files contain: a damaged byte
+    changes the text without notice."""
 
 
 class Cache(Table):

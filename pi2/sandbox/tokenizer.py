@@ -1,0 +1,161 @@
+"""Tokenizers that have been tried (`pi2.sandbox.trial`), and what the library does with them.
+
+A trial is a process and takes a tenth of a second or more, so its result is kept: the same bytes
+are tried once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pi2.caches import find_cache_folder
+from pi2.diagnostics import UserError
+from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Result = TypeVar("Result")
+
+_CPU_S, _CPU_S_PER_MIB = 5.0, 1.0
+_MEMORY_MIB, _MEMORY_FACTOR = 1024, 48
+"""Memory of the process, and times the bytes of the tokenizer besides."""
+
+
+class TokenizerRefused(Exception):
+    """Nobody should use the tokenizer; the text says why, and fits after a colon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a trial has found of a tokenizer that works."""
+
+    size: int
+    """Tokens, added ones too."""
+    begin: int | None
+    """First token of a text that gets its special tokens."""
+
+
+def try_tokenizer(content: bytes) -> Tried:
+    """Try a ``tokenizer.json``; raises `TokenizerRefused`."""
+    file = find_cache_folder("tokenizers") / f"{_compute_key(content)}.json"
+    known = _read_known(file)
+    if known is not None:
+        return known
+    size_mib = len(content) / MIB
+    limits = Limits(
+        _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)
+    )
+    try:
+        answer = run_child("trial", content, limits)
+    except ChildFailed as error:
+        raise TokenizerRefused(str(error)) from None
+    _keep(file, answer)
+    return Tried(**json.loads(answer))
+
+
+def open_tokenizer(content: bytes) -> Tokenizer:
+    """Try a ``tokenizer.json`` and read it; raises `TokenizerRefused`.
+
+    It neither cuts texts nor fills them up, whatever it says: prompts are taken as they are.
+    """
+    from tokenizers import Tokenizer
+
+    try_tokenizer(content)
+    tokenizer = call_library(lambda: Tokenizer.from_buffer(content))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of ``text``, without special tokens.
+
+    `UserError` P607 for what is no text (half a character), P605 where the tokenizer fails.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError.of(
+            "P607",
+            f"the prompt is not UTF-8: half a character at place {error.start}",
+            help="save or give the text as UTF-8",
+        ) from None
+    try:
+        found = call_library(lambda: tokenizer.encode(text, add_special_tokens=False).ids)
+    except TokenizerRefused as error:
+        raise _describe_failure("encode the text", error) from None
+    return list(found)
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of ``ids`` without special tokens; `UserError` P605 where the tokenizer fails."""
+    try:
+        text: str = call_library(lambda: tokenizer.decode(list(ids), skip_special_tokens=True))
+    except TokenizerRefused as error:
+        raise _describe_failure("make text of tokens", error) from None
+    return text
+
+
+def call_library(call: Callable[[], Result]) -> Result:
+    """Call the tokenizer library; raises `TokenizerRefused` for whatever goes wrong there."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception for everything
+        raise TokenizerRefused(" ".join(str(error).split())) from None
+    except BaseException as error:
+        # A panic is an exception of its own kind, which no module offers.
+        if type(error).__name__ != "PanicException":
+            raise
+        problem = " ".join(str(error).split())[:300]
+        raise TokenizerRefused(f"it makes the tokenizer library panic: {problem}") from None
+
+
+def _describe_failure(work: str, error: TokenizerRefused) -> UserError:
+    return UserError.of(
+        "P605",
+        f"the tokenizer cannot {work}: {error}",
+        help="convert the model again with the tokenizer.json of the original checkpoint",
+    )
+
+
+def _compute_key(content: bytes) -> str:
+    """Digest of everything that a trial's result depends on."""
+    digest = hashlib.sha256(_describe_trial())
+    digest.update(content)
+    return digest.hexdigest()
+
+
+@cache
+def _describe_trial() -> bytes:
+    trial = Path(__file__).with_name("trial.py").read_bytes()
+    return hashlib.sha256(trial + version("tokenizers").encode()).digest()
+
+
+def _read_known(file: Path) -> Tried | None:
+    try:
+        return Tried(**json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _keep(file: Path, answer: bytes) -> None:
+    """Keep an answer, where there is a place for it."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(answer)
+        os.replace(temporary, file)
+    except OSError:
+        return
