@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, for what takes longer than a second; nothing elsewhere."""
+"""A progress bar on a terminal, for what takes longer than a second; one line elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ class ProgressBar:
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._shown = sys.stderr.isatty()
+        self._said = False
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, label: str, share: float) -> None:
-        if not self._shown or time.monotonic() - self._start < PATIENCE_S and not self._bar:
+        if time.monotonic() - self._start < PATIENCE_S and not self._bar:
+            return
+        if not self._shown:
+            # Whoever waits for a pipe, or reads a log, is told once what for.
+            if not self._said and share < 1.0:
+                self._said = True
+                print(f"{label}...", file=sys.stderr, flush=True)
             return
         if self._bar is None:
             from rich.console import Console
