@@ -7,6 +7,7 @@ only read plans never pay for it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -30,7 +31,7 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
     ]
     if human:
-        processors.append(structlog.dev.ConsoleRenderer(colors=True))
+        processors.append(structlog.dev.ConsoleRenderer(colors=_wants_colour()))
     else:
         processors += [
             # Without locals: they would put prompts into logs.
@@ -47,6 +48,11 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
         logger_factory=structlog.PrintLoggerFactory(file=target),
         cache_logger_on_first_use=False,
     )
+
+
+def _wants_colour() -> bool:
+    """Whether terminals get colours: not those of people who set NO_COLOR."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def get_logger(**bound: Any) -> FilteringBoundLogger:

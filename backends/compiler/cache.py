@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -87,7 +88,9 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
     folder = find_cache_folder("kernels")
     cached = _find_intact(folder, key, compiler.suffix)
     if cached is not None:
+        get_logger().debug("kernels are cached", file=str(cached))
         return cached
+    start = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
@@ -110,6 +113,8 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+    seconds = round(time.monotonic() - start, 2)
+    get_logger().info("kernels were compiled", file=str(target), seconds=seconds)
     return target
 
 

@@ -101,6 +101,7 @@ def command(
     Several prompts (--prompts, or --prompt repeated) run up to the plan's decode.batch at a time;
     the others are queued.  Each text is printed when it is complete, in the order of the prompts.
     """
+    from pi2.cli.details import log_counters, log_plan
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
@@ -126,11 +127,13 @@ def command(
         cleanup.pop_all()
     for change in model.changes:
         click.echo(f"memory: {change}", err=True)
+    log_plan(model)
     with model:
         for piece in pieces:
             if not as_json:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+        log_counters(model)
         if as_json:
             click.echo(json.dumps(describe_run(model, generation.result), indent=2))
         else:
@@ -148,11 +151,13 @@ def run_batch(
     options: dict[str, Any],
 ) -> None:
     """Continue several prompts."""
+    from pi2.cli.details import log_counters, log_plan
     from pi2.cli.progress import ProgressBar
     from pi2.orchestrator import load
 
     with ProgressBar() as progress:
         model = load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+    log_plan(model)
     with model:
         for change in model.changes:
             click.echo(f"memory: {change}", err=True)
@@ -163,6 +168,7 @@ def run_batch(
                 click.echo(f"--- {shown + 1}\n{generation.finished[shown].text}")
                 shown += 1
         result = generation.result
+        log_counters(model)
         if as_json:
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from pi2.logging import configure_logging, get_logger
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +48,54 @@ def test_text_for_people_on_a_terminal() -> None:
     get_logger().info("loaded")
     assert "loaded" in stream.getvalue()
     assert not stream.getvalue().startswith("{")
+
+
+def test_no_colours_for_those_who_set_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    configure_logging(1, stream=stream)
+    get_logger().info("loaded", layers=8)
+    assert "\x1b" not in stream.getvalue()
+    assert "layers=8" in stream.getvalue()
+
+
+def run_on_terminal(*arguments: str) -> str:
+    """What `pi2` writes to a terminal's standard error."""
+    parent, child = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "pi2", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=child,
+        cwd=ROOT,
+        env={**os.environ, "NO_COLOR": "1"},
+    ) as process:
+        os.close(child)
+        pieces = []
+        while True:
+            try:
+                piece = os.read(parent, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+    os.close(parent)
+    assert process.returncode == 0
+    return b"".join(pieces).decode()
+
+
+DRY = ["plans/demo.plan.toml", "--prompt", "x", "--max-tokens", "2", "--set", "backends.cpu=null"]
+
+
+def test_a_terminal_gets_lines_for_people_and_more_of_them_with_vv() -> None:
+    once, twice = run_on_terminal("run", "-v", *DRY), run_on_terminal("run", "-vv", *DRY)
+    assert "{" not in once.split("\r\n")[0]
+    assert "model loaded" in once
+    assert "segment=hot" not in once
+    assert "segment=hot" in twice
+    assert "layer=7" in twice
+    assert "cache_misses=" in twice
 
 
 @pytest.mark.parametrize(
