@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pi2.cli import progress
 from pi2.cli.progress import ProgressBar
 
 
@@ -20,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", found)
+    monkeypatch.setattr("pi2.cli.progress.time.monotonic", found)
     return found
 
 
