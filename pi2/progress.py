@@ -7,4 +7,4 @@ Progress = Callable[[str, float], None]
 
 
 def ignore_progress(label: str, share: float) -> None:
-    """Tells nobody."""
+    """Ignore what is reported."""

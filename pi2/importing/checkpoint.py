@@ -37,7 +37,7 @@ class Checkpoint:
     """The folder or file that messages call it by."""
     config: Mapping[str, Any]
     config_file: Path
-    """Where the configuration is stated."""
+    """The file that states the configuration."""
     tensors: Mapping[str, SourceTensor]
     files: tuple[Path, ...]
     """Weight files."""
@@ -79,7 +79,8 @@ class Checkpoint:
         return found
 
     def describe_name(self, name: str) -> str:
-        """What the checkpoint itself calls the tensor ``name``, whether it has it or not."""
+        """Name by which the checkpoint itself knows the tensor ``name``, whether it has it or
+        not."""
         return name
 
 

@@ -41,7 +41,7 @@ class Config:
         self._values = values
 
     def change(self, values: Mapping[str, Any]) -> Config:
-        """The same with other values."""
+        """The configuration with other values."""
         return Config(self.file, {**self._values, **values})
 
     def has(self, key: str) -> bool:
@@ -147,7 +147,7 @@ def read_rope(config: Config, context: int, share: float | None = None) -> dict[
 def scale_rope(
     config: Config, scaling: Config, theta: float, context: int, share: float | None = None
 ) -> dict[str, Any]:
-    """The same from a table of ``config`` that states the scaling."""
+    """The model document's table for the scaling that a table of ``config`` states."""
     kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
     stated = share
     for key in ("rope_pct", "rotary_pct", "partial_rotary_factor"):

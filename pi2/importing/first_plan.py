@@ -11,7 +11,7 @@ from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.weights.layout import ScalesPlace
 
 MEMORY_SHARE = 0.8
-"""Of the memory that is free now: other programs go on meanwhile."""
+"""Share of the memory that is free now: other programs go on meanwhile."""
 _ROOM = 1 << 50
 """More memory than any model needs."""
 

@@ -67,7 +67,7 @@ _TYPES = (
     BlockType("MXFP4", 39, 32, 17),
 )
 BLOCKS = {block.number: block for block in _TYPES}
-"""By the number that a file states."""
+"""Types of blocks by the number that a file states."""
 
 _OWN = {"Q8_0": "int8", "Q4_0": "int4"}
 """Types that are decoded here, and what they are in a store."""

@@ -48,14 +48,14 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufEntry:
-    """A tensor and where it lies."""
+    """A tensor of the file and the place of its bytes."""
 
     name: str
     block: BlockType
     shape: tuple[int, ...]
-    """Rows first, as numpy has it; GGUF counts dimensions the other way round."""
+    """Sizes with the rows first, as numpy has them; GGUF counts dimensions the other way round."""
     offset: int
-    """Byte of its first element in the file."""
+    """Byte of the tensor's first element in the file."""
     size_bytes: int
 
 
@@ -65,7 +65,7 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    """Numbers, texts, numpy arrays of numbers, lists of the rest."""
+    """Values by key: numbers, texts, numpy arrays of numbers, lists of the rest."""
     entries: Mapping[str, GgufEntry]
     is_powerinfer: bool
 

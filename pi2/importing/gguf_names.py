@@ -106,7 +106,7 @@ FALCON_40B: Names = {
     **_name_both("blk.{layer}.attn_norm", f"{_FALCON_LAYER}.ln_mlp"),
     **_name_both("blk.{layer}.attn_norm_2", f"{_FALCON_LAYER}.ln_attn"),
 }
-"""Of models with two norms: the first is that of the FFN."""
+"""Names in models with two norms, of which the first is that of the FFN."""
 
 PHI3: Names = {
     **DECODER,
@@ -147,13 +147,13 @@ class Architecture:
     """The family's name in ``config.json``."""
     names: Names = field(default_factory=lambda: DECODER)
     activation: str = "silu"
-    """What files of this family mean, since they do not say."""
+    """Activation of the models of this family, which their files do not state."""
     permutes: bool = False
     """Whether rows of queries and keys are in the order of pairs that follow each other."""
     norm_offset: float = 0.0
-    """What the file has added to the weights of norms."""
+    """Number that the file has added to the weights of norms."""
     settings: dict[str, object] = field(default_factory=dict)
-    """What else the configuration says, because files of this family do not."""
+    """Further keys of the configuration, which files of this family do not state."""
 
 
 ARCHITECTURES = {
@@ -182,7 +182,7 @@ ARCHITECTURES = {
     "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
     "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
 }
-"""By ``general.architecture``."""
+"""Families by ``general.architecture``."""
 
 _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
@@ -197,17 +197,17 @@ def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of a file belongs."""
+    """The place of a file's tensor in a Hugging Face checkpoint."""
 
     pattern: str
-    """Its name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
+    """The tensor's name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
     kind: str
-    """Its name in the file without the layer's number: ``attn_q.weight``."""
+    """The tensor's name in the file without the layer's number: ``attn_q.weight``."""
     layer: int
 
 
 def find_place(names: Names, name: str) -> Place | None:
-    """Where the tensor ``name`` of a file belongs; None if no model needs it."""
+    """The place of the tensor ``name`` of a file; None if no model needs it."""
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:
         pattern = names.get(name)

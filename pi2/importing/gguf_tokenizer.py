@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6
 """Kinds of tokens; 1 is an ordinary piece, 5 an unused one."""
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""The character that SentencePiece writes for a space."""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -207,7 +207,8 @@ def _make_unigram(
 
 
 def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
-    """What is done to texts first: characters are replaced by a table, spaces taken away."""
+    """Changes that are made to texts first: characters are replaced by a table, spaces taken
+    away."""
     from tokenizers import Regex, normalizers
 
     table = bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", b""))

@@ -25,7 +25,7 @@ QUANTIZED = frozenset({"q4f16_1", "q4f32_1"})
 UNQUANTIZED = frozenset({"q0f16", "q0f32", "q0bf16"})
 
 _ACTIVATIONS = {"gemma": "gelu_pytorch_tanh"}
-"""Of families whose configuration does not say; the others have SiLU."""
+"""Activations of families whose configuration does not say; the others have SiLU."""
 _RENAMED = (
     (re.compile(r"transformer\.embd\."), "model.embed_tokens."),
     (re.compile(r"transformer\.norm\."), "model.norm."),
@@ -167,7 +167,7 @@ def _split_experts(tensor: MlcTensor, stem: str, kind: str) -> Iterator[tuple[st
 
 
 def _make_config(folder: Path, chat: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` would say."""
+    """The values that ``config.json`` would have."""
     stated = chat.get("model_config")
     if not isinstance(stated, dict):
         raise UserError.of("P532", f"{folder / MLC_CONFIG} has no model_config")

@@ -31,7 +31,7 @@ STORAGE = {
     "int8": "|i1",
     "int32": "<i4",
 }
-"""numpy's names of types."""
+"""Names that numpy has for the list's types."""
 _READ_BYTES = 2**22
 
 
@@ -65,12 +65,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A tensor and where it lies."""
+    """A tensor of the list and the place of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As the list states it."""
+    """Type of the tensor as the list states it."""
     storage: str
     """The type that is in the file: ``bfloat16`` where float32 was shortened."""
     shard: Shard

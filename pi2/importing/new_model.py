@@ -27,9 +27,9 @@ from pi2.plan.weights.layout import GROUP, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
-"""What some checkpoints leave out at the beginning of names."""
+"""Prefixes of names that some checkpoints leave out."""
 _LONGER = ("language_model.model.", "model.language_model.")
-"""What stands for ``model.`` in models that read pictures too."""
+"""Prefixes that stand for ``model.`` in models that read pictures too."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 
@@ -39,7 +39,7 @@ class NewModel:
 
     model: Model
     text: str
-    """TOML, without what has its default value."""
+    """The document as TOML, without what has its default value."""
 
 
 def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:

@@ -23,13 +23,13 @@ class PackedTensor(SourceTensor, ABC):
     """A tensor whose stored rows `_read_stored` reads and `_decode` turns into numbers."""
 
     order: I64 | None = None
-    """Stored row at every row of the tensor; None means the same."""
+    """The stored row at every row of the tensor; None means that both are in the same order."""
     is_turned: bool = False
     """Whether the file has columns where the tensor has rows."""
     added: float = 0.0
-    """What the file has added to every number."""
+    """Number that the file has added to every element."""
     factors: F32 | None = None
-    """What columns are multiplied by, float32 [columns]."""
+    """Factors of the columns, float32 [columns]."""
 
     @abstractmethod
     def _read_stored(self, start: int, stop: int) -> Raw:
@@ -37,7 +37,7 @@ class PackedTensor(SourceTensor, ABC):
 
     @abstractmethod
     def _decode(self, raw: U8) -> F32:
-        """Numbers float32 [n, length] of bytes [n, bytes]."""
+        """The numbers float32 [n, length] that bytes [n, bytes] stand for."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as

@@ -31,7 +31,7 @@ class FoldedTensor(SourceTensor):
 
     source: SourceTensor
     factors: F32
-    """[columns]."""
+    """Factors of the columns, float32 [columns]."""
 
     def read(self, start: int = 0, stop: int | None = None) -> F32:
         """Rows ``start`` to ``stop`` in float32."""

@@ -30,11 +30,11 @@ class SourcePredictor:
     """The predictor of one FFN: fc2 relu(fc1 u) + bias."""
 
     inner: SourceTensor
-    """fc1 [rank, hidden]."""
+    """The matrix fc1 [rank, hidden]."""
     outer: SourceTensor
-    """fc2 [ffn, rank]."""
+    """The matrix fc2 [ffn, rank]."""
     bias: SourceTensor | None
-    """[ffn]; None stands for zeros."""
+    """Biases [ffn]; None stands for zeros."""
 
     @property
     def rank(self) -> int:
@@ -52,7 +52,7 @@ class SourcePredictor:
         return np.pad(rows, ((0, 0), (0, rank - rows.shape[1])))
 
     def read_bias(self) -> F32:
-        """float32 [ffn]."""
+        """The biases float32 [ffn]."""
         if self.bias is None:
             return np.zeros(self.outer.shape[0], np.float32)
         return self.bias.read()
@@ -66,7 +66,7 @@ class LayerPredictor:
 
     @property
     def rank(self) -> int:
-        """Rank of all of them in the store: that of the largest."""
+        """Rank of all predictors of the layer in the store: that of the largest."""
         return max(expert.rank for expert in self.experts)
 
 

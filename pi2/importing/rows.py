@@ -29,7 +29,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.tensor.shape[0] if self.index is None else len(self.index)
 
     @property

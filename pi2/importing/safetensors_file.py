@@ -34,10 +34,10 @@ class SourceTensor:
     file: Path
     name: str
     dtype: str
-    """As the file states it: ``F32``, ``BF16`` ..."""
+    """Type of the elements as the file states it: ``F32``, ``BF16`` and so on."""
     shape: tuple[int, ...]
     offset: int
-    """Byte of its first element in the file."""
+    """Byte of the tensor's first element in the file."""
     size_bytes: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
@@ -65,7 +65,7 @@ class SourceTensor:
         return flat
 
     def check_type(self) -> str:
-        """numpy's name of the type; `UserError` P535 if it is not a float."""
+        """Name that numpy has for the type; `UserError` P535 if it is not a float."""
         storage = _STORAGE.get(self.dtype)
         if storage is None:
             raise UserError.of(

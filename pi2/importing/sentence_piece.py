@@ -41,7 +41,7 @@ def convert_sentence_piece(file: Path, content: bytes, config: Mapping[str, Any]
 
 
 def _describe(content: bytes, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `make_tokenizer` wants to know, by the names that GGUF files have for it."""
+    """Metadata that `make_tokenizer` reads, by the names that GGUF files have for it."""
     pieces, trainer, normalizer = [], {}, {}
     for field, value in _read_fields(content):
         if field == _PIECES:
@@ -128,8 +128,8 @@ def _expect_bytes(value: Value) -> bytes:
 
 
 def parse_config(content: bytes | None) -> dict[str, Any]:
-    """``tokenizer_config.json``; empty if there is none, or if it is broken, which is said
-    elsewhere."""
+    """Values of ``tokenizer_config.json``; empty if there is none, or if it is broken, which is
+    said elsewhere."""
     try:
         values = json.loads(content or b"{}")
     except (ValueError, RecursionError):

@@ -71,7 +71,7 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
         check_regular(path)
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            # It wonders about pickles that it then refuses.
+            # torch warns of pickles that it then refuses.
             warnings.simplefilter("ignore")
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -98,7 +98,7 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
 
 
 def _find_name(explanation: str) -> str:
-    """What a file asked for, where torch's explanation names it: that would have been called."""
+    """Say which function a file would have had called, where torch's explanation names it."""
     found = re.search(r"GLOBAL ([\w.]{1,100})", explanation)
     return f": it names {found[1]}" if found else ""
 

@@ -130,6 +130,6 @@ def read_bytes(fd: int, path: Path, target: U8, offset: int, *, forget: bool = T
                 help="make the store again, or copy it again as a whole",
             )
         if forget and hasattr(os, "posix_fadvise"):
-            # It is in our memory now: the page cache would be a second copy.
+            # The tensor is in our memory now: the page cache would be a second copy.
             os.posix_fadvise(fd, offset + done, count, os.POSIX_FADV_DONTNEED)
         done += count

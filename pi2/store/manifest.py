@@ -76,7 +76,7 @@ class StoredPart(Table):
     """Where one vector of a bundle begins."""
 
     name: PartName
-    """``gate``, ``up`` or ``down``."""
+    """Name of the vector: ``gate``, ``up`` or ``down``."""
     weights_offset: Offset
     """Byte of its first weight."""
     scales_offset: Offset
@@ -95,7 +95,7 @@ class StoredBundle(Table):
     used_bytes: Count
     """Bytes of a neuron without its padding."""
     parts: tuple[StoredPart, ...]
-    """Its vectors."""
+    """The vectors of a bundle."""
     biases: tuple[Offset, ...] = ()
     """Bytes of its float32 biases, in the order of the vectors that they belong to."""
     expert_offset: Offset | None = None
@@ -131,7 +131,7 @@ class StoredBundle(Table):
 
     @property
     def layout(self) -> BundleLayout:
-        """The same for kernels and plans."""
+        """The layout as kernels and plans take it."""
         return lay_out_bundle(
             self.hidden,
             self.precision,
@@ -165,9 +165,9 @@ class StoredFile(Table):
     """A file of the store."""
 
     path: StorePath
-    """Its path inside the store, with ``/``."""
+    """Path of the file inside the store, with ``/``."""
     bytes: Offset
-    """Its size."""
+    """Size of the file in bytes."""
     sha256: Sha256
     """Hash of its contents."""
     rows: Count | None = None
@@ -186,7 +186,7 @@ class StoredTensor(Table):
     """A dense tensor and its place in ``dense.arrow``."""
 
     name: str
-    """Its name (`pi2.plan.weights.tensor_names`)."""
+    """Name of the tensor (`pi2.plan.weights.tensor_names`)."""
     precision: StoredPrecision
     """Type of its elements."""
     rows: Count
@@ -200,7 +200,7 @@ class StoredTensor(Table):
 
     @property
     def dense(self) -> DenseTensor:
-        """Name, type and sizes alone."""
+        """The tensor's name, type and sizes, without its place in the file."""
         return DenseTensor(
             name=self.name, precision=self.precision, rows=self.rows, length=self.length
         )
@@ -216,7 +216,7 @@ class Manifest(Table):
     created_by: str
     """Program that wrote it."""
     model: StoredModel
-    """What the weights belong to."""
+    """The model that the weights belong to."""
     synthetic: bool
     """Whether the weights are random, for measuring only."""
     order: Order

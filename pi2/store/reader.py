@@ -104,12 +104,12 @@ class StoredLayer:
         return np.frombuffer(self._map, np.uint32, self.neurons, self._entry.checks_offset)
 
     def copy_original(self) -> I32:
-        """``original``, read into memory of its own; nothing stays mapped."""
+        """A copy of ``original`` in memory of its own; nothing stays mapped."""
         assert self._entry.neurons_offset is not None
         return self._copy(np.int32, self._entry.neurons_offset)
 
     def copy_checks(self) -> U32:
-        """``checks``, read into memory of their own; nothing stays mapped."""
+        """A copy of ``checks`` in memory of its own; nothing stays mapped."""
         assert self._entry.checks_offset is not None
         return self._copy(np.uint32, self._entry.checks_offset)
 

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[Config], Tables]] = {
     "starcoder2": plain.describe_starcoder2,
     "turbosparsemixtral": mixtures.describe_turbosparse_mixtral,
 }
-"""By ``model_type``."""
+"""Descriptions of families by ``model_type``."""
 
 
 def describe_family(config: Config) -> Tables:

@@ -32,7 +32,7 @@ def describe_gemma3(config: Config) -> Tables:
     """Gemma with norms of heads and outputs, whose layers with a window have other positions."""
     tables = _describe_later(config, config.read("sliding_window_pattern", int, 6))
     tables["attention"]["head_norm"] = True
-    # Its code takes a cap of scores from the configuration, and does not use it.
+    # The original code takes a cap of scores from the configuration and does not use it.
     tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
     context, layers = tables["shape"]["context"], tables["shape"]["layers"]
     both = config.read_table("rope_parameters")

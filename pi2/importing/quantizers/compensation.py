@@ -16,7 +16,8 @@ from pi2.plan.weights.layout import GROUP
 from pi2.plan.weights.packing import pack_codes
 
 DAMPING = 0.01
-"""Added to the diagonal, as a share of its mean: inputs that hardly vary would be trusted."""
+"""Share of the diagonal's mean that is added to the diagonal: inputs that hardly vary would be
+trusted too much without it."""
 
 
 def prepare_moments(moments: F32) -> F32:

@@ -30,7 +30,7 @@ class ResolvedLayer:
     hot: float
     """Share of the layer's neurons that stay resident."""
     hot_neurons: int
-    """The same as a number: the first ones in stored order."""
+    """Number of the layer's neurons that stay resident: the first ones in stored order."""
     split_path: KeyPath
     hot_path: KeyPath
 

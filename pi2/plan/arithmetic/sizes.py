@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType, Plan
 
 ALIGNMENT = 64
-"""Every allocation begins at a multiple of it, in bytes."""
+"""Alignment in bytes: every allocation begins at a multiple of it."""
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""
 KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
 """Bytes of an element of the KV cache."""
 KV_SCALE_BYTES = 2
-"""Of every vector of an int8 cache."""
+"""Bytes of the scale that every vector of an int8 cache has."""
 KV_SPANS = 16
 """Parts of the context whose attention is added up apart, at most."""
 STAGED_NEURONS = 512
 """Most neurons in one staging buffer of the prefill."""
 STAGING_BUFFERS = 2
-"""One is read into while the other is computed with."""
+"""Staging buffers: one is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
 TOKENS_TOGETHER = 512
@@ -49,12 +49,13 @@ TOKENS_TOGETHER = 512
 LOGIT_ROWS = 16
 """Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
 PANEL_FLOATS = 264
-"""Of every token: 256 FFN neurons that a dense layer computes together, and a bit for each."""
+"""Floats of scratch for every token: 256 FFN neurons that a dense layer computes together, and a
+bit for each."""
 THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
 UNPACKED_ROWS_BYTES = 10
-"""Of every thread and element of a row: eight rows with their scales, unpacked for several tokens
-on cores with i8mm."""
+"""Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
+for several tokens on cores with i8mm."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
 NEURON_TABLE_BYTES = 41
@@ -63,7 +64,7 @@ From the resident set of a 7B's run, less that of the demo model's."""
 PAGE_TABLE_PART = 512
 """The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
 LIBRARY_BYTES = 96 << 20
-"""Python and the libraries, with room to spare."""
+"""Bytes of Python and the libraries, with room to spare."""
 UNKNOWN_THREADS = 64
 """Compute threads that are assumed of a device that states no cores."""
 DEFAULT_BLOCK_BYTES = 512
@@ -243,7 +244,7 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
 
 
 def _need_hot(resolved: ResolvedPlan) -> Need:
-    """Resident neurons: their number times the stride S."""
+    """The segment ``hot``: the number of resident neurons times the stride S."""
     neurons = sum(layer.hot_neurons for layer in resolved.layers)
     stride = resolved.bundle.stride
     return Need(neurons * stride, f"{neurons} hot neurons of {stride} bytes")

@@ -37,7 +37,7 @@ HOT_PART = 0.6
 """Part of the memory for neurons that the draft gives to hot ones; the rest caches cold ones."""
 MOST_CONTEXT = 4096
 SHARE_STEP = 0.01
-"""Shares of hot neurons are multiples of it."""
+"""Step of the shares of hot neurons: they are multiples of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Wish:
     """Tokens; None takes the model's, at most 4096."""
     name: str = ""
     scales: ScalesPlace = "inline"
-    """Where the store has them."""
+    """Where the store has the scales of quantised weights."""
 
 
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
@@ -89,7 +89,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
 
 
 def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
-    """The plan without sizes."""
+    """Values of a plan whose sizes are still to be stated."""
     shape = model.shape
     context = wish.context or min(shape.context, MOST_CONTEXT)
     unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)

@@ -29,11 +29,11 @@ class Explanation:
 
     path: KeyPath
     kind: Kind
-    """Document that it belongs to."""
+    """The document that the value belongs to."""
     value: Any
     """Plain value as in TOML; None where the documents say nothing and there is no default."""
     steps: tuple[Step, ...]
-    """Where it comes from, the weakest first; none for a default."""
+    """The places that state the value, the weakest first; empty for a default."""
     doc: FieldDoc | None
     costs: tuple[Cost, ...] = ()
 

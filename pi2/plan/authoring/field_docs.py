@@ -17,12 +17,12 @@ from pi2.plan.toml.text import write_value
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDoc:
-    """A key, for people."""
+    """What the reference and the editors say of a key."""
 
     text: str
-    """What it means; Markdown."""
+    """The meaning of the key, in Markdown."""
     values: str
-    """What may be written, such as ``a whole number``."""
+    """The values that may be written, such as ``a whole number``."""
     default: str | None
     """The default as TOML; None where there is none."""
     is_required: bool

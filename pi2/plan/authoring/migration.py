@@ -29,13 +29,13 @@ STEPS: Mapping[int, Step] = {}
 
 @dataclass(frozen=True)
 class Migration:
-    """What became of a text."""
+    """The outcome of a migration."""
 
     text: str
     changes: tuple[str, ...]
-    """What was done, one line each; none where the text is current."""
+    """The changes that were made, one line each; empty where the text is current."""
     findings: tuple[Diagnostic, ...] = ()
-    """Why it cannot be migrated; the text is as it was."""
+    """The reasons why the text cannot be migrated; it is as it was then."""
 
 
 def migrate_text(

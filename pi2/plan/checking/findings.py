@@ -78,6 +78,6 @@ class Rule:
     code: str
     severity: Literal["error", "warning"]
     needs: tuple[Fact, ...]
-    """Without any, it looks at each document alone."""
+    """The facts that the rule reads; a rule without any looks at each document alone."""
     check: Callable[[Facts], Iterator[Finding]]
     documentation: str

@@ -22,7 +22,7 @@ _HINT = re.compile(
     r"@|/home/|[Uu]sers|[A-Z0-9]{11}|[0-9A-Fa-f]{8}-|[0-9A-Fa-f]{2}[:-][0-9A-Fa-f]{2}[:-]|_\w{20}"
     r"|glpat-|(?i:serial|s/n|imei|meid|asset|android|udid|user|login|account|host[ _-]?name)"
 )
-"""What every private text has; most texts have not, and need no further look."""
+"""A pattern that every private text matches; most texts do not and need no further look."""
 
 _PLACEHOLDER = {"serial": "(serial number)", "account": "(account)", "home": "~"}
 
@@ -38,7 +38,7 @@ class Private:
 
     @property
     def shortened(self) -> str:
-        """Enough of it to find it again, not enough to give it away."""
+        """The beginning of the stretch: enough to find it again, not enough to give it away."""
         return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 Match = tuple[Literal["serial", "account", "home"], int, int]
-"""Kind, start and end."""
+"""The kind of a private stretch, its start and its end in the text."""
 
 LABELLED_SERIAL = re.compile(
     r"(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"

@@ -35,11 +35,12 @@ class Reuse:
 
     documents: dict[FileKey, ReadDocument] = field(default_factory=dict)
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
-    """By the rule's code and the identity of the document, which ``documents`` keeps alive."""
+    """Findings by the rule's code and the identity of the document, which ``documents`` keeps
+    alive."""
 
 
 def make_key(located: Located, kind: Kind) -> FileKey | None:
-    """Names a file and its state; None for what is not a file of this machine's own."""
+    """Name a file and its state; None for what is not a file of this machine's own."""
     if located.reference is not None:
         return None
     try:

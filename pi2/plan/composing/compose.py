@@ -69,7 +69,7 @@ _REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
 }
 """Keys whose texts are paths, or may be."""
 _PLAIN_PATHS = ("store", "thresholds")
-"""Those of files that are no documents to look for: always paths."""
+"""Keys that state paths of files which are no documents: they are always paths."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Composition:
 
     file: SourceFile
     diagnostics: list[Diagnostic] = field(default_factory=list)
-    """Why it is not what it should be."""
+    """Errors in the document and in those that it extends."""
     warnings: list[Diagnostic] = field(default_factory=list)
     files: dict[str, SourceFile] = field(default_factory=dict)
     """Files that were read, by name."""

@@ -124,7 +124,7 @@ class ComposedFile(SourceFile):
     """A document that extends others.  ``text`` is that of its own file."""
 
     tree: Node = field(default_factory=lambda: Node(()))
-    """Its values, and where they come from."""
+    """The document's values, and where they come from."""
 
     @cached_property
     def spans(self) -> Places:

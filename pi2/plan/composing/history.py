@@ -19,12 +19,13 @@ class Step:
     """What one file, or ``--set``, says about a value."""
 
     place: str
-    """``file:line:column``, or ``--set:1:3``."""
+    """The place of the step: ``file:line:column``, or ``--set:1:3``."""
     file: str
     verb: str
-    """``sets``, ``replaces it by``, ``adds to``, ``appends`` or ``prepends``."""
+    """What the step does: ``sets``, ``replaces it by``, ``adds to``, ``appends`` or
+    ``prepends``."""
     value: Any
-    """As it stands there."""
+    """The value as it stands at the place."""
 
 
 def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:

@@ -21,10 +21,10 @@ class Rename:
 
     kind: Kind
     path: tuple[str, ...]
-    """Where it stood; the last part is its old name."""
+    """The key's old path; its last part is the old name."""
     new: str
     reason: str
-    """Why, as the end of a sentence."""
+    """The reason for the new name, as the end of a sentence."""
 
     @property
     def old(self) -> str:

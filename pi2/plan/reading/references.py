@@ -29,9 +29,9 @@ class Located:
     """A file that a reference means."""
 
     path: Path
-    """Where its bytes are."""
+    """The file that has the document's bytes."""
     file_name: str
-    """What it is called, whatever the file is called that its bytes lie in."""
+    """The document's own name, which the file that holds its bytes need not have."""
     name: str
     """How findings name it."""
     reference: str | None = None

@@ -28,14 +28,15 @@ class LayerThresholds(Table):
     gate: Magnitude
     """Neurons whose act(gate) is smaller count as zero."""
     experts: tuple[Magnitude, ...] = ()
-    """In a mixture, the same for the neurons of each expert, instead of ``gate``, which is for all
-    together; expert 0 first."""
+    """In a mixture, the thresholds of the gates of each expert's neurons, expert 0 first; ``gate``
+    is for all together then."""
     down: Magnitude = 0.0
-    """Of the others, those whose act(gate) * up is smaller do: their down is not read."""
+    """Of the remaining neurons, those whose act(gate) * up is smaller count as zero: their down is
+    not read."""
     computed: Share
     """Share of neurons (in a mixture, of those of a token's experts) whose up is read."""
     active: Share
-    """The same of neurons whose down is read."""
+    """Share of neurons (in a mixture, of those of a token's experts) whose down is read."""
 
 
 class Thresholds(Document):
@@ -44,7 +45,7 @@ class Thresholds(Document):
     model: Identifier
     """The model's short name."""
     activation: Activation
-    """Its activation."""
+    """The model's activation."""
     hidden: Count
     """Width of its residual stream."""
     neurons: Count
@@ -54,15 +55,15 @@ class Thresholds(Document):
     target: Share
     """Share of up and down (in a mixture, of those of a token's experts) that is not read."""
     max_perplexity_increase: float | None = Field(default=None, gt=0.0)
-    """What the target was searched for, if it was."""
+    """The increase of perplexity that the target was searched for, if it was."""
     tokens: Count
     """Tokens of text that the thresholds were made from."""
     text: str
     """SHA-256 of the text."""
     perplexity_before: float | None = None
-    """Measured on text that the thresholds were not made from, dense."""
+    """Perplexity of the dense model, measured on text that the thresholds were not made from."""
     perplexity_after: float | None = None
-    """The same as tokens are generated with these thresholds."""
+    """Perplexity on the same text as tokens are generated with these thresholds."""
     layers: Annotated[tuple[LayerThresholds, ...], Field(min_length=1, max_length=1024)]
     """The first layer first."""
 

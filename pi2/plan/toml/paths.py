@@ -9,9 +9,9 @@ KeyPath = tuple[str | int, ...]
 
 
 EVERY_ITEM = -1
-"""In the place of an index: every item of the array, written ``[]``."""
+"""Stands in the place of an index for every item of the array, written ``[]``."""
 EVERY_NAME = "*"
-"""In the place of a name of the user's: every name of the table."""
+"""Stands in the place of a name of the user's for every name of the table."""
 
 
 def format_path(path: Sequence[str | int]) -> str:

@@ -19,7 +19,7 @@ SEVERITY = "error"
 NEEDS = ("plan",)
 
 MOST_CORES = 1024
-"""As many threads as a plan may ask for."""
+"""Bound of the numbers of cores; a plan may ask for as many threads."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
