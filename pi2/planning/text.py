@@ -7,7 +7,8 @@ from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
-from pi2.plan.authoring.drafting import SEGMENT_REMARKS
+from pi2.plan.authoring.drafting import SEGMENT_REMARKS, write_backends
+from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
@@ -27,7 +28,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         f"device = {write_value(device)}",
         f"model = {write_value(model)}",
         f"store = {write_value(store)}  # relative to this file",
-        f"backends = {write_value(_choose_backends(planned))}",
+        write_backends(_list_kinds(planned)),
         "",
         "[memory]",
         f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",
@@ -74,13 +75,10 @@ def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
             yield f"{key} = {write_value(item)}"
 
 
-def _choose_backends(planned: PlannedPlan) -> dict[str, str]:
-    """The cpu backend; plans that use other units can be simulated and dry-run."""
+def _list_kinds(planned: PlannedPlan) -> set[UnitKind]:
+    """Kinds of units that the plan gives neurons to."""
     units = planned.resolved.device.units
-    kinds = {units[name].kind for layer in planned.resolved.layers for name in layer.split}
-    if kinds == {"cpu"}:
-        return {"cpu": "cpu"}
-    return dict.fromkeys(sorted(kinds), "null")
+    return {units[name].kind for layer in planned.resolved.layers for name in layer.split}
 
 
 def describe_choices(planned: PlannedPlan) -> Iterator[str]:

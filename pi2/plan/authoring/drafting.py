@@ -7,7 +7,7 @@ well it runs is a matter for the planner and for measurements.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -23,7 +23,7 @@ from pi2.plan.arithmetic.sizes import (
     find_block_bytes,
     round_for_people,
 )
-from pi2.plan.documents.device import Device
+from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
@@ -38,6 +38,29 @@ HOT_PART = 0.6
 MOST_CONTEXT = 4096
 SHARE_STEP = 0.01
 """Step of the shares of hot neurons: they are multiples of it."""
+
+
+COMPUTING: Mapping[UnitKind, str] = {"cpu": "cpu"}
+"""Backend that computes on a kind of unit."""
+
+
+def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
+    """Backends of a plan that uses units of ``kinds``: those that compute, or, where there is none
+    for one of them, ``null`` for all, with which the plan can be simulated and run dry."""
+    wanted = sorted(set(kinds))
+    if all(kind in COMPUTING for kind in wanted):
+        return {kind: COMPUTING[kind] for kind in wanted}
+    return dict.fromkeys(wanted, "null")
+
+
+def write_backends(kinds: Iterable[UnitKind]) -> str:
+    """The line of a plan that names its backends."""
+    wanted = sorted(set(kinds))
+    line = f"backends = {write_value(choose_backends(wanted))}"
+    missing = [kind for kind in wanted if kind not in COMPUTING]
+    if missing:
+        line += f"  # null counts and computes nothing: no backend serves {missing[0]} yet"
+    return line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +130,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "device": wish.device,
         "model": wish.model,
         "store": wish.store,
-        "backends": {"cpu": "cpu"},
+        "backends": choose_backends({"cpu"}),
         "memory": {"budget": format_bytes(round_size(wish.budget_bytes)), "segments": {}},
         "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 0.0},
@@ -165,6 +188,15 @@ SEGMENT_REMARKS = {
 """What a plan's segments hold, for those who read it."""
 
 
+def _describe_units(device: Device) -> list[str]:
+    """A remark on units that the draft does not use."""
+    others = sorted({unit.kind for unit in device.units.values()} - {"cpu"})
+    if not others:
+        return []
+    names = " and ".join(others)
+    return [f"# The cpu computes everything; `pi2 plan` divides the work with the {names}."]
+
+
 def _write(
     wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: ResolvedPlan
 ) -> str:
@@ -172,6 +204,7 @@ def _write(
     lines = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",
+        *_describe_units(final.device),
         "# `pi2 show FILE` shows what each segment needs, `pi2 explain KEY FILE` explains a value.",
         "schema_version = 1",
         f"name = {write_value(wish.name)}",
@@ -179,7 +212,7 @@ def _write(
     lines += [f"{key} = {write_value(values[key])}" for key in ("device", "model")]
     lines += [
         f"store = {write_value(values['store'])}  # relative to this file; `pi2 convert` makes it",
-        f"backends = {write_value(values['backends'])}",
+        write_backends({"cpu"}),
         "",
         "[memory]",
         f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",

@@ -26,6 +26,9 @@ IsaFeature = Literal[
 ]
 """An instruction-set feature that kernels are chosen by."""
 
+UnitKind = Literal["cpu", "gpu", "npu"]
+"""A kind of compute unit."""
+
 
 class RateFigure(Origin):
     """A transfer rate and where it comes from."""
@@ -149,7 +152,7 @@ class Memory(Table):
 class Unit(Table):
     """A compute unit: what a plan gives work to."""
 
-    kind: Literal["cpu", "gpu", "npu"]
+    kind: UnitKind
     """Kind of unit; a plan's ``backends`` are by kind."""
     model: str = Field(default="", max_length=120, examples=["Adreno 750"])
     """Its commercial name."""

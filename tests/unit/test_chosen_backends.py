@@ -1,0 +1,43 @@
+"""Which backends generated plans name, and what they say of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.plan.authoring.drafting import choose_backends, write_backends
+from pi2.plan.resolve import load_plan
+
+
+def generate(folder: Path, *command: str) -> str:
+    """Text of a plan for the OnePlus 12, which has an NPU."""
+    path = folder / "my.plan.toml"
+    wish = ["--device", "oneplus-12", "--model", "bamboo-7b", "--memory", "4 GiB"]
+    assert run([*command, *wish, "--context", "512", "-o", str(path)]) == 0
+    units = load_plan(path).device.units
+    text = path.read_text("utf-8")
+    plan = load_plan(path)
+    used = {units[name].kind for layer in plan.layers for name in layer.split}
+    assert dict(plan.plan.backends) == choose_backends(used)
+    return text
+
+
+def test_a_kind_without_a_backend_makes_a_plan_to_count_with() -> None:
+    assert choose_backends({"cpu"}) == {"cpu": "cpu"}
+    assert choose_backends({"cpu", "npu"}) == {"cpu": "null", "npu": "null"}
+    assert write_backends({"cpu"}) == 'backends = { cpu = "cpu" }'
+    assert write_backends({"cpu", "npu"}).endswith("no backend serves npu yet")
+
+
+@pytest.mark.parametrize("command", [["new", "plan"], ["plan"]], ids=["new plan", "plan"])
+def test_both_commands_choose_backends_for_the_units_that_they_use(
+    command: list[str], tmp_path: Path
+) -> None:
+    text = generate(tmp_path, *command)
+    if "npu" in re.findall(r"^split = .*", text, re.MULTILINE)[0]:
+        assert "# null counts and computes nothing" in text
+    else:
+        assert "# The cpu computes everything; `pi2 plan` divides the work with the gpu" in text
