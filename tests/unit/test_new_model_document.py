@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.cli.main import run
+from pi2.importing import families
 from pi2.importing.families import FAMILIES
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
@@ -87,3 +88,14 @@ def test_acorn_is_sound(tmp_path: Path) -> None:
     file = tmp_path / "acorn.model.toml"
     file.write_text(ACORN)
     assert check_file(file).diagnostics == ()
+
+
+def test_a_known_family_is_added_by_a_module_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acorns.py").write_text(
+        "from pi2.importing.families.decoders import describe_llama\n"
+        'FAMILIES = {"acorn": describe_llama}\n'
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    assert families.load_families().keys() - FAMILIES.keys() == {"acorn"}

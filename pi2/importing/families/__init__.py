@@ -2,14 +2,18 @@
 
 A family is a function from the configuration to the tables of a model document; what it leaves
 out has the document's default.  Names of tensors are those of the checkpoints on the hub.
+
+A module of this folder states the families that it describes in ``FAMILIES``, functions by
+``model_type``, and is found by being here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
 
 from pi2.importing.config import Config
-from pi2.importing.families import decoders, gemma, mixtures, plain
 from pi2.importing.families.decoders import Tables
 
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -20,36 +24,22 @@ _LIMITS = {
 }
 """No model document states more; families may count through layers, and take roots of sizes."""
 
-FAMILIES: dict[str, Callable[[Config], Tables]] = {
-    "bamboo": decoders.describe_bamboo,
-    "cohere": decoders.describe_cohere,
-    "cohere2": decoders.describe_cohere2,
-    "falcon": plain.describe_falcon,
-    "gemma": gemma.describe_gemma,
-    "gemma2": gemma.describe_gemma2,
-    "gemma3_text": gemma.describe_gemma3,
-    "glm": decoders.describe_glm,
-    "glm4": decoders.describe_glm4,
-    "gpt_neox": plain.describe_gpt_neox,
-    "gptj": plain.describe_gptj,
-    "granite": decoders.describe_granite,
-    "llama": decoders.describe_llama,
-    "mistral": decoders.describe_mistral,
-    "mixtral": mixtures.describe_mixtral,
-    "opt": plain.describe_opt,
-    "phi": plain.describe_phi,
-    "phi3": decoders.describe_phi3,
-    "qwen2": decoders.describe_qwen2,
-    "qwen2_moe": mixtures.describe_qwen2_moe,
-    "qwen3": decoders.describe_qwen3,
-    "qwen3_moe": mixtures.describe_qwen3_moe,
-    "smallthinker": mixtures.describe_smallthinker,
-    "smollm3": decoders.describe_smollm3,
-    "sparsellama": decoders.describe_llama,
-    "stablelm": decoders.describe_stablelm,
-    "starcoder2": plain.describe_starcoder2,
-    "turbosparsemixtral": mixtures.describe_turbosparse_mixtral,
-}
+Describe = Callable[[Config], Tables]
+"""Describes a family: raises `UserError` P544 for options that no model document can state."""
+
+
+def load_families() -> dict[str, Describe]:
+    """Descriptions by ``model_type``, of all modules of this folder."""
+    found: dict[str, Describe] = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        own: Mapping[str, Describe] = getattr(module, "FAMILIES", {})
+        assert not found.keys() & own.keys(), f"{entry.name} describes a family a second time"
+        found |= own
+    return dict(sorted(found.items()))
+
+
+FAMILIES: Mapping[str, Describe] = load_families()
 """Descriptions of families by ``model_type``."""
 
 

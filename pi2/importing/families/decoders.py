@@ -213,3 +213,21 @@ def _is_late(config: Config) -> Callable[[int], bool]:
     """Whether a layer is one of those that have a window, in Qwen2."""
     first = config.read("max_window_layers", int, 28)
     return lambda layer: layer >= first
+
+
+FAMILIES = {
+    "bamboo": describe_bamboo,
+    "cohere": describe_cohere,
+    "cohere2": describe_cohere2,
+    "glm": describe_glm,
+    "glm4": describe_glm4,
+    "granite": describe_granite,
+    "llama": describe_llama,
+    "mistral": describe_mistral,
+    "phi3": describe_phi3,
+    "qwen2": describe_qwen2,
+    "qwen3": describe_qwen3,
+    "smollm3": describe_smollm3,
+    "sparsellama": describe_llama,
+    "stablelm": describe_stablelm,
+}

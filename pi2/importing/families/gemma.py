@@ -64,3 +64,10 @@ def _describe_later(config: Config, cycle: int) -> Tables:
     tables["attention"] |= {"scale": scale**-0.5, **window}
     tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
     return tables
+
+
+FAMILIES = {
+    "gemma": describe_gemma,
+    "gemma2": describe_gemma2,
+    "gemma3_text": describe_gemma3,
+}

@@ -127,3 +127,12 @@ def describe_smallthinker(config: Config) -> Tables:
         **{part: f"{block}.experts.{{expert}}.{part}.weight" for part in ("gate", "up", "down")},
     }
     return tables | omit_positions(layer for layer in range(layers) if not turned[layer])
+
+
+FAMILIES = {
+    "mixtral": describe_mixtral,
+    "qwen2_moe": describe_qwen2_moe,
+    "qwen3_moe": describe_qwen3_moe,
+    "smallthinker": describe_smallthinker,
+    "turbosparsemixtral": describe_turbosparse_mixtral,
+}

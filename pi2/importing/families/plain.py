@@ -242,3 +242,13 @@ def describe_gptj(config: Config) -> Tables:
             "final_norm_bias": "transformer.ln_f.bias",
         },
     }
+
+
+FAMILIES = {
+    "falcon": describe_falcon,
+    "gpt_neox": describe_gpt_neox,
+    "gptj": describe_gptj,
+    "opt": describe_opt,
+    "phi": describe_phi,
+    "starcoder2": describe_starcoder2,
+}
