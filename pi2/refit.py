@@ -22,7 +22,7 @@ from pi2.plan.documents.quantities import (
 )
 
 _HOT_PART = 0.5
-"""Of what is left for neurons, where a plan's hot ones do not fit."""
+"""Hot neurons' part of what is left for neurons, where a plan's hot ones do not fit."""
 _BLOCK_BYTES = 4096
 _WORTHWHILE_NEURONS = 256
 """Room for so many neurons saves more reads than the two that a row of the embedding takes: of the
@@ -36,7 +36,7 @@ class Refit:
     overrides: Mapping[str, object]
     """Values to load the plan with, by key."""
     changes: tuple[str, ...]
-    """The same for people, one line each."""
+    """The changed values in words, one line each."""
 
 
 def parse_budget(text: str) -> int:

@@ -44,7 +44,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def open_stream(path: Path) -> FileIO:
-    """The same as a stream without a buffer."""
+    """Open a regular file as a stream without a buffer."""
     return FileIO(open_regular(path), "rb")
 
 

@@ -28,9 +28,9 @@ class Tvm:
     """The installed TVM packages; None for what is missing."""
 
     version: str | None
-    """Of ``apache-tvm``, the compiler and its runtime."""
+    """Version of ``apache-tvm``, the compiler and its runtime."""
     ffi_version: str | None
-    """Of ``apache-tvm-ffi``, which loads and calls kernels."""
+    """Version of ``apache-tvm-ffi``, which loads and calls kernels."""
     ffi_wanted: str | None
     """The version that this pi2 was released with; others crashed in tests."""
     runtime_library: Path | None

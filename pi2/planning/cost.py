@@ -121,8 +121,11 @@ def cost_resolved(
     position: int = POSITION,
     prompt: int = PROMPT,
 ) -> Cost:
-    """The same for a plan that has no file yet; ``store``: the folder of its neuron store;
-    ``activity``: what `describe_activity` says of it, where that is known already."""
+    """Predict the cost of a plan that has no file yet.
+
+    ``store`` is the folder of its neuron store; ``activity`` is what `describe_activity` says of
+    it, where that is known already.
+    """
     plan, model = resolved.plan, resolved.model
     rates = rates.choose(plan.kv.type, plan.decode.activations)
     mode = plan.decode.predictor

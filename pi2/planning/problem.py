@@ -417,5 +417,5 @@ def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]
 
 
 def with_wish(problem: Problem, wish: Wish) -> Problem:
-    """The same choices for other limits."""
+    """The problem with the same choices and other limits."""
     return replace(problem, wish=wish)

@@ -16,7 +16,7 @@ MOST_TOKENS = 65536
 """More do not change the guess."""
 _PIECE = 4096
 _RIDGE = 1e-2
-"""Of the mean variance, added to every direction's."""
+"""Share of the mean variance that is added to every direction's variance."""
 _GAIN = 0.5
 """Share of the guess to begin with: least squares is surer of itself than the loss allows."""
 _SPARE = 16

@@ -23,7 +23,7 @@ TRIAL = 0.25
 FLASH_COST = 10.0
 """How much longer a byte from flash takes than one from memory, roughly."""
 FEWEST_TOKENS = 64
-"""Of an expert, to learn anything from; one with fewer names all of its neurons."""
+"""Fewest tokens of an expert to learn anything from; one with fewer names all of its neurons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

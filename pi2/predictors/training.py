@@ -37,7 +37,7 @@ class Training:
     fits: tuple[LayerFit, ...]
     """By layer."""
     evaluation: Evaluation
-    """Of the new plan, on the ends of the texts."""
+    """Evaluation of the new plan on the ends of the texts."""
 
 
 def train_predictors(

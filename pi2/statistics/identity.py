@@ -1,4 +1,4 @@
-"""Of which model statistics are: Parquet files of counts say it beside their columns."""
+"""The model that statistics are of: Parquet files of counts name it beside their columns."""
 
 from __future__ import annotations
 
