@@ -15,6 +15,8 @@ from pi2.plan.composing.overrides import parse_assignments
 if TYPE_CHECKING:
     from pi2.statistics.recording import Statistics
 
+GROUP = "Convert"
+
 
 @click.command("activations")
 @click.argument("plan", type=click.Path(path_type=Path))

@@ -14,6 +14,8 @@ from pi2.plan.composing.overrides import parse_assignments
 if TYPE_CHECKING:
     from pi2.benchmarks.session import Outcome
 
+GROUP = "Run"
+
 AGAINST = ("llama.cpp",)
 
 

@@ -1,6 +1,7 @@
 """The commands of ``pi2``: modules of this folder with a ``command``, imported when called.
 
-``pi2 --help`` reads the first line of each module's docstring and imports none of them.
+``pi2 --help`` reads the first line of each module's docstring and its ``GROUP``, the section of the
+help that the command stands in, and imports none of them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,36 @@ import click
 _FOLDER = Path(__file__).parent
 _COMMAND = re.compile(r"^(?:def command\(|command(?:: [\w.]+)? = )", re.MULTILINE)
 _SUMMARY = re.compile(r'\A"""(?P<line>[^\n"]+)')
+_GROUP = re.compile(r'^GROUP = "(?P<name>\w+)"$', re.MULTILINE)
+
+GROUPS = ("Run", "Author", "Plan", "Convert", "Share", "Develop")
+"""Sections of the help, in order; a command without a ``GROUP`` stands in the last one."""
 
 
 def list_commands() -> dict[str, str]:
     """Help lines of the commands by name."""
+    return {name: line for name, (_, line) in _read_commands().items()}
+
+
+def list_groups() -> dict[str, dict[str, str]]:
+    """Help lines of the commands by name, in the sections of the help."""
+    groups: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
+    for name, (group, line) in _read_commands().items():
+        groups.setdefault(group, {})[name] = line
+    return {group: commands for group, commands in groups.items() if commands}
+
+
+def _read_commands() -> dict[str, tuple[str, str]]:
+    """Group and help line of each command by name, as the modules' texts have them."""
     found = {}
     for path in sorted(_FOLDER.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if _COMMAND.search(text) is not None:
-            summary = _SUMMARY.match(text)
-            found[path.stem.replace("_", "-")] = summary["line"].rstrip(".") if summary else ""
+            summary, group = _SUMMARY.match(text), _GROUP.search(text)
+            found[path.stem.replace("_", "-")] = (
+                group["name"] if group else GROUPS[-1],
+                summary["line"].rstrip(".") if summary else "",
+            )
     return found
 
 
@@ -56,8 +77,11 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(list_commands().items()))
+        groups = list_groups()
+        width = max(len(name) for commands in groups.values() for name in commands)
+        for group, commands in groups.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         # click would end the process with 1, which means findings here.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+GROUP = "Develop"
+
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

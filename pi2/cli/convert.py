@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
     from pi2.plan.weights.layout import ScalesPlace
 
+GROUP = "Convert"
+
 MIB = 1024 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Compare two plans, devices or models, and their memory and speed."""
+"""Compare two plans, devices or models; their memory and speed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pi2.plan.authoring.difference import Change, LayerChange, SegmentChange
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
+
+GROUP = "Author"
 
 TOKENS = 256
 """Tokens that are simulated."""

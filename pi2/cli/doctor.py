@@ -1,4 +1,4 @@
-"""Check what this machine has and which shipped plans can run on it."""
+"""Check this machine, and which shipped plans can run on it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pi2.checkup import Checkup, PlanVerdict
     from pi2.machine import Machine, Storage
     from pi2.machine.software import Tvm
+
+GROUP = "Run"
 
 MAX_COLUMNS = 100
 VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}

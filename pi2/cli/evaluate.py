@@ -10,6 +10,8 @@ import click
 from pi2.cli.options import add_json_option, add_set_option, add_text_options
 from pi2.plan.composing.overrides import parse_assignments
 
+GROUP = "Run"
+
 
 @click.command("evaluate")
 @click.argument("plan", type=click.Path(path_type=Path))

@@ -1,4 +1,4 @@
-"""Explain a finding's code, or a key: its meaning, origin and cost."""
+"""Explain a finding's code, or a key: meaning, origin and cost."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from pi2.diagnostics.page import Page
     from pi2.plan.authoring.explanation import Explanation
+
+GROUP = "Author"
 
 COLUMNS = 88
 """Width of pages that are not written to a terminal."""

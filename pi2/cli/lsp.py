@@ -8,6 +8,8 @@ import click
 
 from pi2.diagnostics import UserError
 
+GROUP = "Develop"
+
 
 @click.command("lsp")
 def command() -> None:

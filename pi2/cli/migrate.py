@@ -6,6 +6,8 @@ import click
 
 from pi2.cli.suggestions import suggest_files
 
+GROUP = "Author"
+
 
 @click.command("migrate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)

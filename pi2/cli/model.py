@@ -10,6 +10,8 @@ import click
 from pi2.cli.commands import Subcommands
 from pi2.diagnostics import UserError
 
+GROUP = "Convert"
+
 SUFFIX = ".model.toml"
 
 

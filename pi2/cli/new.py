@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
+GROUP = "Author"
+
 _SHAPE = {
     "layers": "Transformer blocks.",
     "hidden": "Width of the residual stream.",

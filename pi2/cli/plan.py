@@ -1,4 +1,4 @@
-"""Find the fastest plan for a memory limit, or the smallest for a speed."""
+"""Find the fastest plan for a memory limit, or one for a speed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan
     from pi2.planning.wish import Objective, Wish
+
+GROUP = "Plan"
 
 SUFFIX = ".plan.toml"
 POINTS = 9

@@ -15,6 +15,8 @@ from pi2.plan.composing.overrides import parse_assignments
 if TYPE_CHECKING:
     from pi2.predictors.training import Training
 
+GROUP = "Convert"
+
 
 @click.group("predictor", cls=Subcommands)
 def command() -> None:

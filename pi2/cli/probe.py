@@ -14,6 +14,8 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from pi2.plan.documents.device import Device
 
+GROUP = "Plan"
+
 SUFFIX = ".device.toml"
 
 

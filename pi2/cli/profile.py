@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pi2.sharing.lock import Source
     from pi2.sharing.project import Outcome, Project
 
+GROUP = "Share"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

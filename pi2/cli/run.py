@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.engine.statistics import RunStatistics
 
+GROUP = "Run"
+
 
 @click.command("run")
 @click.argument("plan", type=click.Path(path_type=Path))

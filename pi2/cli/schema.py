@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+GROUP = "Develop"
+
 
 @click.command("schema")
 @click.option(

@@ -11,6 +11,8 @@ from pi2.cli.main import print_diagnostics
 from pi2.cli.options import add_set_option
 from pi2.cli.suggestions import suggest_files
 
+GROUP = "Author"
+
 
 @click.command("show")
 @click.argument("plan", metavar="FILE", shell_complete=suggest_files)

@@ -14,6 +14,8 @@ from pi2.plan.composing.overrides import parse_assignments
 if TYPE_CHECKING:
     from pi2.simulate import SimulationInput, SimulationResult
 
+GROUP = "Plan"
+
 TRACED_TOKENS = 2
 """Tokens in a trace: more make files that viewers cannot open."""
 

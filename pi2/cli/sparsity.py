@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pi2.sparsity.calibration import Calibration, Trial
     from pi2.sparsity.goals import Goal
 
+GROUP = "Convert"
+
 
 @click.group("sparsity", cls=Subcommands)
 def command() -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pi2.statistics.ordering import Kind
     from pi2.store.manifest import Manifest
 
+GROUP = "Convert"
+
 MIB = 1024 * 1024
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
     from pi2.planning.sweep import Place
 
+GROUP = "Plan"
+
 MOST_CELLS = 100_000
 
 

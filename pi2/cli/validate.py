@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pi2.diagnostics.page import Page
     from pi2.plan.checking.check import Report
 
+GROUP = "Author"
+
 
 @click.command("validate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)

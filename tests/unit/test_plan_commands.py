@@ -68,6 +68,17 @@ def test_commands_are_the_modules_that_have_one() -> None:
     assert all(line and not line.endswith(".") for line in found.values())
 
 
+def test_help_has_every_command_in_a_section_and_on_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for group, found in commands.list_groups().items():
+        section = text.partition(f"\n{group}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in section.splitlines()] == list(found)
+    assert list(commands.list_groups()) == list(commands.GROUPS)
+
+
 def test_help_imports_no_command() -> None:
     script = "import sys; from pi2.cli.main import run; run(['--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pi2.cli.commands import list_commands
+from pi2.cli.commands import list_commands, list_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,6 +53,12 @@ def test_plan_excerpt_is_in_the_demo_plan() -> None:
 
 def test_every_command_is_in_the_table() -> None:
     assert set(re.findall(r"`pi2 (\w+)", README)) == set(list_commands())
+
+
+def test_tables_of_commands_are_the_sections_of_the_help() -> None:
+    tables = re.findall(r"^\| (\w+) \| \|\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+    found = {name.capitalize(): set(re.findall(r"`pi2 (\w+)", rows)) for name, rows in tables}
+    assert found == {name: set(commands) for name, commands in list_groups().items()}
 
 
 @pytest.mark.parametrize("number", range(2))
