@@ -135,13 +135,14 @@ def read_docstrings(table: type[BaseModel]) -> Mapping[str, str]:
     texts: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if kind is not BaseModel and issubclass(kind, BaseModel):
-            texts.update(_read_own_docstrings(kind))
+            texts.update(list_field_docs(kind))
     missing = [name for name in table.model_fields if name not in texts]
     assert not missing, f"{table.__name__}: no docstring for {missing}"
     return texts
 
 
-def _read_own_docstrings(table: type[BaseModel]) -> Iterator[tuple[str, str]]:
+def list_field_docs(table: type) -> Iterator[tuple[str, str]]:
+    """Names and docstrings, as Markdown, of the fields that a class itself declares."""
     body = ast.parse(inspect.getsource(table)).body[0]
     assert isinstance(body, ast.ClassDef)
     for item, following in zip(body.body, body.body[1:], strict=False):
