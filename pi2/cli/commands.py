@@ -66,6 +66,7 @@ class LazyGroup(click.Group):
         command: click.Command = module.command
         if not any(item.name == "verbose" for item in command.params):
             command.params.append(make_verbose_option())
+        name_numbers(command)
         return command
 
     def resolve_command(
@@ -102,6 +103,19 @@ class Subcommands(click.Group):
             rows.append((name, command.get_short_help_str(limit=1000).rstrip(".")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def name_numbers(command: click.Command) -> None:
+    """Let the help call the numbers of options N and X instead of by their types."""
+    for option in command.params:
+        if isinstance(option, click.Option) and option.metavar is None and not option.is_flag:
+            if isinstance(option.type, click.types.IntParamType):
+                option.metavar = "N"
+            elif isinstance(option.type, click.types.FloatParamType):
+                option.metavar = "X"
+    if isinstance(command, click.Group):
+        for own in command.commands.values():
+            name_numbers(own)
 
 
 def describe_unknown(name: str) -> str:

@@ -51,15 +51,19 @@ def _output(function: Callable[..., None]) -> Callable[..., None]:
 @command.command("plan")
 @click.option(
     "--device",
+    metavar="DEVICE",
     shell_complete=suggest_devices,
     help="Device: a short name, path or reference.",
 )
 @click.option(
     "--model",
+    metavar="MODEL",
     shell_complete=suggest_models,
     help="Model: a short name, path or reference.",
 )
-@click.option("--memory", help="Memory budget of the whole process, such as '4 GiB'.")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory budget of the whole process, such as '4 GiB'."
+)
 @click.option(
     "--context",
     type=click.IntRange(1, 2**31 - 1),

@@ -28,18 +28,24 @@ MOST_SEQUENCES = 64
 @click.command("plan")
 @click.option(
     "--device",
+    metavar="DEVICE",
     required=True,
     shell_complete=suggest_devices,
     help="Device: a short name, path or reference.",
 )
 @click.option(
     "--model",
+    metavar="MODEL",
     required=True,
     shell_complete=suggest_models,
     help="Model: a short name, path or reference.",
 )
-@click.option("--memory", help="Memory limit of the whole process, such as 3GiB.")
-@click.option("--speed", help="Minimum decode speed of all sequences together, such as 10tok/s.")
+@click.option("--memory", metavar="SIZE", help="Memory limit of the whole process, such as 3GiB.")
+@click.option(
+    "--speed",
+    metavar="RATE",
+    help="Minimum decode speed of all sequences together, such as 10tok/s.",
+)
 @click.option(
     "--objective",
     type=click.Choice(["speed", "memory", "energy"]),

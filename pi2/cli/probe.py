@@ -26,7 +26,9 @@ SUFFIX = ".device.toml"
     type=click.Path(path_type=Path),
     help="Output file, NAME.device.toml.",
 )
-@click.option("--compare", "other", help="Device to compare with: a path or short name.")
+@click.option(
+    "--compare", "other", metavar="DEVICE", help="Device to compare with: a path or short name."
+)
 @click.option(
     "--disk",
     type=click.Path(path_type=Path, exists=True, file_okay=False),

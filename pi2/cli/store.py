@@ -135,7 +135,9 @@ def reorder(
 
 @command.command("repack")
 @click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
-@click.option("--stride", help="Distance from one neuron to the next, such as '8 KiB'.")
+@click.option(
+    "--stride", metavar="SIZE", help="Distance from one neuron to the next, such as '8 KiB'."
+)
 @click.option(
     "--scales",
     type=click.Choice(["inline", "resident"]),

@@ -28,6 +28,7 @@ MOST_CELLS = 100_000
 @click.command("sweep")
 @click.option(
     "--devices",
+    metavar="DEVICE",
     multiple=True,
     required=True,
     shell_complete=suggest_devices,
@@ -35,13 +36,17 @@ MOST_CELLS = 100_000
 )
 @click.option(
     "--models",
+    metavar="MODEL",
     multiple=True,
     required=True,
     shell_complete=suggest_models,
     help=("Models: short name, path, or quoted pattern."),
 )
 @click.option(
-    "--memory", required=True, help=("Memory limits, FIRST:LAST:STEP, such as 4GiB:24GiB:1GiB.")
+    "--memory",
+    metavar="FIRST:LAST:STEP",
+    required=True,
+    help="Memory limits, such as 4GiB:24GiB:1GiB.",
 )
 @click.option(
     "--context",
