@@ -1,9 +1,10 @@
 """The cache of compiled kernels, by digest of everything that they depend on.
 
-An entry is one file, a library ``KEY-CONTENT.so`` or an image for a GPU, ``KEY-CONTENT.json``: KEY
-is the SHA-256 of the functions' sources, the versions of TVM and its FFI, and the spec; CONTENT
-that of the file itself, so that a damaged entry is seen and built again.  Entries appear by rename:
-processes may compile the same kernels at once.
+An entry is a library ``KEY-CONTENT.so`` with the signatures of its functions
+(``KEY-CONTENT.signatures.json``), or an image for a GPU, ``KEY-CONTENT.json``: KEY is the SHA-256
+of the functions' sources, the versions of TVM and its FFI, and the spec; CONTENT that of the files
+themselves, so that a damaged entry is seen and built again.  Entries appear by rename: processes
+may compile the same kernels at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pi2
+from pi2.backends.compiler.signature import find_signatures
 from pi2.caches import VARIABLE, find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
@@ -109,10 +111,14 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
     temporary = Path(name)
     try:
         _compile(spec, temporary, progress, compiler)
-        target = folder / f"{key}-{_hash_file(temporary)}{compiler.suffix}"
+        target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
+        # The file itself comes last: where a library is, its signatures are.
+        if find_signatures(temporary).exists():
+            os.replace(find_signatures(temporary), find_signatures(target))
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+        find_signatures(temporary).unlink(missing_ok=True)
     seconds = round(time.monotonic() - start, 2)
     get_logger().info("kernels were compiled", file=str(target), seconds=seconds)
     return target
@@ -122,16 +128,21 @@ def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
     """Return a cached file whose content is what its name says; remove damaged ones."""
     for path in sorted(folder.glob(f"{key}-*{suffix}")):
         try:
-            if path.name == f"{key}-{_hash_file(path)}{suffix}":
+            if path.name == f"{key}-{_hash_files(path)}{suffix}":
                 return path
             path.unlink()
+            find_signatures(path).unlink()
         except OSError:
             continue
     return None
 
 
-def _hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+def _hash_files(path: Path) -> str:
+    """Return the digest of a file, and of the signatures beside it where it is a library."""
+    digest = hashlib.sha256(path.read_bytes())
+    signatures = find_signatures(path)
+    digest.update(signatures.read_bytes() if signatures.exists() else b"")
+    return digest.hexdigest()[:_DIGITS]
 
 
 def _compile(spec: Spec, output: Path, progress: Progress, compiler: Compiler) -> None:

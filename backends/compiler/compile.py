@@ -16,14 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import tvm
 from tvm import s_tir, tirx
 
-from pi2.backends.compiler.parameters import Parameters, make_function
+from pi2.backends.compiler.parameters import Parameters, make_bindable_function
+from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
 
 LINKERS = (
     ("ld", ("-shared",)),
@@ -73,14 +74,28 @@ def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Mod
     return tvm.get_global_func("target.build.llvm")(lower(module, target), target)
 
 
-def compile_functions(program: Program, folder: Path) -> Iterable[Path]:
-    """Write an object file per function of a program to ``folder``; yield each."""
-    target = program.target
-    for name, emit in program.list_functions().items():
-        code = generate(tvm.IRModule({name: make_function(name, emit)}), target)
-        path = folder / f"{name}.o"
-        code.write_to_file(str(path), "o")
-        yield path
+def compile_library(
+    program: Program, output: Path, report: Callable[[str, float], None]
+) -> list[str]:
+    """Write the shared library of a program to ``output``, and its signatures beside it.
+
+    ``report`` is called with what was done and the share of it.  Returns what went wrong with each
+    linker if none works.
+    """
+    functions, target = program.list_functions(), program.target
+    signatures: dict[str, Signature] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        files: list[Path] = []
+        for name, emit in functions.items():
+            function, signatures[name] = make_bindable_function(name, emit)
+            files.append(Path(folder) / f"{name}.o")
+            generate(tvm.IRModule({name: function}), target).write_to_file(str(files[-1]), "o")
+            report(f"compiled {name}", len(files) / (len(functions) + 1))
+        failures = link(files, output)
+    if not failures:
+        find_signatures(output).write_text(write_signatures(signatures))
+        report("linked", 1.0)
+    return failures
 
 
 def link(files: list[Path], output: Path) -> list[str]:
@@ -107,22 +122,15 @@ def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
     module, spec_path, output = arguments[0], Path(arguments[1]), Path(arguments[2])
     program: Program = importlib.import_module(module).read_program(spec_path.read_text())
-    total = len(program.list_functions()) + 1
 
     def report(label: str, share: float) -> None:
         print(json.dumps({"label": label, "share": share}), flush=True)
 
     report("loading the compiler", 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        files: list[Path] = []
-        for path in compile_functions(program, Path(folder)):
-            files.append(path)
-            report(f"compiled {path.stem}", len(files) / total)
-        failures = link(files, output)
+    failures = compile_library(program, output, report)
     if failures:
         print(json.dumps({"linker": failures}), flush=True)
         return NO_LINKER
-    report("linked", 1.0)
     return 0
 
 

@@ -24,6 +24,7 @@ import importlib.util
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library, find_runtime_library, start_threads
+from pi2.backends.cpu.arrays import measure_arrays
 from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.kernels.isa import ARCHITECTURES
@@ -51,4 +52,4 @@ def build(request: BuildRequest) -> CpuExecutor:
     spec = make_spec(request)
     path = load_or_compile(spec, request.progress)
     start_threads(request.threads, request.cores)
-    return CpuExecutor(request, spec, Library(path))
+    return CpuExecutor(request, spec, Library(path, measure_arrays(request)))

@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pi2.arrays import F32
-from pi2.backends.chunk_state import Arguments
-from pi2.backends.cpu.workspace import Workspace
+from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
-    """Arrays of a chunk of tokens, and the kernels' views of them."""
+    """What every chunk of a prompt has for itself."""
 
+    x: F32
+    """The residual stream [chunk, hidden]."""
+    total: F32
+    """The FFN's sum [chunk, hidden]."""
     normalized: F32
     """What the FFN reads [chunk, hidden], before it is rounded."""
     layer_input: F32 | None
     """What attention reads, where the FFN or a router reads it too."""
-    weights: F32
+    routes: F32
     """Weights of the experts [chunk, experts]."""
-    x: Any
-    x_rows: Arguments
-    """Views of x of each token of a step, where there are several sequences."""
-    y: Any
-    hidden: Arguments
-    """Quantised activations of the model's width."""
-    kept: Any | None
-    """View of ``layer_input``."""
-    routes: Arguments
-    """View of ``weights``; empty without experts."""
-
-    @property
-    def own(self) -> Arguments:
-        """The views that every chunk of a prompt has for itself."""
-        kept = () if self.kept is None else (self.kept,)
-        return (self.x, self.y, *self.hidden[:4], *self.routes, *kept)
+    views: Views
+    """All of them, and the activations ``hidden``, by the kernels' names."""
 
 
-def count_tiles(spec: KernelSpec) -> int:
-    """Return the tiles for weights that kernels need: as many as threads, or none."""
-    return spec.threads if spec.isa.pairs else 0
-
-
-def make_arrays(space: Workspace, spec: KernelSpec, chunk: int, sequences: int) -> Arrays:
-    """Make the arrays of the first chunk, which holds a token of each sequence, too."""
-    residual = space.make("float32", chunk, spec.hidden)
-    y = space.wrap(space.make("float32", chunk, spec.hidden))
-    normalized = space.make("float32", chunk, spec.hidden)
-    hidden = space.make_activations(
-        chunk, spec.hidden, spec.most_planes, normalized, tiles=count_tiles(spec)
-    )
+def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
+    """Make the arrays of a chunk."""
+    x, total, normalized = (space.make("float32", chunk, spec.hidden) for _ in range(3))
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
-    weights = space.make("float32", chunk, max(1, spec.experts))
+    routes = space.make("float32", chunk, max(1, spec.experts))
+    views = {"x": space.wrap(x), "y": space.wrap(total), "routes": space.wrap(routes)}
+    views |= space.make_activations(
+        "hidden", chunk, spec.hidden, spec.most_planes, normalized, pairs=spec.isa.pairs
+    )
+    if layer_input is not None:
+        views["before"] = space.wrap(layer_input)
     return Arrays(
+        x=x,
+        total=total,
         normalized=normalized,
         layer_input=layer_input,
-        weights=weights,
-        x=space.wrap(residual),
-        x_rows=tuple(space.wrap(residual[t]) for t in range(sequences)) if sequences > 1 else (),
-        y=y,
-        hidden=hidden,
-        kept=None if layer_input is None else space.wrap(layer_input),
-        routes=(space.wrap(weights),) if spec.experts else (),
+        routes=routes,
+        views=views,
     )
+
+
+def measure_arrays(request: BuildRequest) -> dict[str, int]:
+    """Return what the symbols in shapes of kernels' parameters stand for."""
+    chunk = count_tokens(request)
+    return {
+        "tokens": chunk,
+        "logits": min(chunk, LOGIT_ROWS),
+        "context": request.context,
+        "sequences": request.sequences,
+        "neurons": request.neurons,
+        "expert": request.model.shape.ffn,
+        "threads": request.threads,
+    }
+
+
+def count_tokens(request: BuildRequest) -> int:
+    """Return the tokens that a chunk has room for: a step is one, of a token of each sequence."""
+    return max(request.chunk, request.sequences)

@@ -1,52 +1,114 @@
-"""Arguments of the attention kernels: weights of every layer, the KV cache, room to work in."""
+"""Calls of the attention kernels: weights of every layer, the KV cache, room to work in."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-from pi2.backends.chunk_state import Arguments
-from pi2.backends.cpu.arrays import Arrays, count_tiles
-from pi2.backends.cpu.workspace import Workspace
-from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
+from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.cpu.arrays import count_tokens
+from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.rope import RopeTables
+from pi2.plan.weights.layout import round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
+_WEIGHTS = {
+    "norm": "attention_norm",
+    "norm_bias": "attention_norm_bias",
+    "qkv": "qkv",
+    "bias": "qkv_bias",
+    "query_norm": "query_norm",
+    "key_norm": "key_norm",
+    "output": "output",
+    "output_bias": "output_bias",
+    "output_norm": "attention_output_norm",
+}
+"""Tensors of a layer by the kernels' names for them."""
 
-def bind_attention(
-    request: BuildRequest,
-    space: Workspace,
-    spec: KernelSpec,
-    arrays: Arrays,
-    context: int,
-    turned: list[RopeTables],
-) -> list[list[Arguments]]:
-    """Return the arrays of ``attend`` for each sequence and layer; its cache holds ``context``
-    tokens."""
-    mixed = space.make_activations(
-        request.chunk, spec.width, spec.most_planes, tiles=count_tiles(spec)
-    )
-    qkv = space.wrap(space.make("float32", request.chunk, spec.qkv_rows))
-    model = request.model
-    ropes = [tuple(space.wrap(array) for array in tables.arrays) for tables in turned]
-    spans = tuple(
-        space.wrap(space.make("float32", spec.heads, SPANS, *size))
-        for size in ((spec.head_dim,), (), ())
-    )
-    inputs = (arrays.x,) if arrays.kept is None else (arrays.x, arrays.kept)
-    before = [
-        (
-            *inputs,
-            *_wrap_weights(space, spec, layer),
-            *ropes[model.find_rope(layer) is model.other_rope],
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """The three parts of a layer's attention block in a step of several sequences."""
+
+    project: BoundCall
+    mix: tuple[BoundCall, ...]
+    """By sequence."""
+    output: BoundCall
+
+
+class Attention:
+    """What attention reads and writes beside the arrays of a chunk."""
+
+    def __init__(
+        self, request: BuildRequest, space: Workspace, spec: KernelSpec, library: Library
+    ) -> None:
+        self._spec = spec
+        self._library = library
+        model, tokens = request.model, count_tokens(request)
+        self._layers = range(model.shape.layers)
+        self.context = round_up(request.context, KV_BLOCK)
+        """Tokens that the KV cache has room for."""
+        self.ropes = make_rope_tables(request, space, spec)
+        """Tables of positions, and those of other layers if they differ."""
+        tables = [
+            dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
+            for rope in self.ropes
+        ]
+        self._weights: list[Views] = []
+        self._sees_all: list[bool] = []
+        """Of each layer, whether it sees all tokens although others have a window."""
+        for layer in self._layers:
+            names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
+            turned = tables[model.find_rope(layer) is model.other_rope]
+            self._weights.append(space.wrap_tensors(**names) | turned)
+            self._sees_all.append(spec.some_full and model.find_window(layer) is None)
+        self._caches = [
+            [_make_cache(space, spec, self.context) for _ in self._layers]
+            for _ in range(request.sequences)
+        ]
+        self._room = space.make_activations(
+            "mixed", tokens, spec.width, spec.most_planes, pairs=spec.isa.pairs
         )
-        for layer in range(model.shape.layers)
-    ]
-    behind = (qkv, *arrays.hidden, *mixed, *spans)
-    return [
-        [(*given, *_make_cache(space, spec, context), *behind) for given in before]
-        for _ in range(request.sequences)
-    ]
+        if spec.isa.pairs:
+            self._room |= space.make_tiles("mixed", spec.threads, spec.width)
+        self._room["qkv"] = space.wrap(space.make("float32", tokens, spec.qkv_rows))
+        for name, *size in (("sums", spec.head_dim), ("tops",), ("totals",)):
+            array = space.make("float32", spec.heads, SPANS, *size)
+            self._room[f"span_{name}"] = space.wrap(array)
+
+    def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
+        """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
+        return [
+            [
+                self._bind("attend_all" if self._sees_all[layer] else "attend", layer, cache, views)
+                for layer, cache in enumerate(caches)
+            ]
+            for caches in self._caches
+        ]
+
+    def bind_step(self, views: Views) -> list[StepCalls]:
+        """Return the calls of each layer in a step; none for a single sequence."""
+        if not self._spec.sequences:
+            return []
+        steps = []
+        for layer in self._layers:
+            mix = "attend_mix_all" if self._sees_all[layer] else "attend_mix"
+            caches = [caches[layer] for caches in self._caches]
+            steps.append(
+                StepCalls(
+                    self._bind("attend_project", layer, caches[0], views),
+                    tuple(self._bind(mix, layer, cache, views, "token") for cache in caches),
+                    self._bind("attend_output", layer, caches[0], views),
+                )
+            )
+        return steps
+
+    def _bind(
+        self, function: str, layer: int, cache: Views, views: Views, which: str = "tokens"
+    ) -> BoundCall:
+        arrays = (self._weights[layer], cache, self._room, views)
+        return self._library.bind(function, f"{which} position context", *arrays)
 
 
 def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) -> list[RopeTables]:
@@ -61,28 +123,14 @@ def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) 
     ]
 
 
-def _wrap_weights(space: Workspace, spec: KernelSpec, layer: int) -> Arguments:
-    def wrap_if(there: bool, *kinds: str) -> list[Any]:
-        names = [name_layer_tensor(layer, kind) for kind in kinds if there]
-        return [view for name in names for view in space.wrap_tensor(name)]
-
-    return (
-        *space.wrap_norm(name_layer_tensor(layer, "attention_norm"), spec.norm_bias),
-        *space.wrap_tensor(name_layer_tensor(layer, "qkv")),
-        *wrap_if(spec.qkv_bias, "qkv_bias"),
-        *wrap_if(spec.head_norm, "query_norm", "key_norm"),
-        *space.wrap_tensor(name_layer_tensor(layer, "output")),
-        *wrap_if(spec.output_bias, "output_bias"),
-        *wrap_if(spec.norm_outputs, "attention_output_norm"),
-    )
-
-
-def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> Arguments:
+def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> Views:
     """Return views of a layer's keys and values, and of their scales if they have any."""
-    size = context * spec.kv_heads * spec.head_dim
-    dtype = KV_DTYPES[spec.kv]
-    cache = [space.wrap(space.make(dtype, size, segment="kv")) for _ in range(2)]
+    vectors = context * spec.kv_heads
+    sizes = dict.fromkeys(("keys", "values"), vectors * spec.head_dim)
+    arrays = {
+        name: space.make(KV_DTYPES[spec.kv], size, segment="kv") for name, size in sizes.items()
+    }
     if spec.kv == "int8":
-        size = context * spec.kv_heads
-        cache += [space.wrap(space.make("float16", size, segment="kv")) for _ in range(2)]
-    return tuple(cache)
+        for name in ("key_scales", "value_scales"):
+            arrays[name] = space.make("float16", vectors, segment="kv")
+    return {name: space.wrap(array) for name, array in arrays.items()}

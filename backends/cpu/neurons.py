@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
-from pi2.backends.chunk_state import Arguments
-from pi2.backends.compiler.runtime import Library
-from pi2.backends.cpu.arrays import Arrays, count_tiles
+from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Workspace
+from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.packing import slice_experts
@@ -23,12 +23,22 @@ _MOST_ARENAS = 256
 _NONE: I32 = np.zeros(0, np.int32)
 
 
-class Neurons:
-    """Kernels that add neurons to y, and their arguments.
+@dataclass(frozen=True, slots=True)
+class NeighbourCalls:
+    """Calls that add neurons next to each other, with the arrays of a chunk."""
 
-    What differs from chunk to chunk is given with each call: ``dense`` and ``dense_one`` are those
-    of the first.
-    """
+    every: BoundCall
+    """For one token, all of them."""
+    chosen: BoundCall
+    """For one token, those in slots that are named: in a mixture."""
+    several: BoundCall
+    """For several tokens."""
+    step: BoundCall
+    """For a token each of several sequences."""
+
+
+class Neurons:
+    """Kernels that add neurons to y."""
 
     def __init__(
         self,
@@ -36,61 +46,96 @@ class Neurons:
         space: Workspace,
         spec: KernelSpec,
         library: Library,
-        arrays: Arrays,
+        views: Views,
         prediction: Prediction,
     ) -> None:
+        """``views``: arrays of the first chunk, which single tokens use."""
+        self._spec = spec
         self._library = library
         self._prediction = prediction
-        neurons = request.neurons
-        hidden, y, routes = arrays.hidden, arrays.y, arrays.routes
+        neurons, tokens = request.neurons, count_tokens(request)
         self._slots = space.make("int32", neurons)
-        self._counts = space.make("int32", spec.threads + 1)
         every = space.make("int32", neurons)
         every[:] = np.arange(neurons)
+        self._every = {"slots": space.wrap(every)}
         self._gates = space.make("float32", neurons)
-        self._scales = [(space.wrap(item),) for item in request.scales or ()]
+        self._scales = [(space.wrap(item).tensor,) for item in request.scales or ()]
         """Of each layer, where they are resident."""
-        self._rows = space.make("int32", neurons) if self._scales else None
-        rows: Arguments = () if self._rows is None else (space.wrap(self._rows),)
-        kinds = ("float32", "int32", *("int32" for _ in rows))
-        lists = [
-            space.wrap(self._gates),
-            *(space.wrap(space.make(dtype, neurons)) for dtype in kinds),
-        ]
-        partial = space.wrap(space.make("float32", spec.threads, spec.hidden))
-        gathers = {True: "add_plain_neurons", False: "add_neurons"}
-        self._token: tuple[int, ...] = (0,) if spec.sequences else ()
-        """The token that gathered neurons are computed for, where kernels ask."""
-        self._gather = library.find(gathers[not spec.has_gathered_ffn])
-        self._gather_dense = library.find(gathers[spec.has_plain_ffn])
-        self._gather_open = None
-        if prediction.has_gates and not spec.has_plain_ffn:
-            self._gather_open = library.find("add_open_neurons")
-        self._gather_slots = (space.wrap(self._slots), *rows)
-        self._gather_every = (space.wrap(every), *rows)
-        scratch = (*hidden, *lists, partial) if spec.has_gathered_ffn else (*hidden, partial)
-        self._find_gates = library.find("find_gates") if spec.closes_gates else None
-        self._find_gates_rest = (*hidden, lists[0])
-        self._least_gate = spec.threshold
-        self._gather_rest = (*scratch, space.wrap(self._counts), y, *routes)
+        self._counts = space.make("int32", spec.threads + 1)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
-        scratch = (*hidden, partial) if spec.has_plain_ffn else (*hidden, *lists, partial)
-        self.dense_one: Arguments = (*scratch, space.wrap(uncounted), y, *routes)
-        """Of neurons next to each other, for one token."""
-        self._dense = self._dense_step = library.find("add_dense")
-        if spec.sequences and spec.has_other_chunks:
-            self._dense_step = library.find("add_dense_step")
-        values = space.wrap(space.make("float32", request.chunk, PANEL))
-        unpacked = space.wrap(space.make("float32", spec.threads, UNPACKED + KEPT, 128))
-        masks = space.wrap(space.make("int32", request.chunk, PARTS))
-        self.dense: Arguments = (*hidden, values, masks, unpacked, y, *routes)
-        """The same for several."""
+        self._uncounted = {"counts": space.wrap(uncounted)}
+        self._room: Views = {
+            "slots": space.wrap(self._slots),
+            "gates": space.wrap(self._gates),
+            "values": space.wrap(space.make("float32", neurons)),
+            "firing": space.wrap(space.make("int32", neurons)),
+            "partial": space.wrap(space.make("float32", spec.threads, spec.hidden)),
+            "counts": space.wrap(self._counts),
+        }
+        """What gathered neurons are computed in."""
+        self._rows = None
+        if request.scales is not None:
+            self._rows = space.make("int32", neurons)
+            self._room["rows"] = space.wrap(self._rows)
+            self._room["firing_rows"] = space.wrap(space.make("int32", neurons))
+        self._tokens = space.make("int32", tokens if spec.experts else 1)
+        unpacked = space.make("float32", spec.threads, UNPACKED + KEPT, 128)
+        self._panel: Views = {
+            "slots": self._room["slots"],
+            "tokens_of_expert": space.wrap(self._tokens),
+            "values": space.wrap(space.make("float32", tokens, PANEL)),
+            "masks": space.wrap(space.make("int32", tokens, PARTS)),
+            "unpacked": space.wrap(unpacked),
+        }
+        """What neurons are computed in for several tokens."""
+        self._token: tuple[int, ...] = (0,) if spec.sequences else ()
+        """The token that gathered neurons are computed for, where kernels ask."""
+        self._arena = "arena scales" if request.scales is not None else "arena"
+        self._gather = self._bind_gather(not spec.has_gathered_ffn, self._room, views)
+        self._gather_open: list[BoundCall] = []
+        """By token."""
+        if prediction.has_gates and not spec.has_plain_ffn:
+            limit = "limit" if spec.is_smooth else ""
+            given = f"count {self._name_token()} {limit} {self._arena}"
+            self._gather_open = [
+                library.bind("add_open_neurons", given, known, self._room, views)
+                for known in prediction.known_gates
+            ]
+        self._find_gates = None
+        if spec.closes_gates:
+            given = f"count {self._name_token()} {self._arena}"
+            self._find_gates = library.bind("find_gates", given, self._room, views)
+        self._least_gate = spec.threshold
         self._layout = request.bundle
-        self._in_pairs = count_tiles(spec) > 0 and spec.ffn != "fp16"
-        self._tokens = space.make("int32", request.chunk if spec.experts else 1)
-        self._dense_tokens = space.wrap(self._tokens)
+        self._in_pairs = spec.isa.pairs and spec.ffn != "fp16"
         self._arenas: dict[int, tuple[U8, Any]] = {}
+
+    def _name_token(self) -> str:
+        return "token" if self._spec.sequences else ""
+
+    def _bind_gather(self, is_plain: bool, *arrays: Views) -> BoundCall:
+        function = "add_plain_neurons" if is_plain else "add_neurons"
+        given = f"count {self._name_token()} {self._arena}"
+        return self._library.bind(function, given, *arrays)
+
+    def bind_chunk(self, views: Views) -> NeighbourCalls:
+        """Return the calls for neighbours, of a chunk with ``views``."""
+        spec = self._spec
+        one = (self._uncounted, self._room, views)
+        first = "" if self._rows is None else "first"
+        given = f"count tokens {first} {self._arena.replace('arena', 'bundles')}"
+        has_step = spec.sequences and spec.has_other_chunks
+        several, step = (
+            self._library.bind(name, given, self._panel, views)
+            for name in ("add_dense", "add_dense_step" if has_step else "add_dense")
+        )
+        return NeighbourCalls(
+            every=self._bind_gather(spec.has_plain_ffn, self._every, *one),
+            chosen=self._bind_gather(spec.has_plain_ffn, *one),
+            several=several,
+            step=step,
+        )
 
     def select_token(self, number: int) -> None:
         """Let gathered neurons be those of another token."""
@@ -104,22 +149,15 @@ class Neurons:
         count = len(slots)
         self._slots[:count] = slots
         bundles = self._take_bundles(layer, arena, indices)
-        if not known or self._gather_open is None:
-            self._gather(count, *self._token, *bundles, *self._gather_slots, *self._gather_rest)
+        if not known or not self._gather_open:
+            self._gather(count, *self._token, *bundles)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
-        self._gather_open(
-            count,
-            *self._token,
-            *self._prediction.get_second_limit(layer),
-            *bundles,
-            *self._gather_slots,
-            *self._gather_rest,
-            *self._prediction.get_known_gates(*self._token),
-        )
+        add = self._gather_open[self._token[0] if self._token else 0]
+        add(count, *self._token, *self._prediction.get_second_limit(layer), *bundles)
 
-    def _take_bundles(self, layer: int, arena: U8, rows: I32 | None) -> Arguments:
+    def _take_bundles(self, layer: int, arena: U8, rows: I32 | None) -> tuple[Any, ...]:
         """Return the kernels' views of bundles and, where they are resident, of the layer's scales;
         note the ``rows`` that gathered neurons have there."""
         view = self._wrap_arena(arena)
@@ -134,9 +172,7 @@ class Neurons:
         assert self._find_gates is not None, "every neuron counts whatever its gate is"
         count = len(slots)
         self._slots[:count] = slots
-        bundles = self._take_bundles(layer, arena, indices)
-        arguments = (*bundles, *self._gather_slots, *self._find_gates_rest)
-        self._find_gates(count, *self._token, *arguments)
+        self._find_gates(count, *self._token, *self._take_bundles(layer, arena, indices))
         opened: Bits = self._gates[:count] > self._least_gate
         return opened
 
@@ -146,8 +182,7 @@ class Neurons:
         bundles: U8,
         first: int,
         tokens: int,
-        one: Arguments,
-        several: Arguments,
+        calls: NeighbourCalls,
         routes: F32 | None = None,
         *,
         is_step: bool = False,
@@ -156,16 +191,16 @@ class Neurons:
         tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the
         weights of the experts, each to those tokens that its expert computes."""
         if routes is not None:
-            self._add_experts(layer, bundles, first, routes, one, several, is_step)
+            self._add_experts(layer, bundles, first, routes, calls, is_step)
             return
         count = len(bundles)
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
         views = self._take_bundles(layer, bundles, rows)
         if tokens == 1:
-            self._gather_dense(count, *self._token, *views, *self._gather_every, *one)
+            calls.every(count, *self._token, *views)
         else:
-            add = self._dense_step if is_step else self._dense
-            add(count, tokens, *self._name_row(first), *views, *several)
+            add = calls.step if is_step else calls.several
+            add(count, tokens, *self._name_row(first), *views)
 
     def _name_row(self, first: int) -> tuple[int, ...]:
         """Return the number that says which scales the first of some neighbours has."""
@@ -177,8 +212,7 @@ class Neurons:
         bundles: U8,
         first: int,
         routes: F32,
-        one: Arguments,
-        several: Arguments,
+        calls: NeighbourCalls,
         is_step: bool,
     ) -> None:
         experts = slice_experts(bundles, self._layout)
@@ -187,19 +221,16 @@ class Neurons:
             self._slots[: len(places)] = places
             views = self._take_bundles(layer, bundles, places + np.int32(first))
             if len(places):
-                arguments = (*views, *self._gather_slots, *one)
-                self._gather_dense(len(places), *self._token, *arguments)
+                calls.chosen(len(places), *self._token, *views)
             return
-        add = self._dense_step if is_step else self._dense
+        add = calls.step if is_step else calls.several
         views = self._take_bundles(layer, bundles, _NONE)
         for neurons, tokens in list_groups(experts, routes):
             if self._in_pairs:
                 tokens = complete_pairs(tokens, len(routes))
             self._slots[: len(neurons)] = neurons
             self._tokens[: len(tokens)] = tokens
-            chosen = (self._gather_slots[0], self._dense_tokens)
-            row = self._name_row(first)
-            add(len(neurons), len(tokens), *row, *views, *chosen, *several)
+            add(len(neurons), len(tokens), *self._name_row(first), *views)
 
     def count_active(self) -> int:
         """Return the non-zero activations of gathered neurons since the last call."""
@@ -208,16 +239,16 @@ class Neurons:
         return count
 
     def _wrap_arena(self, arena: U8) -> Any:
-        """Return the kernels' view of an arena; the same array is wrapped once."""
+        """Return what calls take of an arena; the same array is wrapped once."""
         known = self._arenas.get(id(arena))
         if known is not None and known[0] is arena:
             return known[1]
-        view = self._library.wrap(arena)
+        tensor = self._library.wrap(arena).tensor
         if len(self._arenas) >= _MOST_ARENAS:
             self._arenas.clear()
         # The array is kept, so that its identity stays its own.
-        self._arenas[id(arena)] = (arena, view)
-        return view
+        self._arenas[id(arena)] = (arena, tensor)
+        return tensor
 
     def close(self) -> None:
         """Forget the arenas."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.chunk_state import Arguments
-from pi2.backends.compiler.runtime import Library
-from pi2.backends.cpu.workspace import Workspace
+from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import round_up
@@ -18,7 +16,7 @@ from pi2.plan.weights.tensor_names import name_layer_tensor
 
 
 class Prediction:
-    """Kernels that name neurons, their arguments, and what they found last."""
+    """Kernels that name neurons, and what they found last."""
 
     def __init__(
         self,
@@ -26,8 +24,9 @@ class Prediction:
         space: Workspace,
         spec: KernelSpec,
         library: Library,
-        hidden: Arguments,
+        views: Views,
     ) -> None:
+        """``views``: arrays of the first chunk, which predictions read."""
         neurons, layers = request.neurons, request.model.shape.layers
         self._neurons = neurons
         self._is_mixture = request.model.moe is not None
@@ -41,31 +40,58 @@ class Prediction:
         self._is_several = spec.sequences
         self._tokens = self._token = 0
         self._named_scores = space.make("float32", neurons if spec.experts else 1)
-        scores = space.wrap(self._scores)
-        found = (scores, space.wrap(self._indices), space.wrap(self._found))
-        self._known_gates: list[Arguments] = []
+        lists = {
+            "scores": space.wrap(self._scores),
+            "indices": space.wrap(self._indices),
+            "found": space.wrap(self._found),
+        }
+        several = "first tokens" if spec.sequences else ""
+        self.known_gates: list[Views] = []
+        """By token, views of the gates that `find_open` computed, and of ``wanted``."""
         self._limits: list[tuple[float, ...]] = [()] * layers
         self._expert_limits = request.expert_limits
-        self._open: Any = None
+        self._gates: list[list[BoundCall]] = []
+        """By layer and expert."""
         if spec.gate_rows is not None:
-            self._open = library.find("predict_gate")
-            views = [space.wrap(row) for row in self._scores] if spec.sequences else [scores]
-            self._known_gates = [(view, space.wrap(self.wanted)) for view in views]
+            scores = [space.wrap(row) for row in self._scores]
+            wanted = space.wrap(self.wanted)
+            self.known_gates = [{"scores": row, "indices": wanted} for row in scores]
             if spec.is_smooth:
                 self._limits = list(request.limits or [(0.0, 0.0)] * layers)
-            self._gate_arguments = [
-                [(*gates, *hidden, *found) for gates in _bind_gates(request, space, layer)]
+            given = f"neurons {'limit' if spec.is_smooth else ''} {several}"
+            self._gates = [
+                [
+                    library.bind("predict_gate", given, gates, lists, views)
+                    for gates in _wrap_gates(request, space, layer)
+                ]
                 for layer in range(layers)
             ]
         self._expert_neurons = [
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
         ]
-        self._low_rank = _bind_predictors(request, space, spec, library, hidden, found)
+        middle = {
+            rank: space.make_activations("middle", rows, rank, spec.planes) for rank in spec.ranks
+        }
+        self._low_rank = [
+            [
+                library.bind(
+                    f"predict_low_rank_{rank}",
+                    f"neurons threshold {several}",
+                    weights,
+                    middle[rank],
+                    lists,
+                    views,
+                )
+                for rank, weights in _wrap_predictors(request, space, layer)
+            ]
+            for layer in range(layers if spec.ranks else 0)
+        ]
+        """By layer and expert."""
 
     @property
     def has_gates(self) -> bool:
         """Whether `find_open` may be called."""
-        return self._open is not None
+        return bool(self._gates)
 
     def begin(self, tokens: int) -> None:
         """Let the next predictions be those of so many tokens."""
@@ -75,41 +101,32 @@ class Prediction:
         """Let predictions be those of another token."""
         self._token = number
 
-    def get_known_gates(self, token: int = 0) -> Arguments:
-        """Return views of the gates that `find_open` computed for a token, and of ``wanted``."""
-        return self._known_gates[token]
-
     def get_second_limit(self, layer: int) -> tuple[float, ...]:
         """Return the layer's limit of act(gate) * up, if it has one."""
         return self._limits[layer][1:]
 
     def find_named(self, layer: int, threshold: float, experts: I32) -> I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
-        kernel, arguments = self._low_rank[layer]
+        calls, least = self._low_rank[layer], float(threshold)
         if not self._is_mixture:
             if self._token == 0:
-                kernel(self._neurons, float(threshold), *self._list_all(), *arguments[0])
+                calls[0](self._neurons, least, *self._list_all())
             return self._list_found(self._token)
         one = self._list_one()
-        return self._collect(
-            layer, experts, lambda size, n: kernel(size, float(threshold), *one, *arguments[n])
-        )
+        return self._collect(layer, experts, lambda size, n: calls[n](size, least, *one))
 
     def find_open(self, layer: int, experts: I32) -> I32:
         """Return the neurons whose gate is open."""
-        kernel, arguments = self._open, self._gate_arguments[layer]
-        limits = self._limits[layer][:1]
+        calls, limits = self._gates[layer], self._limits[layer][:1]
         if not self._is_mixture:
             if self._token == 0:
-                kernel(self._neurons, *limits, *self._list_all(), *arguments[0])
+                calls[0](self._neurons, *limits, *self._list_all())
             return self._list_found(self._token)
         one = self._list_one()
-        every = [limits] * len(arguments)
+        every = [limits] * len(calls)
         if limits and self._expert_limits is not None:
             every = [(limit,) for limit in self._expert_limits[layer]]
-        return self._collect(
-            layer, experts, lambda size, n: kernel(size, *every[n], *one, *arguments[n])
-        )
+        return self._collect(layer, experts, lambda size, n: calls[n](size, *every[n], *one))
 
     def _list_all(self) -> tuple[int, ...]:
         """First token and number of tokens of a prediction for all, where kernels ask."""
@@ -140,57 +157,36 @@ class Prediction:
         self.wanted[:end].sort()
         return self.wanted[:end]
 
-    def close(self) -> None:
-        """Forget the kernels' views."""
-        self._low_rank.clear()
 
-
-def _bind_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Arguments]:
+def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Views]:
     """Return views of the gate rows, scales and biases of each of a layer's experts."""
     assert request.gate_rows is not None
     rows, scales = request.gate_rows[layer]
-    bound = []
+    wrapped = []
     for expert in range(request.model.expert_count):
         size = request.model.shape.ffn
         part = slice(expert * size, (expert + 1) * size)
-        weights = space.wrap(rows[part])
-        views: Arguments = (weights,)
-        views += (weights if scales is None else space.wrap(scales[part].view(np.uint8)),)
+        views = {"gate_weights": space.wrap(rows[part])}
+        # Rows without scales stand in for them, and are not read as such.
+        views["gate_scales"] = views["gate_weights"]
+        if scales is not None:
+            views["gate_scales"] = space.wrap(scales[part].view(np.uint8))
         if request.gate_biases is not None:
-            views += (space.wrap_floats(request.gate_biases[layer][part]),)
-        bound.append(views)
-    return bound
+            views["biases"] = space.wrap_floats(request.gate_biases[layer][part])
+        wrapped.append(views)
+    return wrapped
 
 
-def _bind_predictors(
-    request: BuildRequest,
-    space: Workspace,
-    spec: KernelSpec,
-    library: Library,
-    hidden: Arguments,
-    found: Arguments,
-) -> list[tuple[Any, list[Arguments]]]:
-    """Return kernel and arguments of every expert for each layer; empty if the model has no
-    predictors."""
-    if not spec.ranks:
-        return []
-    rows = request.sequences
-    middle = {rank: space.make_activations(rows, rank, spec.planes) for rank in spec.ranks}
-    bound = []
-    for layer in range(request.model.shape.layers):
-        parts = request.model.expert_count
-        names = [name_layer_tensor(layer, f"predictor_{part}") for part in ("in", "out", "bias")]
-        rank = request.tensors[names[0]].rows // parts
-        arguments = [
-            (
-                *space.wrap_part(names[0], expert, parts),
-                *space.wrap_part(names[1], expert, parts),
-                *space.wrap_part(names[2], expert, parts),
-                *hidden,
-                *middle[rank],
-                *found,
-            )
-            for expert in range(parts)
-        ]
-        bound.append((library.find(f"predict_low_rank_{rank}"), arguments))
-    return bound
+def _wrap_predictors(
+    request: BuildRequest, space: Workspace, layer: int
+) -> list[tuple[int, Views]]:
+    """Return rank and weights of the predictor of each of a layer's experts."""
+    parts = request.model.expert_count
+    inner, outer, bias = (
+        name_layer_tensor(layer, f"predictor_{part}") for part in ("in", "out", "bias")
+    )
+    rank = request.tensors[inner].rows // parts
+    return [
+        (rank, space.wrap_parts(expert, parts, inner=inner, outer=outer, bias=bias))
+        for expert in range(parts)
+    ]

@@ -8,11 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32
-from pi2.backends.compiler.runtime import Library
+from pi2.backends.compiler.runtime import Library, View
 from pi2.backends.experts import slice_tensor
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, round_up
+
+Views = dict[str, View]
+"""Views of arrays by the names that parameters of kernels have."""
 
 
 class Workspace:
@@ -30,29 +33,38 @@ class Workspace:
         raw = self._request.allocate(segment, round_up(max(size, 1), 64))
         return raw[:size].view(kind).reshape(shape)
 
-    def wrap(self, array: npt.NDArray[Any]) -> Any:
+    def wrap(self, array: npt.NDArray[Any]) -> View:
         """Return a kernel's view of an array and keep the array."""
         self._kept.append(array)
         return self._library.wrap(array)
 
-    def wrap_tensor(self, name: str) -> tuple[Any, ...]:
-        """Return the kernels' views of a tensor of the store: weights, and scales if it has any.
+    def wrap_tensors(self, **tensors: str) -> Views:
+        """Return views of tensors of the store by the kernels' names for them: those that the model
+        has.
 
-        fp16 weights have no scales: the weights stand in, and are not read as such.
+        A packed ``qkv`` gives ``qkv_weights`` and ``qkv_scales``; fp16 weights have no scales: the
+        weights stand in, and are not read as such.
         """
-        return self.wrap_part(name, 0, 1)
+        return self.wrap_parts(0, 1, **tensors)
 
-    def wrap_part(self, name: str, part: int, parts: int) -> tuple[Any, ...]:
-        """Return the same of a part of a tensor's rows."""
-        tensor = slice_tensor(self._request.tensors[name], part, parts)
-        if tensor.precision is None:
-            return (self.wrap_floats(np.asarray(tensor.weights).view(np.float32)),)
-        weights = self.wrap(np.asarray(tensor.weights).view(np.uint8))
-        if tensor.scales is None:
-            return (weights, weights)
-        return (weights, self.wrap(np.asarray(tensor.scales).view(np.uint8)))
+    def wrap_parts(self, part: int, parts: int, **tensors: str) -> Views:
+        """Return views of a part of the rows of tensors."""
+        views: Views = {}
+        for parameter, name in tensors.items():
+            if name not in self._request.tensors:
+                continue
+            tensor = slice_tensor(self._request.tensors[name], part, parts)
+            if tensor.precision is None:
+                views[parameter] = self.wrap_floats(np.asarray(tensor.weights).view(np.float32))
+                continue
+            weights = self.wrap(np.asarray(tensor.weights).view(np.uint8))
+            views[f"{parameter}_weights"] = views[f"{parameter}_scales"] = weights
+            if tensor.scales is not None:
+                scales = np.asarray(tensor.scales).view(np.uint8)
+                views[f"{parameter}_scales"] = self.wrap(scales)
+        return views
 
-    def wrap_floats(self, values: npt.NDArray[Any]) -> Any:
+    def wrap_floats(self, values: npt.NDArray[Any]) -> View:
         """Return a kernel's view of float32 values, of an aligned copy where they lie badly."""
         flat = values.reshape(-1)
         if flat.ctypes.data % 64:
@@ -61,31 +73,31 @@ class Workspace:
             flat = copy
         return self.wrap(flat)
 
-    def wrap_norm(self, name: str, bias: bool) -> tuple[Any, ...]:
-        """Return the kernels' views of a norm: weight, and bias if it has one."""
-        return (*self.wrap_tensor(name), *(self.wrap_tensor(f"{name}_bias") if bias else ()))
-
     def make_activations(
         self,
+        name: str,
         tokens: int,
         length: int,
         planes: int,
         values: F32 | None = None,
         *,
-        tiles: int = 0,
-    ) -> tuple[Any, ...]:
-        """Return codes, scales, sums and values for ``tokens`` vectors, and ``tiles``, as many as
-        there are threads, where the kernels take tokens in pairs."""
+        pairs: bool = False,
+    ) -> Views:
+        """Return views of codes, scales, sums and values for ``tokens`` vectors, of an even number
+        of codes and scales where kernels take them in ``pairs``."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP
-        even = round_up(tokens, 2) if tiles else tokens
-        arrays = (
-            self.wrap(self.make("int8", even, planes, length)),
-            self.wrap(self.make("float32", even, groups)),
-            self.wrap(self.make("int32", tokens, groups)),
-            self.wrap(values),
-        )
-        if not tiles:
-            return arrays
-        return (*arrays, self.wrap(self.make("int8", tiles, groups * PAIRED_GROUP_BYTES)))
+        even = round_up(tokens, 2) if pairs else tokens
+        return {
+            f"{name}_codes": self.wrap(self.make("int8", even, planes, length)),
+            f"{name}_scales": self.wrap(self.make("float32", even, groups)),
+            f"{name}_sums": self.wrap(self.make("int32", tokens, groups)),
+            f"{name}_values": self.wrap(values),
+        }
+
+    def make_tiles(self, name: str, threads: int, length: int) -> Views:
+        """Return the view of the room in which threads unpack weights that pairs of tokens
+        share."""
+        size = length // GROUP * PAIRED_GROUP_BYTES
+        return {f"{name}_tiles": self.wrap(self.make("int8", threads, size))}

@@ -26,5 +26,4 @@ def load_host_loops(progress: Progress, features: Set[str] = frozenset()) -> Com
     fails.
     """
     spec = HostSpec(checks=choose_checks(features))
-    library = Library(load_or_compile(spec, progress))
-    return CompiledLoops(library, computes_checks=spec.checks is not None)
+    return CompiledLoops(Library(load_or_compile(spec, progress)))

@@ -33,10 +33,10 @@ def emit_compute_checks(instruction: CheckInstruction, take: Parameters) -> None
     of `CHECKED_BYTES`, to ``checks`` [count].  ``table`` [256]: what remains of every byte."""
     count = take.take_number("count")
     stride = take.take_number("stride", "int64")
-    arena = take.take_array("arena", "uint8")
-    slots = take.take_array("slots", "int32")
-    table = take.take_array("table", "uint32")
-    checks = take.take_array("checks", "uint32")
+    arena = take.take_given_array("arena", "uint8")
+    slots = take.take_given_array("slots", "int32")
+    table = take.take_array("table", "uint32", 256)
+    checks = take.take_given_array("checks", "uint32")
     emit: Callable[[v.Buffer, v.Expr, v.Expr, v.Buffer], v.Expr]
     emit = _emit_products if instruction == "pclmulqdq" else _emit_words
     with T.serial(count) as place:

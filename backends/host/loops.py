@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, U8, U32, Bits
-from pi2.backends.compiler.runtime import Library
-from pi2.backends.host.spec import CHECKED_BYTES
+from pi2.arrays import F32, I32, I64, U8, U32, Bits, Raw
+from pi2.backends.compiler.runtime import ALIGNMENT, Library
+from pi2.backends.host.spec import CHECKED_BYTES, FOUND
 
 
 class CompiledLoops:
     """One call of a kernel per method; none where there is nothing to do, since kernels refuse
     the strides that numpy gives some empty arrays."""
 
-    def __init__(self, library: Library, *, computes_checks: bool) -> None:
-        """``computes_checks``: whether the library has a function for it."""
-        self._read = library.find("read_runs")
-        self._find = library.find("find_neurons")
-        self._place = library.find("place_neurons")
-        self._plan = library.find("plan_reads")
-        self._fill = library.find("fill_entries")
-        self._note = library.find("note_results")
-        self._check = library.find("compute_checks") if computes_checks else None
-        self._table = _list_remainders()
-        self._found = np.zeros(3, np.int32)
+    def __init__(self, library: Library) -> None:
+        self._found: I32 = _align(np.zeros(FOUND, np.int32))
+        found = {"found": library.wrap(self._found)}
+        runs = "vectors firsts counts offsets"
+        self._read = library.bind("read_runs", f"fd start step requests {runs} results")
+        self._plan = library.bind(
+            "plan_reads",
+            f"count most base stride address pending indices slots {runs} sizes requests results",
+            found,
+        )
+        self._fill = library.bind(
+            "fill_entries", "count head address first_name firsts counts offsets entries"
+        )
+        self._note = library.bind(
+            "note_results", "count head size number first_name events results", found
+        )
+        uses = "counts scores used_at"
+        self._find = library.bind(
+            "find_neurons",
+            f"count first_key first_cold clock weight row indices {uses} cold missing",
+            found,
+        )
+        self._place = library.bind(
+            "place_neurons",
+            "count size first_key first_cold clock listed_at weight "
+            f"missing candidates held slot_of owner {uses} given",
+            found,
+        )
+        self._check = None
+        self._table: U32 = _align(_list_remainders())
+        if "compute_checks" in library.signatures:
+            table = {"table": library.wrap(self._table)}
+            self._check = library.bind("compute_checks", "count stride arena slots checks", table)
 
     def read_runs(
         self,
@@ -59,7 +83,7 @@ class CompiledLoops:
             return indices[:0], indices
         cold, missing = np.empty(count, np.int32), np.empty(count, np.int32)
         numbers = (count, first_key, first_cold, clock, weight)
-        self._find(*numbers, row, indices, counts, scores, used_at, cold, missing, found)
+        self._find(*numbers, row, indices, counts, scores, used_at, cold, missing)
         present = int(found[0])
         return cold[:present], missing[: count - present]
 
@@ -87,7 +111,7 @@ class CompiledLoops:
             return 0, 0, 0
         numbers = (*sizes, first_key, first_cold, clock, listed_at, weight)
         arrays = (missing, candidates, held.view(np.uint8), slot_of, owner, counts, scores, used_at)
-        self._place(*numbers, *arrays, given, self._found)
+        self._place(*numbers, *arrays, given)
         placed, seen, left = self._found.tolist()
         return placed, seen, left
 
@@ -111,7 +135,7 @@ class CompiledLoops:
             return vectors, firsts, counts, offsets, sizes, requests, results
         numbers = (count, most, base, stride, address, pending)
         arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests, results)
-        self._plan(*numbers, indices, slots, *arrays, self._found)
+        self._plan(*numbers, indices, slots, *arrays)
         n = int(self._found[0])
         return vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests, results[:n]
 
@@ -139,7 +163,7 @@ class CompiledLoops:
         if count == 0 or len(results) == 0:
             return 0
         numbers = (count, head, len(events), len(results), first_name)
-        self._note(*numbers, events.reshape(-1), results, self._found)
+        self._note(*numbers, events.reshape(-1), results)
         return int(self._found[0])
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
@@ -149,8 +173,17 @@ class CompiledLoops:
             return None
         checks = np.empty(len(slots), np.uint32)
         if len(slots):
-            self._check(len(slots), stride, arena.reshape(-1), slots, self._table, checks)
+            self._check(len(slots), stride, arena.reshape(-1), slots, checks)
         return checks
+
+
+def _align(array: Raw) -> Any:
+    """Return a copy [n] that begins where functions assume bound arrays to begin."""
+    room = np.zeros(array.nbytes + ALIGNMENT, np.uint8)
+    first = -room.ctypes.data % ALIGNMENT
+    copy = room[first : first + array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
 
 
 def _list_remainders() -> U32:

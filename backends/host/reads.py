@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.host.spec import FOUND
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.parameters import Parameters
@@ -22,11 +23,11 @@ def emit_read_runs(take: Parameters) -> None:
     start = take.take_number("start")
     step = take.take_number("step")
     requests = take.take_number("requests")
-    vectors = take.take_array("vectors", "int64")
-    firsts = take.take_array("firsts", "int32")
-    counts = take.take_array("counts", "int32")
-    offsets = take.take_array("offsets", "int64")
-    results = take.take_array("results", "int64")
+    vectors = take.take_given_array("vectors", "int64")
+    firsts = take.take_given_array("firsts", "int32")
+    counts = take.take_given_array("counts", "int32")
+    offsets = take.take_given_array("offsets", "int64")
+    results = take.take_given_array("results", "int64")
     with T.serial(T.floordiv(requests - start + step - 1, step)) as turn:
         index = v.let(start + turn * step)
         size = T.call_extern(
@@ -53,16 +54,16 @@ def emit_plan_reads(take: Parameters) -> None:
     stride = take.take_number("stride", "int64")
     address = take.take_number("address", "int64")
     pending = take.take_number("pending", "int64")
-    indices = take.take_array("indices", "int32")
-    slots = take.take_array("slots", "int32")
-    vectors = take.take_array("vectors", "int64")
-    firsts = take.take_array("firsts", "int32")
-    counts = take.take_array("counts", "int32")
-    offsets = take.take_array("offsets", "int64")
-    sizes = take.take_array("sizes", "int64")
-    requests = take.take_array("requests", "int32")
-    results = take.take_array("results", "int64")
-    found = take.take_array("found", "int32")
+    indices = take.take_given_array("indices", "int32")
+    slots = take.take_given_array("slots", "int32")
+    vectors = take.take_given_array("vectors", "int64")
+    firsts = take.take_given_array("firsts", "int32")
+    counts = take.take_given_array("counts", "int32")
+    offsets = take.take_given_array("offsets", "int64")
+    sizes = take.take_given_array("sizes", "int64")
+    requests = take.take_given_array("requests", "int32")
+    results = take.take_given_array("results", "int64")
+    found = take.take_array("found", "int32", FOUND)
     request, size, next_index = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
     with T.serial(count) as place:
         index = v.let(indices[place])
@@ -91,10 +92,10 @@ def emit_fill_entries(take: Parameters) -> None:
     head = take.take_number("head", "int64")
     address = take.take_number("address", "int64")
     first_name = take.take_number("first_name", "int64")
-    firsts = take.take_array("firsts", "int32")
-    counts = take.take_array("counts", "int32")
-    offsets = take.take_array("offsets", "int64")
-    entries = take.take_array("entries", "int64")
+    firsts = take.take_given_array("firsts", "int32")
+    counts = take.take_given_array("counts", "int32")
+    offsets = take.take_given_array("offsets", "int64")
+    entries = take.take_given_array("entries", "int64")
     with T.serial(count) as place:
         words = (
             head,
@@ -119,9 +120,9 @@ def emit_note_results(take: Parameters) -> None:
     size = take.take_number("size", "int64")
     number = take.take_number("number", "int64")
     first_name = take.take_number("first_name", "int64")
-    events = take.take_array("events", "int64")
-    results = take.take_array("results", "int64")
-    found = take.take_array("found", "int32")
+    events = take.take_given_array("events", "int64")
+    results = take.take_given_array("results", "int64")
+    found = take.take_array("found", "int32", FOUND)
     noted = v.Cell(T.int32(0))
     with T.serial(count) as turn:
         place = v.let(T.bitwise_and(head + v.wide(turn), size - T.int64(1)) * 2)

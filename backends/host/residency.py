@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.host.spec import FOUND
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.parameters import Parameters
@@ -20,12 +21,12 @@ def emit_find_neurons(take: Parameters) -> None:
     first_cold = take.take_number("first_cold")
     clock = take.take_number("clock", "int64")
     weight = take.take_number("weight", "float32")
-    row = take.take_array("row", "int32")
-    indices = take.take_array("indices", "int32")
+    row = take.take_given_array("row", "int32")
+    indices = take.take_given_array("indices", "int32")
     uses = _Uses(take)
-    cold = take.take_array("cold", "int32")
-    missing = take.take_array("missing", "int32")
-    found = take.take_array("found", "int32")
+    cold = take.take_given_array("cold", "int32")
+    missing = take.take_given_array("missing", "int32")
+    found = take.take_array("found", "int32", FOUND)
     present, absent = v.Cell(T.int32(0)), v.Cell(T.int32(0))
     with T.serial(count) as place:
         index = v.let(indices[place])
@@ -55,14 +56,14 @@ def emit_place_neurons(take: Parameters) -> None:
     clock = take.take_number("clock", "int64")
     listed_at = take.take_number("listed_at", "int64")
     weight = take.take_number("weight", "float32")
-    missing = take.take_array("missing", "int32")
-    candidates = take.take_array("candidates", "int32")
-    held = take.take_array("held", "uint8")
-    slot_of = take.take_array("slot_of", "int32")
-    owner = take.take_array("owner", "int64")
+    missing = take.take_given_array("missing", "int32")
+    candidates = take.take_given_array("candidates", "int32")
+    held = take.take_given_array("held", "uint8")
+    slot_of = take.take_given_array("slot_of", "int32")
+    owner = take.take_given_array("owner", "int64")
     uses = _Uses(take)
-    given = take.take_array("given", "int32")
-    found = take.take_array("found", "int32")
+    given = take.take_given_array("given", "int32")
+    found = take.take_array("found", "int32", FOUND)
     placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
     with T.While(T.And(placed.get() < count, seen.get() < size)):
         cell = v.let(candidates[seen.get()])
@@ -86,9 +87,9 @@ class _Uses:
     """The arrays in which uses are counted."""
 
     def __init__(self, take: Parameters) -> None:
-        self.counts = take.take_array("counts", "float32")
-        self.scores = take.take_array("scores", "float32")
-        self.used_at = take.take_array("used_at", "int64")
+        self.counts = take.take_given_array("counts", "float32")
+        self.scores = take.take_given_array("scores", "float32")
+        self.used_at = take.take_given_array("used_at", "int64")
 
     def count(self, key: v.Expr, cell: v.Expr, weight: v.Expr, clock: v.Expr) -> None:
         """Count a use of the neuron ``key`` in the cold slot ``cell``."""

@@ -13,6 +13,9 @@ CheckInstruction = Literal["pclmulqdq", "crc32x"]
 CHECKED_BYTES = 64
 """Bytes that it is computed of at a time."""
 
+FOUND = 3
+"""Most numbers that a loop returns."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:

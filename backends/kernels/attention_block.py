@@ -33,7 +33,7 @@ from pi2.backends.kernels.parameters import emit_each_token, take_matrix
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
 
@@ -183,32 +183,39 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     tokens = take.take_number(number)
     position = take.take_number("position")
     context = take.take_number("context")
-    x = take.take_array("x", "float32")
-    before = take.take_array("before", "float32") if spec.keeps_input else None
+    x = schedule.take_rows(take, "x")
+    before = schedule.take_rows(take, "before") if spec.keeps_input else None
     norm = schedule.take_norm(take)
     project = take_matrix(take, "qkv", spec.qkv_rows, spec.hidden, spec.attention)
-    bias = take.take_array("bias", "float32") if spec.qkv_bias else None
+    bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
     head_norms = None
     if spec.head_norm:
-        query_norm = take.take_array("query_norm", "float32")
-        head_norms = (query_norm, take.take_array("key_norm", "float32"))
+        query_norm = take.take_array("query_norm", "float32", spec.head_dim)
+        head_norms = (query_norm, take.take_array("key_norm", "float32", spec.head_dim))
     output = take_matrix(take, "output", spec.hidden, spec.width, spec.attention)
-    output_bias = take.take_array("output_bias", "float32") if spec.output_bias else None
-    output_norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
-    tables = (take.take_array("cosines", "float32"), take.take_array("sines", "float32"))
-    keys = take.take_array("keys", KV_DTYPES[spec.kv])
-    values = take.take_array("values", KV_DTYPES[spec.kv])
+    output_bias = (
+        take.take_array("output_bias", "float32", spec.hidden) if spec.output_bias else None
+    )
+    output_norm = (
+        take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
+    )
+    half = ("float32", "context", spec.head_dim // 2)
+    tables = (take.take_array("cosines", *half), take.take_array("sines", *half))
+    kept = (KV_DTYPES[spec.kv], "context", spec.kv_heads, spec.head_dim)
+    keys, values = take.take_array("keys", *kept), take.take_array("values", *kept)
     scales = None
     if spec.kv == "int8":
-        names = ("key_scales", "value_scales")
-        scales = (take.take_array(names[0], "float16"), take.take_array(names[1], "float16"))
-    qkv = take.take_array("qkv", "float32")
+        each = ("float16", "context", spec.kv_heads)
+        scales = (take.take_array("key_scales", *each), take.take_array("value_scales", *each))
+    qkv = take.take_array("qkv", "float32", "tokens", spec.qkv_rows)
     # Which token it is may be 0, and the context never is.
     count = tokens if number == "tokens" else context
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
     mixed = schedule.take_chunk(take, "mixed", spec.width, count)
-    sums, tops, totals = (
-        take.take_array(f"span_{name}", "float32") for name in ("sums", "tops", "totals")
+    spans = (spec.heads, SPANS)
+    sums = take.take_array("span_sums", "float32", *spans, spec.head_dim)
+    tops, totals = (
+        take.take_array(f"span_{name}", "float32", *spans) for name in ("tops", "totals")
     )
     return _Block(
         schedule=schedule,

@@ -16,16 +16,17 @@ from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
     """Normalise and quantise x; set y to zero."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
-    x = take.take_array("x", "float32")
+    x = schedule.take_rows(take, "x")
     norm = schedule.take_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
-    y = take.take_array("y", "float32")
+    y = schedule.take_rows(take, "y")
 
     def prepare(token: v.Expr) -> None:
         emit_normalize(spec, x, token, norm, hidden, token)
@@ -42,7 +43,7 @@ def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
     bundles = _take_bundles(schedule, take, "arena")
     slots, rows = _take_slots(schedule, take)
     hidden = schedule.take_hidden(take, count)
-    gates = take.take_array("gates", "float32")
+    gates = take.take_array("gates", "float32", "neurons")
     emit_gathered_gates(
         schedule.isa, schedule.spec, hidden, bundles, slots, rows, count, gates, token
     )
@@ -51,16 +52,18 @@ def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
 def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
     """Declare an array of bundles, and their scales where these are resident."""
     spec = schedule.spec
-    arena = take.take_array(name, "uint8")
-    scales = take.take_array("scales", "uint8") if spec.scales == "resident" else None
+    arena = take.take_given_array(name, "uint8", "slots", spec.stride)
+    scales = None
+    if spec.scales == "resident":
+        scales = take.take_given_array("scales", "uint8", "neurons", spec.bundle.scales_stride)
     return Bundles(spec=spec, arena=arena, scales=scales)
 
 
 def _take_slots(schedule: Schedule, take: Parameters) -> tuple[v.Buffer, v.Buffer | None]:
     """Declare slots of neurons, and the rows of their scales where these are resident."""
-    slots = take.take_array("slots", "int32")
+    slots = take.take_array("slots", "int32", "neurons")
     resident = schedule.spec.scales == "resident"
-    return slots, take.take_array("rows", "int32") if resident else None
+    return slots, take.take_array("rows", "int32", "neurons") if resident else None
 
 
 def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:
@@ -80,18 +83,21 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
     slots, rows = _take_slots(schedule, take)
     hidden = schedule.take_hidden(take, count)
     scratch = Scratch(
-        gates=take.take_array("gates", "float32"),
-        values=take.take_array("values", "float32"),
-        firing=take.take_array("firing", "int32"),
-        firing_rows=None if rows is None else take.take_array("firing_rows", "int32"),
-        partial=take.take_array("partial", "float32"),
-        counts=take.take_array("counts", "int32"),
+        gates=take.take_array("gates", "float32", "neurons"),
+        values=take.take_array("values", "float32", "neurons"),
+        firing=take.take_array("firing", "int32", "neurons"),
+        firing_rows=None if rows is None else take.take_array("firing_rows", "int32", "neurons"),
+        partial=schedule.take_rows(take, "partial", "threads"),
+        counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
     )
-    total = take.take_array("y", "float32")
+    total = schedule.take_rows(take, "y")
     routes = schedule.take_routes(take)
     gates = None
     if known:
-        gates = (take.take_array("scores", "float32"), take.take_array("indices", "int32"))
+        gates = (
+            take.take_array("scores", "float32", "neurons"),
+            take.take_array("indices", "int32", "neurons"),
+        )
     emit_gathered(
         schedule.isa,
         schedule.spec,
@@ -122,9 +128,9 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
         slots,
         rows,
         count,
-        partial=take.take_array("partial", "float32"),
-        counts=take.take_array("counts", "int32"),
-        total=take.take_array("y", "float32"),
+        partial=schedule.take_rows(take, "partial", "threads"),
+        counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
+        total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
         token=token,
     )
@@ -139,8 +145,10 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     bundles = _take_bundles(schedule, take, "bundles")
     chosen = EVERYTHING
     if spec.experts:
-        places = take.take_array("neurons", "int32")
-        chosen = Chosen(neurons=places, tokens=take.take_array("tokens_of_expert", "int32"))
+        places = take.take_array("slots", "int32", "neurons")
+        chosen = Chosen(
+            neurons=places, tokens=take.take_array("tokens_of_expert", "int32", "tokens")
+        )
     hidden = schedule.take_dense(take, count)
     emit_dense(
         schedule.isa,
@@ -148,10 +156,10 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
         hidden,
         bundles,
         first,
-        values=take.take_array("values", "float32"),
-        masks=take.take_array("masks", "int32"),
-        unpacked=take.take_array("unpacked", "float32"),
-        total=take.take_array("y", "float32"),
+        values=take.take_array("values", "float32", "tokens", PANEL),
+        masks=take.take_array("masks", "int32", "tokens", PARTS),
+        unpacked=take.take_array("unpacked", "float32", "threads", UNPACKED + KEPT, 128),
+        total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
         count=count,
         tokens=tokens,
@@ -163,11 +171,11 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     """Add y to x; with norms of outputs, through ``whole`` [T, hidden]."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
-    x = take.take_array("x", "float32")
-    y = take.take_array("y", "float32")
-    bias = take.take_array("down_bias", "float32") if spec.ffn_bias else None
-    norm = take.take_array("output_norm", "float32") if spec.norm_outputs else None
-    whole = take.take_array("whole", "float32") if spec.norm_outputs else None
+    x = schedule.take_rows(take, "x")
+    y = schedule.take_rows(take, "y")
+    bias = take.take_array("down_bias", "float32", spec.hidden) if spec.ffn_bias else None
+    norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
+    whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)

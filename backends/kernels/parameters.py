@@ -8,18 +8,29 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.backends.kernels.matrix import Matrix
 from pi2.backends.kernels.operands import Activations
-from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.layout import GROUP, Precision, scale_bytes, weight_bytes
+
+
+def take_rows(
+    take: Parameters, name: str, rows: int | str, length: int, precision: Precision
+) -> tuple[v.Buffer, v.Buffer]:
+    """Declare weights and scales of the rows of a packed matrix."""
+    weights = take.take_array(f"{name}_weights", "uint8", rows, weight_bytes(length, precision))
+    scales = take.take_array(f"{name}_scales", "uint8", rows, scale_bytes(length, precision))
+    return weights, scales
 
 
 def take_matrix(
     take: Parameters, name: str, rows: int, length: int, precision: Precision
 ) -> Matrix:
     """Declare weights and scales of a packed matrix."""
+    weights, scales = take_rows(take, name, rows, length, precision)
     return Matrix(
-        weights=take.take_array(f"{name}_weights", "uint8"),
-        scales=take.take_array(f"{name}_scales", "uint8"),
+        weights=weights,
+        scales=scales,
         rows=rows,
         length=length,
         precision=precision,
@@ -35,8 +46,9 @@ def take_activations(
     chunk_planes: int | None = None,
     *,
     pairs: bool = False,
+    rows: str = "tokens",
 ) -> Activations:
-    """Declare the arrays of quantised activations; ``count`` is a positive parameter.
+    """Declare the arrays of quantised activations for ``rows``; ``count`` is a positive parameter.
 
     With ``chunk_planes`` it is the number of tokens, and more than one have those planes and,
     with ``pairs``, the order of `i8mm`.
@@ -48,12 +60,20 @@ def take_activations(
         once=T.min(count, 1),
         length=length,
         planes=planes,
-        codes=take.take_array(f"{name}_codes", "int8"),
-        scales=take.take_array(f"{name}_scales", "float32"),
-        sums=take.take_array(f"{name}_sums", "int32"),
-        values=take.take_array(f"{name}_values", "float32"),
-        tiles=take.take_array(f"{name}_tiles", "int8") if pairs else None,
+        codes=take.take_array(
+            f"{name}_codes", "int8", rows, max(planes, chunk_planes or 0), length
+        ),
+        scales=take.take_array(f"{name}_scales", "float32", rows, length // GROUP),
+        sums=take.take_array(f"{name}_sums", "int32", rows, length // GROUP),
+        values=take.take_array(f"{name}_values", "float32", rows, length),
+        tiles=take_tiles(take, name, length) if pairs else None,
     )
+
+
+def take_tiles(take: Parameters, name: str, length: int) -> v.Buffer:
+    """Declare the room in which every thread unpacks weights that pairs of tokens share."""
+    size = length // GROUP * PAIRED_GROUP_BYTES
+    return take.take_array(f"{name}_tiles", "int8", "threads", size)
 
 
 def emit_each_token(tokens: v.Expr, emit: Callable[[v.Expr], None]) -> None:

@@ -1,42 +1,20 @@
-"""The functions of a compiled library: parameters and order of the kernels in each.
+"""The functions of a compiled library: which of them a spec has, and what makes them differ.
 
-Every array parameter is a flat buffer.  Those of type uint8 may lie anywhere; the others are
-64-byte aligned.  ``qa`` stands for the three arrays of quantised activations and their float32
-values, in the order codes, scales, sums, values; schedules that multiply tokens in pairs add tiles
-(`dots.Activations`) to those of a model's width.
+Each declares its parameters by name, type and shape where its TensorIR is (``emit_...``); executors
+bind arrays to these names.  Arrays of type uint8 may lie anywhere; the others are 64-byte aligned.
+Activations have the names ``NAME_codes``, ``NAME_scales``, ``NAME_sums`` and ``NAME_values``, and
+``NAME_tiles`` where the schedule multiplies tokens in pairs (`operands.Activations`).  Lengths in
+shapes that differ from call to call: ``tokens`` of a chunk, ``logits`` that are computed at once,
+tokens of the ``context``, ``sequences``, ``neurons`` of a layer, those of an ``expert`` (all,
+without experts), ``threads``, and ``rows`` or ``slots`` of what may have any number of them.
 
-======================  ==========================================================================
-function                parameters: numbers, then arrays
-======================  ==========================================================================
-``embed``               T; weights, scales, ids int32 [T], x
-``add_positions``       T, position; table fp16, x
-``attend``              T, position, context; x, [before], norm, [bias], qkv weights, scales,
-                        [bias], [norms of query and key heads], output weights, scales, [bias],
-                        [norm], scales, cosines, sines, keys, values, [key scales, value
-                        scales: int8], qkv, qa (hidden), qa (width), span sums, tops, totals
-``begin_ffn``           T; x, norm, qa (hidden), y
-``predict_low_rank_R``  neurons, threshold float32, [first, T]; in weights, scales, out weights,
-                        scales, bias,
-                        qa (hidden), qa (R), scores, indices, found
-``predict_gate``        neurons, [smooth: limit float32], [first, T]; gate weights, scales,
-                        [biases], qa (hidden), scores, indices, found
-``find_gates``          n, [token]; arena, slots, qa (hidden), gates
-``add_neurons``         n, [token]; arena, slots, qa (hidden), scratch (`gathered.Scratch`), y,
-                        [routes]
-``add_open_neurons``    n, [token], [smooth: limit float32]; the same, scores, indices
-``add_dense``           n, T; bundles, [neurons int32 [n], tokens int32 [T]], qa (hidden), values,
-                        masks, unpacked, y, [routes]
-``end_ffn``             T; x, y, [bias], [norm, whole]
-``logits``              first, T; x, norm, weights, scales, [bias], qa (hidden), logits
-======================  ==========================================================================
+Where scales are resident, an array of them follows every array of bundles, ``rows`` say which
+belong to gathered neurons, and ``first`` which belongs to the first of some neighbours.
 
-Where scales are resident, an array of them follows every array of bundles, and one of the neurons'
-rows in it every array of slots; ``add_dense`` has the first neuron's row after its numbers.
-
-For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the token whose
-they are, predictions the first token and how many there are; ``attend`` is in three parts besides,
-``attend_project``, ``attend_mix`` (token, position, context) and ``attend_output``; and where
-chunks are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
+For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the ``token``
+whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
+besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
+are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
 ``begin_ffn`` and ``add_dense`` but for that.
 """
 

@@ -11,7 +11,7 @@ from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.norms import NormWeights
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import take_activations
+from pi2.backends.kernels.parameters import take_activations, take_tiles
 from pi2.backends.kernels.spec import KernelSpec
 
 
@@ -34,13 +34,17 @@ class Schedule:
         """Declare the token that a function for one is about, where there are several."""
         return take.take_number("token") if self.spec.sequences else T.int32(0)
 
+    def take_rows(self, take: Parameters, name: str, rows: str = "tokens") -> v.Buffer:
+        """Declare vectors of the residual stream's length, float32."""
+        return take.take_array(name, "float32", rows, self.spec.hidden)
+
     def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
         hidden = take_activations(
             take, "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
         )
-        self._ignore_tiles(take, "hidden")
+        self._ignore_tiles(take, "hidden", spec.hidden)
         return hidden
 
     def take_dense(self, take: Parameters, count: v.Expr) -> Activations:
@@ -49,7 +53,7 @@ class Schedule:
         hidden = take_activations(
             take, "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
         )
-        self._ignore_tiles(take, "hidden")
+        self._ignore_tiles(take, "hidden", spec.hidden)
         return hidden
 
     def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
@@ -58,19 +62,22 @@ class Schedule:
         chunk = take_activations(
             take, name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
         )
-        self._ignore_tiles(take, name)
+        self._ignore_tiles(take, name, length)
         return chunk
 
-    def _ignore_tiles(self, take: Parameters, name: str) -> None:
+    def _ignore_tiles(self, take: Parameters, name: str, length: int) -> None:
         if self.ignores_tiles:
-            take.take_array(f"{name}_tiles", "int8")
+            take_tiles(take, name, length)
 
     def take_routes(self, take: Parameters) -> v.Buffer | None:
         """Declare the weights of a mixture's experts."""
-        return take.take_array("routes", "float32") if self.spec.experts else None
+        if not self.spec.experts:
+            return None
+        return take.take_array("routes", "float32", "tokens", self.spec.experts)
 
     def take_norm(self, take: Parameters) -> NormWeights:
         """Declare weight and bias of a norm of the model's width."""
-        weight = take.take_array("norm", "float32")
-        bias = take.take_array("norm_bias", "float32") if self.spec.norm_bias else None
+        width = self.spec.hidden
+        weight = take.take_array("norm", "float32", width)
+        bias = take.take_array("norm_bias", "float32", width) if self.spec.norm_bias else None
         return NormWeights(weight=weight, bias=bias)

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
+from pi2.backends.kernels.parameters import (
+    emit_each_token,
+    take_activations,
+    take_matrix,
+    take_rows,
+)
 from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank, find_row
 from pi2.backends.kernels.schedule import Schedule
 
@@ -22,14 +27,11 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     threshold = take.take_number("threshold", "float32")
     several = _take_several(schedule, take)
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
-    weights = take.take_array("outer_weights", "uint8")
-    scales = take.take_array("outer_scales", "uint8")
-    bias = take.take_array("bias", "float32")
+    weights, scales = take_rows(take, "outer", "expert", rank, precision)
+    bias = take.take_array("bias", "float32", "expert")
     hidden = schedule.take_hidden(take, neurons)
-    middle = take_activations(take, "middle", rank, spec.planes, neurons)
-    scores = take.take_array("scores", "float32")
-    indices = take.take_array("indices", "int32")
-    found = take.take_array("found", "int32")
+    middle = take_activations(take, "middle", rank, spec.planes, neurons, rows="sequences")
+    scores, indices, found = _take_lists(take)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
     isa = schedule.isa
     emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
@@ -51,13 +53,10 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     neurons = take.take_number("neurons")
     least = take.take_number("limit", "float32") if spec.is_smooth else None
     several = _take_several(schedule, take)
-    weights = take.take_array("weights", "uint8")
-    scales = take.take_array("scales", "uint8")
-    biases = take.take_array("biases", "float32") if spec.ffn_bias else None
+    weights, scales = take_rows(take, "gate", "expert", spec.hidden, precision)
+    biases = take.take_array("biases", "float32", "expert") if spec.ffn_bias else None
     hidden = schedule.take_hidden(take, neurons)
-    scores = take.take_array("scores", "float32")
-    indices = take.take_array("indices", "int32")
-    found = take.take_array("found", "int32")
+    scores, indices, found = _take_lists(take)
     matrix = Matrix(
         weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
     )
@@ -89,6 +88,13 @@ def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr]
         return None
     first = take.take_number("first")
     return first, take.take_number("tokens")
+
+
+def _take_lists(take: Parameters) -> tuple[v.Buffer, v.Buffer, v.Buffer]:
+    """Declare scores and indices of neurons, and how many were found, of every token."""
+    scores = take.take_array("scores", "float32", "sequences", "neurons")
+    indices = take.take_array("indices", "int32", "sequences", "neurons")
+    return scores, indices, take.take_array("found", "int32", "sequences")
 
 
 def _emit_lists(

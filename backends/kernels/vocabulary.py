@@ -10,7 +10,12 @@ from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.matrix import emit_multiply
 from pi2.backends.kernels.norms import emit_normalize
 from pi2.backends.kernels.operands import Vector
-from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
+from pi2.backends.kernels.parameters import (
+    emit_each_token,
+    take_activations,
+    take_matrix,
+    take_rows,
+)
 from pi2.backends.kernels.rows import emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
@@ -20,10 +25,10 @@ def emit_embed(schedule: Schedule, take: Parameters) -> None:
     """Set x float32 [T, hidden] to rows ``ids`` of the embedding."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
-    weights = take.take_array("weights", "uint8")
-    scales = take.take_array("scales", "uint8")
-    ids = take.take_array("ids", "int32")
-    x = take.take_array("x", "float32")
+    # As many rows as are in memory.
+    weights, scales = take_rows(take, "embedding", "rows", spec.hidden, spec.embedding)
+    ids = take.take_array("ids", "int32", "tokens")
+    x = schedule.take_rows(take, "x")
     with T.serial(tokens) as token:
         row = v.let(v.wide(ids[token]))
         vector = Vector(
@@ -43,8 +48,8 @@ def emit_add_positions(schedule: Schedule, take: Parameters) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
     position = take.take_number("position")
-    table = take.take_array("table", "uint8")
-    x = take.take_array("x", "float32")
+    table = take.take_array("table", "uint8", "context", spec.hidden * 2)
+    x = schedule.take_rows(take, "x")
     with T.serial(tokens) as token, T.serial(spec.hidden // 16) as step:
         byte = (v.wide(position + token) * spec.hidden + v.wide(step * 16)) * 2
         place = v.let(token * spec.hidden + step * 16)
@@ -56,15 +61,15 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     spec = schedule.spec
     first = take.take_number("first")
     tokens = take.take_number("tokens")
-    x = take.take_array("x", "float32")
+    x = schedule.take_rows(take, "x")
     norm = schedule.take_norm(take)
     head = take_matrix(take, "head", spec.vocab, spec.hidden, spec.head)
-    bias = take.take_array("head_bias", "float32") if spec.head_bias else None
+    bias = take.take_array("head_bias", "float32", spec.vocab) if spec.head_bias else None
     # All of them in two planes, however the chunk was computed.
     hidden = take_activations(
         take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
     )
-    logits = take.take_array("logits", "float32")
+    logits = take.take_array("logits", "float32", "logits", spec.vocab)
 
     def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
         if bias is not None:

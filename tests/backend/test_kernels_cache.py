@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pi2.backends.compiler import cache
+from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
 from pi2.logging import configure_logging
@@ -54,7 +55,7 @@ def test_a_spec_survives_json(spec: KernelSpec) -> None:
 def test_a_cached_library_is_not_compiled_again(spec: KernelSpec, folder: Path) -> None:
     path = cache.load_or_compile(spec, forbid_compiling)
     assert path.parent == folder / "kernels"
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert set(path.parent.iterdir()) == {path, find_signatures(path)}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
@@ -73,7 +74,18 @@ def test_a_damaged_entry_is_built_again(spec: KernelSpec, damage: str) -> None:
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
     assert rebuilt.read_bytes() == content
-    assert len(list(path.parent.iterdir())) == 1
+    assert set(path.parent.iterdir()) == {rebuilt, find_signatures(rebuilt)}
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_an_entry_with_damaged_signatures_is_built_again(spec: KernelSpec, damage: str) -> None:
+    signatures = find_signatures(cache.load_or_compile(spec, forbid_compiling))
+    content = signatures.read_text()
+    signatures.write_text(content.replace("tokens", "token"))
+    if damage == "missing":
+        signatures.unlink()
+    rebuilt = cache.load_or_compile(spec, lambda _label, _share: None)
+    assert find_signatures(rebuilt).read_text() == content
 
 
 def test_processes_may_compile_the_same_kernels_at_once(

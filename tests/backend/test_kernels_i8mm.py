@@ -276,7 +276,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
 
     from pi2.backends import cpu, reference
     from pi2.backends.compiler import vectors as v
-    from pi2.backends.compiler.compile import compile_functions, link
+    from pi2.backends.compiler.compile import compile_library
     from pi2.backends.kernels import i8mm
     from pi2.backends.kernels import isa as table
     from pi2.backends.kernels.program import Program
@@ -298,7 +298,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
 
     def compile_here(spec: KernelSpec, _progress: Any) -> Path:
         output = tmp_path / "kernels.so"
-        assert link(list(compile_functions(Program(spec), tmp_path)), output) == []
+        assert compile_library(Program(spec), output, lambda _label, _share: None) == []
         return output
 
     own = dataclasses.replace(make_isa("avx2"), name="pairs", pairs=True)

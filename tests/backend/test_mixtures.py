@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,14 @@ def test_prompts_compute_what_the_reference_computes(
 def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Path) -> None:
     done = []
     with pi2.load(drelu, set={"prefill.chunk": 8}) as model:
-        neurons = model._parts.executor._neurons  # type: ignore[attr-defined]
-        kernel = neurons._dense
+        chunk = model._parts.executor._now  # type: ignore[attr-defined]
+        kernel = chunk.neighbours.several
 
         def count(size: int, tokens: int, *rest: Any) -> None:
             done.append(size * tokens)
             kernel(size, tokens, *rest)
 
-        neurons._dense = count
+        chunk.neighbours = replace(chunk.neighbours, several=count)
         model._parts.forward.prefill(np.array(LONG[:16], np.int32))
     # Two layers, 16 tokens, two experts of four, with 200 neurons each.
     assert sum(done) == 2 * 16 * 2 * 200

@@ -1,0 +1,28 @@
+"""What the executor keeps for each chunk of a prompt: arrays, and calls of kernels with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pi2.backends.compiler.runtime import BoundCall
+from pi2.backends.cpu.arrays import Arrays
+from pi2.backends.cpu.neurons import NeighbourCalls
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkState:
+    """A chunk of T tokens in the course of the layers."""
+
+    tokens: int = 0
+    arrays: Arrays
+    embed: BoundCall
+    positions: BoundCall | None
+    """Adds learned position vectors, where there are any."""
+    attend: list[list[BoundCall]]
+    """By sequence and layer."""
+    begin: list[BoundCall]
+    """By layer."""
+    neighbours: NeighbourCalls
+    end: list[BoundCall]
+    """By layer."""
+    head: BoundCall
