@@ -346,13 +346,14 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     if least is None:
         return UserError.of("P350", "no plan exists for this device and model at all")
     notes = [
-        f"attention, norms, head{_name_embedding(least)}: {format_bytes(least.embedding.bytes)}",
-        f"keys and values of {wish.context} tokens: {format_bytes(least.kv.bytes)} "
+        f"attention, norms, head{_name_embedding(least)}: "
+        f"{approximate_bytes(least.embedding.bytes)}",
+        f"keys and values of {wish.context} tokens: {approximate_bytes(least.kv.bytes)} "
         f"({least.kv.type})",
         f"finding active neurons ({least.mode.predictor}): "
-        f"{format_bytes(least.mode.predictor_bytes)}",
-        f"workspace: {format_bytes(least.chunk.workspace_bytes)}",
-        f"Python and libraries: {format_bytes(problem.runtime_bytes)}",
+        f"{approximate_bytes(least.mode.predictor_bytes)}",
+        f"workspace: {approximate_bytes(least.chunk.workspace_bytes)}",
+        f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
     ]
     memory = wish.memory_bytes
     if memory is not None and memory < least.memory_bytes:

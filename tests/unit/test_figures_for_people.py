@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.cli.main import run
+from pi2.importing.first_plan import draft_first_plan
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     approximate_bytes,
@@ -19,6 +24,7 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
     round_size,
 )
+from pi2.plan.reading.references import list_shipped
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,20 @@ def test_a_rounded_size_is_hardly_smaller_and_short(size: int) -> None:
 
 def test_a_thousand_tebibytes_are_written_without_an_exponent() -> None:
     assert approximate_bytes(5000 * 2**40) == "5000 TiB"
+
+
+@pytest.mark.parametrize("name", list_shipped("model"))
+def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
+    model = check_file(list_shipped("model")[name]).document
+    device = check_file(list_shipped("device")["host"]).document
+    assert isinstance(model, Model)
+    assert isinstance(device, Device)
+    plan = tomllib.loads(draft_first_plan(model, device, 0, "store"))
+    assert plan["layers"]["hot"] == 1.0
+    sizes = [parse_quantity(text, BYTE_UNITS) for text in plan["memory"]["segments"].values()]
+    budget = parse_quantity(plan["memory"]["budget"], BYTE_UNITS)
+    assert sum(sizes) <= budget <= sum(sizes) + 4 * 2**20
+    assert sum(char.isdigit() for char in plan["memory"]["budget"]) <= 6
 
 
 @pytest.mark.parametrize("size", ["5315543244 B", "4.951 GiB"])

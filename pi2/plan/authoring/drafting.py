@@ -99,7 +99,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
             f"{approximate_bytes(wish.budget_bytes)} is not enough: this plan needs at least "
             f"{approximate_bytes(needed)}",
             help=f"--memory '{round_up(needed, MIB) // MIB} MiB', or a shorter --context",
-            notes=[f"{name}: {format_bytes(size)}" for name, size in segments.items()],
+            notes=[f"{name}: {approximate_bytes(size)}" for name, size in segments.items()],
         )
     hot = _choose_hot(rest, cold_bytes, least)
     final = _resolve(values, device, model, hot)
