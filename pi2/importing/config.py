@@ -242,6 +242,9 @@ def read_whole_window(config: Config) -> dict[str, Any]:
     return {"sliding_window": config.read("sliding_window", int)}
 
 
+_KINDS = ("sliding_attention", "full_attention")
+
+
 def read_window(
     config: Config, layers: int, has_window: Callable[[int], bool], width: int | None = None
 ) -> dict[str, Any]:
@@ -255,7 +258,7 @@ def read_window(
     kinds = config.read_list("layer_types")
     if not kinds:
         kinds = ["sliding_attention" if has_window(n) else "full_attention" for n in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
         raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
     chosen = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
     if not chosen:

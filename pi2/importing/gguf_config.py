@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_names import Architecture
+
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models with 27 billion weights."""
@@ -47,7 +48,7 @@ class Metadata:
         if type(value) is not kind:
             raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
         if isinstance(value, float):
-            if not math.isfinite(value):
+            if not abs(value) <= _MOST_FLOAT32:
                 raise self._refuse(f"{key} is {value!r}")
             # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
             value = float(str(np.float32(value)))

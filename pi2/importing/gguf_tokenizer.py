@@ -64,7 +64,7 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
         kinds = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
         if len(kinds) != len(tokens):
             raise _refuse(file, f"{len(tokens)} tokens have {len(kinds)} types")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _refuse(file, str(error)) from None
     longest = max((len(token) for token in tokens), default=0)
     if longest > _MOST_CHARACTERS:

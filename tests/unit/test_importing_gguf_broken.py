@@ -19,6 +19,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_file import read_gguf
+from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import translate, write_gguf
@@ -333,3 +334,33 @@ def test_a_token_of_a_whole_book(job: Job) -> None:
     job.save()
     with pytest.raises(UserError, match=r"P543.*a token has 5000 characters"):
         convert_checkpoint(job.file, describe_checkpoint(job.file).model, job.folder / "store")
+
+
+def test_numbers_beyond_those_of_32_bits(job: Job) -> None:
+    content = job.file.read_bytes()
+    # float64 1e300 where the file has a float32.
+    old = b"llama.attention.layer_norm_rms_epsilon" + struct.pack("<I", 6)
+    assert content.count(old) == 1
+    place = content.index(old) + len(old)
+    new = old[:-4] + struct.pack("<I", 12) + struct.pack("<d", 1e300)
+    job.file.write_bytes(content[: place - len(old)] + new + content[place + 4 :])
+    job.expect("P532", "layer_norm_rms_epsilon is 1e+300")
+
+
+def test_kinds_of_tokens_that_are_no_numbers(job: Job) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "a"],
+        "tokenizer.ggml.token_type": np.array([np.inf, 1.0], np.float32),
+    }
+    with pytest.raises(UserError, match="P543"):
+        make_tokenizer(job.file, metadata)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_that_is_a_signalling_nan(job: Job) -> None:
+    weights = job.tensors[GATE].copy()
+    weights.view(np.uint32)[0, 0] = 0x7F800001
+    job.tensors[GATE] = weights
+    job.save()
+    job.expect("P539", GATE)

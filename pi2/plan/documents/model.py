@@ -79,7 +79,7 @@ class Norm(Table):
     residual stream (Gemma 2)."""
 
 
-Divisor = Annotated[float, Field(gt=0.0, examples=[1.5])]
+Divisor = Annotated[float, Field(ge=1e-6, le=1e9, examples=[1.5])]
 """What a frequency is divided by."""
 
 
@@ -109,7 +109,7 @@ class Rope(Table):
     """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
     whole_pairs: bool = True
     """Whether the two bounds are rounded to whole pairs (``yarn``)."""
-    attention_factor: float | None = Field(default=None, gt=0.0, examples=[1.1])
+    attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.1])
     """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``) or sqrt(1 + ln(factor)
     / ln(original_context)) (``longrope``)."""
     short_factors: tuple[Divisor, ...] = ()

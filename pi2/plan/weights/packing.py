@@ -263,7 +263,7 @@ def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:
     count, length = rows.shape
     groups = rows.reshape(count, length // GROUP, GROUP)
     peaks = _find_peaks(rows).reshape(scales_out.shape)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         scales_out[:] = peaks / np.float32(_TOP[precision])
     if not np.isfinite(scales_out).all():
         raise ValueError(_explain_overflow(rows))

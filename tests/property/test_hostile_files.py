@@ -1,0 +1,76 @@
+"""Whatever stands in a checkpoint, tokenizer, template or store: a finding, or a right result.
+
+`tools/fuzz.py` tries the same with more cases; what it found is in tests/corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fuzzing.targets import Target, make_targets
+
+CORPUS = Path(__file__).resolve().parents[1] / "corpus"
+CASES = sorted(CORPUS.glob("*/*.case"))
+
+randoms = st.randoms(use_true_random=False)
+some = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return make_targets(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trials of tokenizers are kept where the tests of this module alone look."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi2.sandbox.tokenizer.find_cache_folder", lambda kept: folder)
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_once_failed_does_so_no_more(targets: dict[str, Target], case: Path) -> None:
+    targets[case.parent.name].run(case.read_bytes())
+
+
+@settings(some, max_examples=400)
+@given(random=randoms)
+def test_configurations(targets: dict[str, Target], random: Random) -> None:
+    run(targets["config"], random)
+
+
+@settings(some, max_examples=250)
+@given(random=randoms)
+def test_gguf_files(targets: dict[str, Target], random: Random) -> None:
+    run(targets["gguf"], random)
+
+
+@settings(some, max_examples=200)
+@given(random=randoms)
+def test_stores(targets: dict[str, Target], random: Random) -> None:
+    run(targets["store"], random)
+
+
+@settings(some, max_examples=100)
+@given(random=randoms)
+def test_tokenizers(targets: dict[str, Target], random: Random) -> None:
+    run(targets["tokenizer"], random)
+
+
+@settings(some, max_examples=50)
+@given(random=randoms)
+def test_templates(targets: dict[str, Target], random: Random) -> None:
+    run(targets["template"], random)
+
+
+def run(target: Target, random: Random) -> None:
+    """Make a case and give it to pi2; the target itself says what may become of it."""
+    assert target.run(target.make(random))
