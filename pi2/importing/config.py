@@ -14,6 +14,8 @@ Value = TypeVar("Value", int, float, bool, str)
 _HUGE = 10**300
 """Whole numbers from here on may not fit into a float."""
 
+_MOST_WHOLE = 2**53
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -31,6 +33,14 @@ ACTIVATIONS = {
     "drelu": "drelu",
 }
 """Activations of the model document by their names in configurations."""
+
+
+def _is_usable(value: object) -> bool:
+    """Whether pi2 can compute with a number: finite, and whole ones no larger than a float has
+    digits."""
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is not int or abs(value) <= _MOST_WHOLE
 
 
 class Config:
@@ -60,7 +70,7 @@ class Config:
             return default
         if kind is float and type(value) is int:
             value = float(value) if abs(value) < _HUGE else math.inf
-        if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
+        if type(value) is not kind or not _is_usable(value):
             raise self.refuse(f"{key} is {value!r}, expected {_DESCRIBED[kind]}")
         found: Value = value
         return found

@@ -17,7 +17,6 @@ from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.leftovers import find_leftovers
 from pi2.importing.requirements import check_checkpoint, raise_findings
-from pi2.importing.rows import fill_name
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.model import Model
@@ -166,13 +165,12 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """State the predictors that lie in the checkpoint itself, as TurboSparse's do."""
     pattern = tables["tensors"].get("predictor_in", Tensors().predictor_in)
-    names = {
-        fill_name(pattern, layer, expert)
-        for layer in range(tables["shape"]["layers"])
-        for expert in range(tables.get("moe", {}).get("experts", 1))
-    }
-    found = [checkpoint.tensors.get(name) for name in names]
-    ranks = [tensor.shape[0] for tensor in found if tensor is not None and tensor.shape]
+    number = "(0|[1-9][0-9]*)"
+    named = re.compile(
+        re.escape(pattern).replace(r"\{layer\}", number).replace(r"\{expert\}", number)
+    )
+    found = [tensor for name, tensor in checkpoint.tensors.items() if named.fullmatch(name)]
+    ranks = [tensor.shape[0] for tensor in found if tensor.shape]
     if ranks:
         tables["predictor"] = {"rank": round_up(max(1, *ranks), GROUP)}
 
@@ -192,7 +190,7 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
         bos = config.read("bos_token_id", int)
         tokenizer |= {"bos": bos, "add_bos": _begins_with(checkpoint, bos)}
     vocab = config.read("vocab_size", int)
-    if tokenizer.get("bos", 0) >= vocab:
+    if "bos" in tokenizer and tokenizer["bos"] >= vocab:
         del tokenizer["bos"], tokenizer["add_bos"]
     tokenizer["eos"] = [token for token in ends if 0 <= token < vocab]
     return tokenizer

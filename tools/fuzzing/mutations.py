@@ -126,7 +126,7 @@ def spoil_document(random: Random, document: Any, more: Sequence[Any] = ()) -> A
             factor = random.choice((-1, 2, 0.5, 1024, 1 / 3))
             holder[last] = type(holder[last])(holder[last] * factor)
         else:
-            holder[last] = random.choice(NASTY)
+            holder[last] = copy.deepcopy(random.choice(NASTY))
     return result
 
 

@@ -249,6 +249,7 @@ class StoreTarget:
     def _generate(self, plan: Path) -> list[int]:
         settings: dict[str, object] = {"backends.cpu": "reference", "layers.hot": 0.125}
         settings |= {"memory.segments.hot": "1 MiB", "memory.segments.cold": "1 MiB"}
+        settings |= {"memory.budget": "1 GiB"}
         with pi2.load(plan, set=settings) as model:
             return list(model.generate([1, 5, 9], max_tokens=4, temperature=0.0).result.token_ids)
 
