@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 MARKS = (".git", ".hg", "pi2.lock")
-"""A folder that has one of them is the top of a repository."""
+"""A folder that has one of them is the top of a repository.  An earlier one counts more: there may
+be several folders with a lock in a repository."""
 
 
 def name_in_repository(file: str) -> str | None:
@@ -18,9 +19,10 @@ def name_in_repository(file: str) -> str | None:
         path = Path(os.path.abspath(file))
     except ValueError:  # a name that no file has
         return None
-    for folder in path.parents:
-        if any(_exists(folder / mark) for mark in MARKS):
-            return path.relative_to(folder).as_posix()
+    for mark in MARKS:
+        for folder in path.parents:
+            if _exists(folder / mark):
+                return path.relative_to(folder).as_posix()
     return None
 
 

@@ -131,6 +131,7 @@ def test_the_working_directory_changes_nothing(
 ) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "plans/deep").mkdir(parents=True)
+    (tmp_path / "plans/pi2.lock").touch()  # a project within the repository
     reports = set()
     for folder, file in ((".", "plans/a"), ("plans", "a"), ("plans/deep", "../a")):
         monkeypatch.chdir(tmp_path / folder)
