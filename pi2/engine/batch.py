@@ -94,6 +94,7 @@ class BatchGeneration(Iterator[tuple[int, str]]):
     def _generate(self) -> Iterator[tuple[int, str]]:
         before = self._read_statistics()
         self._forward.reset_all()
+        run = self._forward.run
         waiting = deque(range(len(self._requests)))
         free = list(range(len(self._forward.positions)))
         places: dict[int, int] = {}
@@ -112,7 +113,10 @@ class BatchGeneration(Iterator[tuple[int, str]]):
             if places:
                 found += self._step(answers, places)
                 self._free_ended(answers, places, free)
-            yield from ((number, piece) for number, piece in found if piece)
+            for number, piece in found:
+                if piece:
+                    yield number, piece
+                    self._forward.check_run(run)
         self._result = BatchResult(
             sequences=tuple(self.finished[number] for number in range(len(answers))),
             steps=self._steps,

@@ -181,11 +181,13 @@ class Generation(Iterator[str]):
         before = self._read_statistics()
         answer = Answer(self._request, self._decoder, self._context)
         forward.reset_all()
+        run = forward.run
         logits = forward.prefill(answer.prompt_ids, progress=self._progress)[0]
         while True:
             piece = answer.take(logits)
             if piece:
                 yield piece
+                forward.check_run(run)
             if answer.reason is not None:
                 break
             logits = forward.decode(answer.last_token)
