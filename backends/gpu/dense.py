@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pi2.arrays import F32, U8
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
@@ -15,9 +15,6 @@ from pi2.backends.gpu.packing import TILE, count_tile_bytes, pack_neurons
 from pi2.plan.documents.model import Activation
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress
-
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 _FEW_TOKENS = 16
 """With more tokens, products by tiles of 64 tokens are the cheaper ones."""

@@ -6,7 +6,8 @@ The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): w
 - *tiles*, for rows that are multiplied with inputs: 32 rows are a tile.  In it comes one vector of
   16 bytes of each row, then the next of each row, and so on; where neurons have gates, all of the
   gates of a tile come before its up rows.  Scales likewise: one of each row, then the next.
-- *rows*, for vectors that are added up: a vector's groups one after the other, and its scales.
+- *rows*, for vectors that are added up or gathered: a vector's groups one after the other, and its
+  scales.
 
 A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the last tile are zero.
 """
@@ -21,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import F16, F32, I32, U8, U32
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
@@ -32,11 +34,6 @@ from pi2.plan.weights.layout import (
 )
 from pi2.plan.weights.packing import slice_bias, slice_experts, slice_part
 
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
-F16 = npt.NDArray[np.float16]
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
 _Element = TypeVar("_Element", bound=np.generic)
 
 TILE = 32
@@ -47,7 +44,8 @@ _VECTOR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeurons:
-    """Neurons as the kernels of `pi2.backends.gpu.kernels.ffn` read them, n a multiple of 32."""
+    """Neurons as the kernels of `pi2.backends.gpu.kernels.ffn` read them, n a multiple of 32; for
+    those of `gathered` of any number, all in rows."""
 
     gate_up_weights: U32
     """In tiles, flat."""
@@ -149,6 +147,27 @@ def pack_neurons(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
         down_scales=np.ascontiguousarray(scales[-1]).reshape(-1) if scales else None,
         biases=fill_tile(np.stack(biases, 1)).reshape(-1) if biases else None,
         experts=fill_tile(slice_experts(bundles, layout)) if mixed else None,
+    )
+
+
+def pack_slots(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
+    """Arrange bundles uint8 [n, .] that have their scales in them for slots: all vectors in rows,
+    a neuron's inputs' one after the other."""
+    inputs = range(len(layout.parts) - 1)
+    parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
+    words = [order_words(weights, layout.hidden, layout.precision) for weights, _ in parts]
+    scales = [part_scales for _, part_scales in parts if part_scales is not None]
+    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
+    mixed = layout.expert_offset is not None
+    return DeviceNeurons(
+        gate_up_weights=np.stack([words[index] for index in inputs], 1).reshape(-1),
+        gate_up_scales=(
+            np.stack([scales[index] for index in inputs], 1).reshape(-1) if scales else None
+        ),
+        down_weights=words[-1].reshape(-1),
+        down_scales=scales[-1].reshape(-1) if scales else None,
+        biases=np.stack(biases, 1).reshape(-1) if biases else None,
+        experts=slice_experts(bundles, layout) if mixed else None,
     )
 
 

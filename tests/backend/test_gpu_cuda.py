@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from pi2.backends.gpu.images import load_image
 from pi2.backends.gpu.kernels.compile import build_image, generate_sources
 from pi2.backends.gpu.kernels.nvrtc import MissingCompiler, find_nvrtc
 from pi2.backends.gpu.kernels.program import list_kernels
-from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Target
+from pi2.backends.gpu.kernels.specification import (
+    AttentionKernels,
+    EmbeddingKernels,
+    FfnKernels,
+    GpuSpec,
+    NormKernels,
+    ProductKernels,
+    Target,
+)
 from pi2.diagnostics import UserError
 
 FFN = FfnKernels(hidden=4096, precision="int4", activation="drelu", bias=True, experts=8)
@@ -19,7 +28,21 @@ _EM_CUDA = 190
 
 
 def make_spec(arch: str) -> GpuSpec:
-    return GpuSpec(target=Target(api="cuda", fp16=True, arch=arch), ffn=FFN)
+    """Everything that a mixture with 32 heads needs."""
+    return GpuSpec(
+        target=Target(api="cuda", fp16=True, arch=arch),
+        ffn=FFN,
+        gathered=dataclasses.replace(FFN, activation="silu", precision="int8"),
+        products=(
+            ProductKernels(length=4096, precision="int4", bias=True),
+            ProductKernels(length=4096, precision="fp16", adds=True),
+        ),
+        embedding=EmbeddingKernels(length=4096, precision="int4"),
+        norm=NormKernels(length=4096, width=4096, epsilon=1e-5, outputs=True),
+        attention=AttentionKernels(
+            heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=4096, some_full=True
+        ),
+    )
 
 
 @pytest.mark.parametrize(("arch", "number"), [("sm_80", 80), ("sm_89", 89), ("sm_90", 90)])
@@ -35,6 +58,7 @@ def test_cubins_hold_every_kernel_for_their_architecture(arch: str, number: int)
     (machine,) = struct.unpack_from("<H", cubin, 18)
     (flags,) = struct.unpack_from("<I", cubin, 48)
     assert (machine, flags >> 8 & 0xFF) == (_EM_CUDA, number)
+    assert len(image.kernels) > 20
     for name in image.kernels:
         assert f".text.{name}_kernel\0".encode() in cubin
 

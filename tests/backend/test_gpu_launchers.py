@@ -13,7 +13,13 @@ from pi2.backends.gpu import devices
 from pi2.backends.gpu.devices import open_device, survey_api, survey_devices
 from pi2.backends.gpu.kernels.ffn import make_join
 from pi2.backends.gpu.kernels.signature import KernelImage
-from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Target
+from pi2.backends.gpu.kernels.specification import (
+    AttentionKernels,
+    FfnKernels,
+    GpuSpec,
+    ProductKernels,
+    Target,
+)
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
 
@@ -133,6 +139,11 @@ def test_a_driver_that_crashes_takes_nothing_along(monkeypatch: pytest.MonkeyPat
 
 
 def test_specifications_survive_json() -> None:
-    spec = GpuSpec(target=Target(api="cuda", fp16=True, arch="sm_90"), ffn=FFN)
+    spec = GpuSpec(
+        target=Target(api="cuda", fp16=True, arch="sm_90"),
+        ffn=FFN,
+        products=(ProductKernels(length=64, precision="int8", relu=True),),
+        attention=AttentionKernels(heads=2, kv_heads=1, head_dim=32, scale=0.1, kv="fp16"),
+    )
     assert GpuSpec.from_json(spec.to_json()) == spec
     assert GpuSpec.from_json(GpuSpec(target=spec.target).to_json()).ffn is None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pi2.arrays import F16, F32, U32
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.packing import (
-    F16,
     TILE,
-    U32,
     count_tile_bytes,
     order_words,
     pack_matrix,
@@ -17,7 +16,7 @@ from pi2.backends.gpu.packing import (
 )
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.plan.weights.packing import dequantize, quantize, slice_part, unpack_part
-from tests.helpers.gpu import F32, RandomNeurons
+from tests.helpers.gpu import RandomNeurons
 
 LENGTH = 32 * (16 + 8 + 4 + 1)
 """A block of 16 groups, then 8, 4 and 1."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pi2.arrays import F32, F64, U8
 from pi2.backends.gpu.devices import survey_devices
 from pi2.backends.gpu.kernels.signature import Api, Number
 from pi2.backends.gpu.kernels.specification import FfnKernels
@@ -24,10 +25,6 @@ from pi2.plan.weights.packing import (
     slice_experts,
     unpack_part,
 )
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-U8 = npt.NDArray[np.uint8]
 
 
 @cache
@@ -107,6 +104,10 @@ class RandomNeurons:
         return values @ unpack_part(self.bundles, self.layout, last).astype(np.float64)
 
 
+_GUARD = bytes(range(256))
+"""What lies behind every array on the device."""
+
+
 class Bench:
     """Kernels that were compiled in this process, on a device."""
 
@@ -123,23 +124,25 @@ class Bench:
         arrays: Mapping[str, npt.NDArray[Any]],
         numbers: Mapping[str, Number],
     ) -> dict[str, npt.NDArray[Any]]:
-        """Run a kernel once; return what is in the arrays then."""
-        on_device = {}
+        """Run a kernel once; return what is in the arrays then.  Nothing behind them is written."""
+        on_device, found = {}, {}
         for key, array in arrays.items():
-            # Arrays are whole words.
-            data = np.frombuffer(array.tobytes().ljust(-(-array.nbytes // 4) * 4, b"\0"), np.uint8)
+            data = np.frombuffer(array.tobytes() + _GUARD[array.nbytes % 4 :], np.uint8)
             on_device[key] = self._launcher.allocate(len(data))
+            found[key] = np.empty_like(data)
             self._queue.upload(on_device[key], data)
         self._queue.launch(self._launcher.bind(self._kernels[name], on_device), numbers)
-        found = {
-            key: np.empty_like(array) for key, array in arrays.items() if array.nbytes % 4 == 0
-        }
-        for key, array in found.items():
-            self._queue.download(on_device[key], array)
+        for key, data in found.items():
+            self._queue.download(on_device[key], data)
         self._queue.submit().wait()
-        for device_array in on_device.values():
-            self._launcher.release(device_array)
-        return found
+        results = {}
+        for key, array in arrays.items():
+            self._launcher.release(on_device[key])
+            after = found[key].tobytes()
+            assert after[array.nbytes :] == _GUARD[array.nbytes % 4 :], f"{name} overran {key}"
+            flat = np.frombuffer(after[: array.nbytes], array.dtype)
+            results[key] = flat.reshape(array.shape).copy()
+        return results
 
 
 def measure_error(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:

@@ -6,7 +6,8 @@ work group shares.  Every function adds to the kernel under construction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from pi2.backends.gpu.kernels.signature import ONCE, Axis, NumberType
 
 Expr = Any
 Buffer = Any
+Read = Callable[[Expr], Expr]
+Write = Callable[[Expr, Expr], None]
 
 
 class Cell:
@@ -49,7 +52,11 @@ def let(value: Expr) -> Expr:
 
 def number(value: float) -> Expr:
     """Return a float32 literal."""
-    return T.FloatImm("float32", float(value))
+    bits = struct.pack("<f", value)
+    # Sources have seven digits of a number: others are given by their bits.
+    if struct.pack("<f", float(f"{value:e}")) == bits:
+        return T.FloatImm("float32", float(value))
+    return T.reinterpret(T.uint32(struct.unpack("<I", bits)[0]), dtype="float32")
 
 
 def make_zeros(count: int) -> list[Cell]:
@@ -75,6 +82,22 @@ def share(size: int, dtype: str = "float32") -> Buffer:
 def wait_for_group() -> None:
     """Let all threads of the work group arrive here, with what they wrote to shared arrays."""
     T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def add_in_group(shared: Buffer, thread: Expr, value: Expr, threads: int) -> Expr:
+    """Return the sum of ``value`` over all ``threads`` (a power of 2), the same in each; ``shared``
+    has an element for each."""
+    store(shared, thread, value)
+    wait_for_group()
+    half = threads // 2
+    while half:
+        with when(thread < half):
+            store(shared, thread, shared[thread] + shared[thread + half])
+        wait_for_group()
+        half //= 2
+    total = let(shared[0])
+    wait_for_group()
+    return total
 
 
 def store(buffer: Buffer, index: Expr, value: Expr) -> None:

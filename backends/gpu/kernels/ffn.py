@@ -1,4 +1,4 @@
-"""The FFN over a range of a layer's neurons, in two steps: activations, then their sum.
+"""The FFN of few tokens over a range of a layer's neurons: activations, then their sum.
 
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
@@ -11,19 +11,19 @@ kernel                  parameters: arrays, then numbers
 ``join``                partials, sums float32 [T, hidden]; tokens, parts
 ======================  ==========================================================================
 
-N is the number of tokens that a work group computes with.  ``first_tile`` counts the 32 neurons of
+N is the number of tokens that a work group computes with: 64 of them are those of
+`pi2.backends.gpu.kernels.ffn_many`.  ``first_tile`` counts the 32 neurons of
 a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels import many
 from pi2.backends.gpu.kernels.activation import activate
 from pi2.backends.gpu.kernels.few import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
 from pi2.backends.gpu.kernels.signature import Axis
@@ -41,13 +41,11 @@ _JOINED = 256
 """Threads of a work group of ``join``."""
 
 
-def list_ffn_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make all of them."""
+def list_few_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
+    """Make those for few tokens, and ``join``."""
     for tokens in FEW:
         yield make_values(ffn, fp16, tokens)
         yield make_sums(ffn, fp16, tokens)
-    yield make_many_values(ffn, fp16)
-    yield make_many_sums(ffn, fp16)
     yield make_join(ffn)
 
 
@@ -102,61 +100,79 @@ def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
 
 
 def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
-    """Make ``sums_N`` for N few tokens.
-
-    A thread adds up 8 elements of the sum over every eighth neuron.  Neurons that are zero for all
-    of the tokens are not read.
-    """
+    """Make ``sums_N`` for N few tokens."""
     kernel = c.Kernel(f"sums_{count}", BLOCK)
+    with kernel.declare():
+        first_tile = kernel.take_number("first_tile")
+        neurons = kernel.take_number("count")
+        emit_sums(
+            kernel,
+            ffn,
+            fp16,
+            count,
+            lambda: neurons,
+            lambda neuron: first_tile * ROWS + neuron,
+        )
+    return kernel
+
+
+def emit_sums(
+    kernel: c.Kernel,
+    ffn: FfnKernels,
+    fp16: bool,
+    count: int,
+    count_neurons: Callable[[], c.Expr],
+    find_row: Callable[[c.Expr], c.Expr],
+) -> None:
+    """Add parameters and body of a kernel that adds up down vectors for ``count`` tokens.
+
+    A thread adds up 8 elements of the sum over every eighth neuron; ``find_row`` says where a
+    neuron lies.  Neurons that are zero for all of the tokens are not read.
+    """
     lanes = WORDS[ffn.precision] * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
-    with kernel.declare():
-        values = kernel.take_array("values", "float32")
-        weights = Weights.take(kernel, "down", ffn.precision, lanes, fp16)
-        partials = kernel.take_array("partials", "float32")
-        first_tile = kernel.take_number("first_tile")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        parts = kernel.take_number("parts")
-        columns = -(-units // ROWS)
-        with kernel.run(
-            Axis(times=columns, number="parts"), Axis(number="tokens", per=count)
-        ) as place:
-            lane, slice_number, _ = place.thread
-            part = c.let(T.floordiv(place.group[0], columns))
-            place_of_unit = c.let(T.floormod(place.group[0], columns) * ROWS + lane)
-            unit = c.let(T.min(place_of_unit, units - 1))
-            base = c.let(place.group[1] * count)
-            firsts = [c.let(T.min(base + turn, tokens - 1) * neurons) for turn in range(count)]
-            size = c.let(T.floordiv(neurons + parts - 1, parts))
-            begin = c.let(part * size)
-            end = c.let(T.min(begin + size, neurons))
-            sums = [c.make_zeros(ELEMENTS) for _ in range(count)]
-            with T.serial(c.divide_up(size, SLICES)) as turn:
-                neuron = c.let(begin + turn * SLICES + slice_number)
-                with c.when(neuron < end):
-                    factors = [c.let(values[first + neuron]) for first in firsts]
-                    row = c.let(first_tile * ROWS + neuron)
-                    with ExitStack() as stack:
-                        if not ffn.is_smooth:
-                            stack.enter_context(c.when(_is_any_set(factors)))
-                        _add_neuron(weights, units, row, unit, factors, sums)
-            shared = c.share(SLICES * ELEMENTS * ROWS)
-            for turn in range(count):
-                if turn:
-                    c.wait_for_group()
-                for index, cell in enumerate(sums[turn]):
-                    c.store(shared, (slice_number * ELEMENTS + index) * ROWS + lane, cell.get())
+    columns = -(-units // ROWS)
+    values = kernel.take_array("values", "float32")
+    weights = Weights.take(kernel, "down", ffn.precision, lanes, fp16)
+    partials = kernel.take_array("partials", "float32")
+    tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
+    with kernel.run(Axis(times=columns, number="parts"), Axis(number="tokens", per=count)) as place:
+        neurons = count_neurons()
+        lane, slice_number, _ = place.thread
+        part = c.let(T.floordiv(place.group[0], columns))
+        place_of_unit = c.let(T.floormod(place.group[0], columns) * ROWS + lane)
+        unit = c.let(T.min(place_of_unit, units - 1))
+        base = c.let(place.group[1] * count)
+        firsts = [c.let(T.min(base + turn, tokens - 1) * neurons) for turn in range(count)]
+        size = c.let(T.floordiv(neurons + parts - 1, parts))
+        begin = c.let(part * size)
+        end = c.let(T.min(begin + size, neurons))
+        sums = [c.make_zeros(ELEMENTS) for _ in range(count)]
+        with T.serial(c.divide_up(size, SLICES)) as turn:
+            neuron = c.let(begin + turn * SLICES + slice_number)
+            with c.when(neuron < end):
+                factors = [c.let(values[first + neuron]) for first in firsts]
+                row = c.let(find_row(neuron))
+                with ExitStack() as stack:
+                    if not ffn.is_smooth:
+                        stack.enter_context(c.when(_is_any_set(factors)))
+                    _add_neuron(weights, units, row, unit, factors, sums)
+        shared = c.share(SLICES * ELEMENTS * ROWS)
+        for turn in range(count):
+            if turn:
                 c.wait_for_group()
-                # From here on, the second axis counts elements.
-                total = c.Cell(shared[slice_number * ROWS + lane])
-                for piece in range(1, SLICES):
-                    total.add(shared[(piece * ELEMENTS + slice_number) * ROWS + lane])
-                token = c.let(base + turn)
-                with c.when(T.And(token < tokens, place_of_unit < units)):
-                    part_row = c.let(part * tokens + token)
-                    element = find_element(ffn.precision, unit, slice_number)
-                    c.store(partials, part_row * ffn.hidden + element, total.get())
-    return kernel
+            for index, cell in enumerate(sums[turn]):
+                c.store(shared, (slice_number * ELEMENTS + index) * ROWS + lane, cell.get())
+            c.wait_for_group()
+            # From here on, the second axis counts elements.
+            total = c.Cell(shared[slice_number * ROWS + lane])
+            for piece in range(1, SLICES):
+                total.add(shared[(piece * ELEMENTS + slice_number) * ROWS + lane])
+            token = c.let(base + turn)
+            with c.when(T.And(token < tokens, place_of_unit < units)):
+                part_row = c.let(part * tokens + token)
+                element = find_element(ffn.precision, unit, slice_number)
+                c.store(partials, part_row * ffn.hidden + element, total.get())
 
 
 def _is_any_set(factors: Sequence[c.Expr]) -> c.Expr:
@@ -194,108 +210,6 @@ def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
     # The second half of a word's elements is half a group further on.
     half = T.floordiv(index, ELEMENTS // 2) * (GROUP // 2 - ELEMENTS // 2)
     return group * GROUP + word * (ELEMENTS // 2) + index + half
-
-
-def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``values_64``: a tile of gates and its up rows, or two tiles where there are none."""
-    kernel = c.Kernel(f"values_{many.TOKENS}", many.BLOCK)
-    tiles = 2 // ffn.parts
-    groups = ffn.hidden // GROUP
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
-        weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
-        epilogue = Epilogue(kernel, ffn)
-        values = kernel.take_array("values", "float32")
-        first_tile = kernel.take_number("first_tile")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        with kernel.run(
-            Axis(number="count", per=ROWS * tiles), Axis(number="tokens", per=many.TOKENS)
-        ) as place:
-            base = c.let(place.group[1] * many.TOKENS)
-            # A tile beyond the last is read again and not used.
-            last = c.let(T.floordiv(neurons - 1, ROWS))
-            resident = [
-                c.let(first_tile + T.min(place.group[0] * tiles + index, last))
-                for index in range(tiles)
-            ]
-            strips = [
-                c.let(tile * ffn.parts + part) for tile in resident for part in range(ffn.parts)
-            ]
-
-            def load(panels: many.Panels, group: c.Expr) -> None:
-                many.emit_load_tiles(panels, place, weights, strips, group, groups)
-
-                def read(token: c.Expr, term: c.Expr) -> c.Expr:
-                    row = T.min(base + token, tokens - 1)
-                    return inputs[row * ffn.hidden + group * GROUP + term]
-
-                many.emit_load_inputs(panels, place, read)
-
-            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
-                row = c.let(place.thread[0] + half * many.SIDE)
-                token = c.let(base + token)
-                for index in range(tiles):
-                    neuron = c.let((place.group[0] * tiles + index) * ROWS + row)
-                    with c.when(T.And(token < tokens, neuron < neurons)):
-                        own = products[index * ffn.parts : (index + 1) * ffn.parts]
-                        value = epilogue.compute(c.let(first_tile * ROWS + neuron), token, own)
-                        c.store(values, token * neurons + neuron, value)
-
-            many.emit_many(place, T.int32(groups), load, finish)
-    return kernel
-
-
-def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``sums_64``."""
-    kernel = c.Kernel(f"sums_{many.TOKENS}", many.BLOCK)
-    groups = ffn.hidden // GROUP
-    columns = -(-ffn.hidden // many.COLUMNS)
-    with kernel.declare():
-        values = kernel.take_array("values", "float32")
-        weights = Weights.take(kernel, "down", ffn.precision, 1, fp16)
-        partials = kernel.take_array("partials", "float32")
-        first_tile = kernel.take_number("first_tile")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        parts = kernel.take_number("parts")
-        with kernel.run(
-            Axis(times=columns, number="parts"), Axis(number="tokens", per=many.TOKENS)
-        ) as place:
-            part = c.let(T.floordiv(place.group[0], columns))
-            column = c.let(T.floormod(place.group[0], columns) * many.COLUMNS)
-            base = c.let(place.group[1] * many.TOKENS)
-            size = c.let(T.floordiv(neurons + parts - 1, parts))
-            begin = c.let(part * size)
-            end = c.let(T.min(begin + size, neurons))
-
-            def load(panels: many.Panels, step: c.Expr) -> None:
-                first = c.let(begin + step * GROUP)
-
-                def read_row(term: c.Expr) -> c.Expr:
-                    return first_tile * ROWS + T.min(first + term, neurons - 1)
-
-                group = c.let(T.floordiv(column, GROUP))
-                many.emit_load_rows(panels, place, weights, read_row, group, groups)
-
-                def read(token: c.Expr, term: c.Expr) -> c.Expr:
-                    neuron = c.let(first + term)
-                    row = c.let(T.min(base + token, tokens - 1) * neurons)
-                    value = c.let(values[row + T.min(neuron, neurons - 1)])
-                    return T.Select(neuron < end, value, c.number(0.0))
-
-                many.emit_load_inputs(panels, place, read)
-
-            def finish(token: c.Expr, half: int, totals: list[c.Expr]) -> None:
-                token = c.let(base + token)
-                for strip, total in enumerate(totals):
-                    element = c.let(
-                        column + strip * many.STRIP + half * many.SIDE + place.thread[0]
-                    )
-                    with c.when(T.And(token < tokens, element < ffn.hidden)):
-                        row = c.let(part * tokens + token)
-                        c.store(partials, row * ffn.hidden + element, total)
-
-            many.emit_many(place, c.divide_up(size, GROUP), load, finish)
-    return kernel
 
 
 def make_join(ffn: FfnKernels) -> c.Kernel:

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pi2.backends.gpu.kernels.attention import list_attention_kernels
 from pi2.backends.gpu.kernels.code import Kernel
-from pi2.backends.gpu.kernels.ffn import list_ffn_kernels
+from pi2.backends.gpu.kernels.embedding import make_embed
+from pi2.backends.gpu.kernels.ffn import list_few_kernels, make_join
+from pi2.backends.gpu.kernels.ffn_many import list_many_kernels
+from pi2.backends.gpu.kernels.gathered import list_gathered_kernels
+from pi2.backends.gpu.kernels.norms import list_norm_kernels
+from pi2.backends.gpu.kernels.products import list_product_kernels
 from pi2.backends.gpu.kernels.specification import GpuSpec
 
 
 def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
     """Make all of them."""
     if spec.ffn is not None:
-        yield from list_ffn_kernels(spec.ffn, spec.target.fp16)
+        yield from list_few_kernels(spec.ffn, spec.target.fp16)
+        yield from list_many_kernels(spec.ffn, spec.target.fp16)
+    if spec.gathered is not None:
+        yield from list_gathered_kernels(spec.gathered, spec.target.fp16)
+        if spec.ffn is None:
+            yield make_join(spec.gathered)
+    for product in spec.products:
+        yield from list_product_kernels(product, spec.target.fp16)
+    if spec.embedding is not None:
+        yield make_embed(spec.embedding, spec.target.fp16)
+    if spec.norm is not None:
+        yield from list_norm_kernels(spec.norm)
+    if spec.attention is not None:
+        yield from list_attention_kernels(spec.attention)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pi2.backends.gpu.kernels.signature import Api
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
-from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import GROUP, Precision, fill_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,10 @@ class ProductKernels:
     length: int
     precision: Precision
     bias: bool = False
+    relu: bool = False
+    """Whether what is below 0 becomes 0."""
+    adds: bool = False
+    """Whether products are added to what the outputs hold."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -71,7 +77,76 @@ class ProductKernels:
     @property
     def name(self) -> str:
         """What its kernels' names begin with."""
-        return f"product_{self.precision}_{self.length}" + ("_bias" if self.bias else "")
+        parts = [f"product_{self.precision}_{self.length}"]
+        parts += [name for name in ("bias", "relu", "adds") if getattr(self, name)]
+        return "_".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingKernels:
+    """Embeddings of tokens (`pi2.backends.gpu.kernels.embedding`)."""
+
+    length: int
+    precision: Precision
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.length % GROUP == 0, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormKernels:
+    """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.norms`)."""
+
+    length: int
+    """Of its vectors: zeros fill up the last group."""
+    width: int
+    """Elements that norms are taken of."""
+    epsilon: float
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    bias: bool = False
+    outputs: bool = False
+    """Whether what is added is normalised before."""
+    residual_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernels:
+    """Attention (`pi2.backends.gpu.kernels.attention`)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """Of scores."""
+    kv: KvType
+    head_norm: bool = False
+    epsilon: float = 0.0
+    """Of the norms of heads."""
+    score_cap: float | None = None
+    window: int | None = None
+    """Tokens that a query looks back, itself included."""
+    some_full: bool = False
+    """Whether some layers see all tokens although there is a window."""
+
+    def __post_init__(self) -> None:
+        assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
+        assert self.kv != "int8" or self.head_dim % 4 == 0, self
+
+    @property
+    def width(self) -> int:
+        """Length of the attention's output: zeros fill up the last group."""
+        return fill_groups(self.heads * self.head_dim)
+
+    @property
+    def elements_per_word(self) -> int:
+        """Elements of a key or value in a word of 32 bits."""
+        return {"fp32": 1, "fp16": 2, "int8": 4}[self.kv]
+
+    @property
+    def row_words(self) -> int:
+        """Words of a key or value."""
+        return self.head_dim // self.elements_per_word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +155,12 @@ class GpuSpec:
 
     target: Target
     ffn: FfnKernels | None = None
+    gathered: FfnKernels | None = None
+    """Neurons in slots (`pi2.backends.gpu.kernels.gathered`)."""
     products: tuple[ProductKernels, ...] = ()
+    embedding: EmbeddingKernels | None = None
+    norm: NormKernels | None = None
+    attention: AttentionKernels | None = None
 
     @property
     def program(self) -> str:
@@ -97,6 +177,18 @@ class GpuSpec:
         values: dict[str, Any] = json.loads(text)
         return cls(
             target=Target(**values["target"]),
-            ffn=None if values["ffn"] is None else FfnKernels(**values["ffn"]),
             products=tuple(ProductKernels(**item) for item in values["products"]),
+            **{
+                name: None if values[name] is None else family(**values[name])
+                for name, family in _FAMILIES.items()
+            },
         )
+
+
+_FAMILIES: Mapping[str, Any] = {
+    "ffn": FfnKernels,
+    "gathered": FfnKernels,
+    "embedding": EmbeddingKernels,
+    "norm": NormKernels,
+    "attention": AttentionKernels,
+}

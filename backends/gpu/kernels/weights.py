@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
+from pi2.backends.gpu.kernels.halves import widen_half
 from pi2.plan.weights.layout import GROUP, Precision
 
 WORDS = {"int4": 4, "int8": 8, "fp16": 16}
@@ -56,23 +57,6 @@ def _widen_code(word: c.Expr, shift: int, mask: int, offset: int) -> c.Expr:
     bits = T.bitwise_and(T.shift_right(word, T.uint32(shift)), T.uint32(mask))
     sum_bits = c.let(T.bitwise_or(bits, T.uint32(_MAGIC)))
     return T.reinterpret(sum_bits, dtype="float32") - c.number(2**23 + offset)
-
-
-def widen_half(word: c.Expr, high: bool | c.Expr) -> c.Expr:
-    """Return the low or high fp16 number of a word as float32, with integer instructions alone."""
-    if isinstance(high, bool):
-        shift = T.uint32(16 if high else 0)
-    else:
-        shift = T.cast(high, "uint32") * T.uint32(16)
-    bits = c.let(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFFFF)))
-    magnitude = c.let(T.bitwise_and(bits, T.uint32(0x7FFF)))
-    # A device may flush subnormal float32 to zero: those of fp16 are made of their integer.
-    small = T.cast(magnitude, "float32") * c.number(2.0**-24)
-    exponent = T.uint32((127 - 15) << 23)
-    normal_bits = c.let(T.shift_left(magnitude, T.uint32(13)) + exponent)
-    normal = T.reinterpret(normal_bits, dtype="float32")
-    value = c.let(T.Select(magnitude < T.uint32(1 << 10), small, normal))
-    return T.Select(bits == magnitude, value, c.number(0.0) - value)
 
 
 @dataclass(frozen=True, slots=True)

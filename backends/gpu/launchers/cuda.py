@@ -16,7 +16,8 @@ from pi2.backends.gpu.launchers.interface import DeviceFacts, MemoryState
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.backends.gpu.launchers.interface import U8, Array
+    from pi2.arrays import U8
+    from pi2.backends.gpu.launchers.interface import Array
 
 _NAME_BYTES = 120
 _TYPES: Mapping[str, Any] = {"int32": ctypes.c_int32, "float32": ctypes.c_float}

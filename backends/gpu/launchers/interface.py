@@ -28,10 +28,10 @@ from pi2.backends.gpu.kernels.specification import Target
 if TYPE_CHECKING:
     from typing import Any
 
-    import numpy as np
     import numpy.typing as npt
 
-    U8 = npt.NDArray[np.uint8]
+    from pi2.arrays import U8
+
     Array = npt.NDArray[Any]
 
 DeviceKind = Literal["discrete", "integrated", "processor"]

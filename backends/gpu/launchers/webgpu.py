@@ -23,7 +23,8 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pi2.backends.gpu.launchers.interface import U8, Array
+    from pi2.arrays import U8
+    from pi2.backends.gpu.launchers.interface import Array
 
 _KINDS: Mapping[str, DeviceKind] = {
     "DiscreteGPU": "discrete",

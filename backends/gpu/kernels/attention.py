@@ -1,0 +1,385 @@
+"""Attention over keys and values that are kept on the device.
+
+======================  ==========================================================================
+kernel                  parameters: arrays, then numbers
+======================  ==========================================================================
+``keep``                qkv float32 [T, rows] (queries become the rotated ones), places, [norms of
+                        query and key heads float32 [2, head_dim]], cosines, sines float32
+                        [context, head_dim / 2], keys, values, [key scales, value scales];
+                        context, tokens
+``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
+                        [spans, T, heads, head_dim], tops float32 [spans, T, heads, 2];
+                        context, spans, tokens
+``mix``                 partials, tops, mixed float32 [T, width]; spans, tokens
+======================  ==========================================================================
+
+``places`` int32 [T, 2] are every token's sequence and position: so tokens of a chunk and of several
+sequences are the same to the kernels.  Keys and values lie as [sequences, kv_heads, context]
+vectors of whole words: float32, two fp16 or four int8 in each.  ``spans`` is how many parts a
+token's context is divided into, so that enough work groups run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.gpu.kernels import code as c
+from pi2.backends.gpu.kernels.activation import compute_tanh
+from pi2.backends.gpu.kernels.halves import narrow_half, widen_half
+from pi2.backends.gpu.kernels.signature import Axis
+from pi2.backends.gpu.kernels.specification import AttentionKernels
+
+_PAIR_THREADS = 64
+_KEYS = 128
+"""Keys of a tile, and threads of a work group of ``attend``."""
+_LOWEST = -1e30
+_LARGEST_CODE = 127.0
+
+
+def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
+    """Make all of them."""
+    yield make_keep(attention)
+    yield make_attend(attention, attention.window, "attend")
+    if attention.window is not None and attention.some_full:
+        yield make_attend(attention, None, "attend_all")
+    yield make_mix(attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """Keys or values."""
+
+    attention: AttentionKernels
+    buffer: c.Buffer
+    scales: c.Buffer | None
+
+    @classmethod
+    def take(cls, kernel: c.Kernel, attention: AttentionKernels, name: str) -> _Vectors:
+        """Declare the array, and its scales."""
+        buffer = kernel.take_array(name, "uint32")
+        int8 = attention.kv == "int8"
+        return cls(
+            attention, buffer, kernel.take_array(f"{name}_scales", "float32") if int8 else None
+        )
+
+    def find(self, sequence: c.Expr, head: c.Expr, position: c.Expr, context: c.Expr) -> c.Expr:
+        """Return the number of a vector."""
+        return (sequence * self.attention.kv_heads + head) * context + position
+
+    def load(self, vector: c.Expr, word: c.Expr) -> list[c.Expr]:
+        """Return the elements of a word, without a scale."""
+        packed = c.let(self.buffer[vector * self.attention.row_words + word])
+        if self.attention.kv == "fp32":
+            return [c.let(T.reinterpret(packed, dtype="float32"))]
+        if self.attention.kv == "fp16":
+            return [c.let(widen_half(packed, high)) for high in (False, True)]
+        codes = []
+        for byte in range(4):
+            shifted = c.let(T.shift_left(packed, T.uint32(24 - 8 * byte)))
+            signed = T.shift_right(T.reinterpret(shifted, dtype="int32"), T.int32(24))
+            codes.append(c.let(T.cast(signed, "float32")))
+        return codes
+
+    def load_scale(self, vector: c.Expr) -> c.Expr:
+        """Return a vector's scale."""
+        return c.number(1.0) if self.scales is None else c.let(self.scales[vector])
+
+
+def _find_kept_scale(attention: AttentionKernels, elements: c.Buffer) -> c.Expr:
+    """Return the scale of the vector ``elements`` float32 [head_dim], shared, as fp16 rounds it."""
+    top = c.Cell(c.number(0.0))
+    with T.serial(attention.head_dim) as index:
+        top.set(T.max(top.get(), T.abs(elements[index])))
+    bits = narrow_half(c.let(top.get() * c.number(1.0 / _LARGEST_CODE)))
+    return c.let(widen_half(c.let(bits), False))
+
+
+def _pack_word(
+    attention: AttentionKernels, elements: c.Buffer, word: c.Expr, scale: c.Expr | None
+) -> c.Expr:
+    """Return a word of what is kept of a vector."""
+    each = attention.elements_per_word
+    values = [c.let(elements[word * each + index]) for index in range(each)]
+    if attention.kv == "fp32":
+        return T.reinterpret(values[0], dtype="uint32")
+    if attention.kv == "fp16":
+        low, high = (c.let(narrow_half(value)) for value in values)
+        return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
+    assert scale is not None
+    safe = T.max(scale, c.number(2.0**-24))
+    factor = c.let(T.Select(scale > c.number(0.0), c.number(1.0) / safe, c.number(0.0)))
+    packed: c.Expr = T.uint32(0)
+    for byte, value in enumerate(values):
+        # Adding 2^23 rounds to the nearest integer, ties to even; adding 128, whose bit is turned
+        # over again, keeps the sum above it.
+        rounded = c.let(value * factor + c.number(2**23 + 128))
+        code = T.bitwise_and(T.reinterpret(rounded, dtype="uint32"), T.uint32(255))
+        packed = T.bitwise_or(packed, T.shift_left(code, T.uint32(8 * byte)))
+    return T.bitwise_xor(packed, T.uint32(0x80808080))
+
+
+def make_keep(attention: AttentionKernels) -> c.Kernel:
+    """Make ``keep``: a work group for every head of queries, keys and values of a token."""
+    kernel = c.Kernel("keep", (_PAIR_THREADS, 1, 1))
+    size, half = attention.head_dim, attention.head_dim // 2
+    vectors = attention.heads + 2 * attention.kv_heads
+    with kernel.declare():
+        qkv = kernel.take_array("qkv", "float32")
+        places = kernel.take_array("places", "int32")
+        norms = kernel.take_array("norms", "float32") if attention.head_norm else None
+        cosines = kernel.take_array("cosines", "float32")
+        sines = kernel.take_array("sines", "float32")
+        keys = _Vectors.take(kernel, attention, "keys")
+        values = _Vectors.take(kernel, attention, "values")
+        context = kernel.take_number("context")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(times=vectors), Axis(number="tokens")) as place:
+            vector, token, thread = place.group[0], place.group[1], place.thread[0]
+            sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
+            first = c.let((token * vectors + vector) * size)
+            is_value = c.let(T.cast(vector >= attention.heads + attention.kv_heads, "int32"))
+            is_key = c.let(T.cast(vector >= attention.heads, "int32") - is_value)
+            shared = c.share(size)
+            turns = -(-half // _PAIR_THREADS)
+            with T.serial(-(-size // _PAIR_THREADS)) as turn:
+                element = c.let(turn * _PAIR_THREADS + thread)
+                with c.when(element < size):
+                    c.store(shared, element, qkv[first + element])
+            c.wait_for_group()
+            factor = c.number(1.0)
+            if norms is not None:
+                total = c.Cell(c.number(0.0))
+                with T.serial(size) as element:
+                    total.add(shared[element] * shared[element])
+                mean = total.get() * c.number(1.0 / size)
+                factor = c.let(c.number(1.0) / T.sqrt(mean + c.number(attention.epsilon)))
+            turned: list[tuple[c.Expr, c.Cell, c.Cell]] = []
+            for turn_number in range(turns):
+                pair = c.let(thread + turn_number * _PAIR_THREADS)
+                index = c.let(T.min(pair, half - 1))
+                ends = [c.let(shared[index]), c.let(shared[index + half])]
+                if norms is not None:
+                    weights = [norms[is_key * size + index + end * half] for end in range(2)]
+                    ends = [
+                        c.let(T.Select(is_value == 1, end, end * factor * weight))
+                        for end, weight in zip(ends, weights, strict=True)
+                    ]
+                cosine = c.let(cosines[position * half + index])
+                sine = c.let(sines[position * half + index])
+                low = ends[0] * cosine - ends[1] * sine
+                high = ends[1] * cosine + ends[0] * sine
+                turned.append(
+                    (
+                        pair,
+                        c.Cell(T.Select(is_value == 1, ends[0], low)),
+                        c.Cell(T.Select(is_value == 1, ends[1], high)),
+                    )
+                )
+            c.wait_for_group()
+            for pair, low_cell, high_cell in turned:
+                with c.when(pair < half):
+                    c.store(shared, pair, low_cell.get())
+                    c.store(shared, pair + half, high_cell.get())
+            c.wait_for_group()
+            with c.when(vector < attention.heads):
+                with T.serial(-(-size // _PAIR_THREADS)) as turn:
+                    element = c.let(turn * _PAIR_THREADS + thread)
+                    with c.when(element < size):
+                        c.store(qkv, first + element, shared[element])
+            scale = _find_kept_scale(attention, shared) if attention.kv == "int8" else None
+            for turn_number in range(-(-attention.row_words // _PAIR_THREADS)):
+                word = c.let(thread + turn_number * _PAIR_THREADS)
+                inside = word < attention.row_words
+                read = c.let(T.min(word, attention.row_words - 1))
+                packed = c.let(_pack_word(attention, shared, read, scale))
+                for kept, is_kind, start in (
+                    (keys, is_key, attention.heads),
+                    (values, is_value, attention.heads + attention.kv_heads),
+                ):
+                    # One condition: PoCL 3.1 stores too much where one is within another.
+                    target = kept.find(sequence, vector - start, position, context)
+                    with c.when(T.And(is_kind == 1, inside)):
+                        c.store(kept.buffer, target * attention.row_words + word, packed)
+                    if kept.scales is not None and scale is not None and turn_number == 0:
+                        with c.when(T.And(is_kind == 1, thread == 0)):
+                            c.store(kept.scales, target, scale)
+    return kernel
+
+
+def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c.Kernel:
+    """Make ``attend``: a work group for a head of a token, and a span of its context."""
+    kernel = c.Kernel(name, (_KEYS, 1, 1))
+    size, words = attention.head_dim, attention.row_words
+    each = attention.elements_per_word
+    slices = max(1, _KEYS // words)
+    columns = -(-words // _KEYS)
+    """Words of a value that a thread has."""
+    vectors = attention.heads + 2 * attention.kv_heads
+    with kernel.declare():
+        qkv = kernel.take_array("qkv", "float32")
+        places = kernel.take_array("places", "int32")
+        keys = _Vectors.take(kernel, attention, "keys")
+        values = _Vectors.take(kernel, attention, "values")
+        partials = kernel.take_array("partials", "float32")
+        tops = kernel.take_array("tops", "float32")
+        context, spans = kernel.take_number("context"), kernel.take_number("spans")
+        tokens = kernel.take_number("tokens")
+        with kernel.run(
+            Axis(times=attention.heads, number="spans"), Axis(number="tokens")
+        ) as place:
+            token, thread = place.group[1], place.thread[0]
+            head = c.let(T.floormod(place.group[0], attention.heads))
+            span = c.let(T.floordiv(place.group[0], attention.heads))
+            kv_head = c.let(T.floordiv(head, attention.heads // attention.kv_heads))
+            sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
+            first = c.let(T.int32(0) if window is None else T.max(position - (window - 1), 0))
+            length = c.let(T.floordiv(position + 1 - first + spans - 1, spans))
+            begin = c.let(first + span * length)
+            end = c.let(T.min(begin + length, position + 1))
+            query = c.share(size)
+            with T.serial(-(-size // _KEYS)) as turn:
+                element = c.let(turn * _KEYS + thread)
+                with c.when(element < size):
+                    scaled = qkv[(token * vectors + head) * size + element]
+                    c.store(query, element, scaled * c.number(attention.scale))
+            weights = c.share(_KEYS)
+            top, total = c.Cell(c.number(_LOWEST)), c.Cell(c.number(0.0))
+            slice_number = c.let(T.floordiv(thread, words))
+            column = c.let(T.floormod(thread, words))
+            sums = [c.make_zeros(each) for _ in range(columns)]
+            c.wait_for_group()
+            with T.serial(c.divide_up(length, _KEYS)) as tile:
+                start = c.let(begin + tile * _KEYS)
+                own = c.let(start + thread)
+                vector = keys.find(sequence, kv_head, T.min(own, position), context)
+                score = _emit_score(keys, c.let(vector), own < end, query)
+                c.store(weights, thread, score.get())
+                c.wait_for_group()
+                highest = c.Cell(top.get())
+                with T.serial(_KEYS) as index:
+                    highest.set(T.max(highest.get(), weights[index]))
+                fading = c.let(T.exp(top.get() - highest.get()))
+                top.set(highest.get())
+                total.set(total.get() * fading)
+                for cells in sums:
+                    for cell in cells:
+                        cell.set(cell.get() * fading)
+                c.wait_for_group()
+                inside = start + thread < end
+                weight = T.exp(score.get() - highest.get())
+                c.store(weights, thread, T.Select(inside, c.let(weight), c.number(0.0)))
+                c.wait_for_group()
+                with T.serial(-(-_KEYS // slices)) as turn:
+                    index = c.let(turn * slices + slice_number)
+                    with c.when(
+                        T.And(T.And(slice_number < slices, index < _KEYS), start + index < end)
+                    ):
+                        vector = c.let(values.find(sequence, kv_head, start + index, context))
+                        weight = c.let(weights[index])
+                        total.add(weight)
+                        scaled = c.let(weight * values.load_scale(vector))
+                        for number, cells in enumerate(sums):
+                            word = c.let(T.min(column + number * _KEYS, words - 1))
+                            for cell, value in zip(cells, values.load(vector, word), strict=True):
+                                cell.add(value * scaled)
+                c.wait_for_group()
+            row = c.let((span * tokens + token) * attention.heads + head)
+            _emit_partial(attention, sums, total, top, slices, thread, row, partials, tops)
+    return kernel
+
+
+def _emit_score(keys: _Vectors, vector: c.Expr, inside: c.Expr, query: c.Buffer) -> c.Cell:
+    """Return the score of a key; of one that is not ``inside`` the lowest."""
+    attention = keys.attention
+    each = attention.elements_per_word
+    score = c.Cell(c.number(_LOWEST))
+    with c.when(inside):
+        dot = c.Cell(c.number(0.0))
+        with T.serial(attention.row_words) as word:
+            for index, value in enumerate(keys.load(vector, word)):
+                dot.add(value * query[word * each + index])
+        found = c.let(dot.get() * keys.load_scale(vector))
+        if attention.score_cap is not None:
+            cap = attention.score_cap
+            found = c.number(cap) * compute_tanh(c.let(found * c.number(1.0 / cap)))
+        score.set(found)
+    return score
+
+
+def _emit_partial(
+    attention: AttentionKernels,
+    sums: list[list[c.Cell]],
+    total: c.Cell,
+    top: c.Cell,
+    slices: int,
+    thread: c.Expr,
+    row: c.Expr,
+    partials: c.Buffer,
+    tops: c.Buffer,
+) -> None:
+    """Add up the slices of a work group, and write what it found."""
+    words, each = attention.row_words, attention.elements_per_word
+    # The last place of a slice is its sum of weights.
+    pitch = len(sums) * _KEYS * each if slices == 1 else words * each
+    shared = c.share(slices * (pitch + 1))
+    slice_number = c.let(T.floordiv(thread, words)) if slices > 1 else T.int32(0)
+    column = c.let(T.floormod(thread, words)) if slices > 1 else thread
+    with c.when(slice_number < slices):
+        base = c.let(slice_number * (pitch + 1))
+        for number, cells in enumerate(sums):
+            for index, cell in enumerate(cells):
+                c.store(shared, base + (column + number * _KEYS) * each + index, cell.get())
+        with c.when(column == 0):
+            c.store(shared, base + pitch, total.get())
+    c.wait_for_group()
+    with T.serial(-(-attention.head_dim // _KEYS)) as turn:
+        element = c.let(turn * _KEYS + thread)
+        with c.when(element < attention.head_dim):
+            found = c.Cell(c.number(0.0))
+            for piece in range(slices):
+                found.add(shared[piece * (pitch + 1) + element])
+            c.store(partials, row * attention.head_dim + element, found.get())
+    with c.when(thread == 0):
+        found = c.Cell(c.number(0.0))
+        for piece in range(slices):
+            found.add(shared[piece * (pitch + 1) + pitch])
+        c.store(tops, row * 2, top.get())
+        c.store(tops, row * 2 + 1, found.get())
+
+
+def make_mix(attention: AttentionKernels) -> c.Kernel:
+    """Make ``mix``: joins the spans; what fills up the width is 0."""
+    kernel = c.Kernel("mix", (_KEYS, 1, 1))
+    size = attention.head_dim
+    with kernel.declare():
+        partials = kernel.take_array("partials", "float32")
+        tops = kernel.take_array("tops", "float32")
+        mixed = kernel.take_array("mixed", "float32")
+        spans, tokens = kernel.take_number("spans"), kernel.take_number("tokens")
+        groups = Axis(times=-(-attention.width // _KEYS))
+        with kernel.run(groups, Axis(number="tokens")) as place:
+            token = place.group[1]
+            element = c.let(place.group[0] * _KEYS + place.thread[0])
+            with c.when(element < attention.width):
+                head = c.let(T.min(T.floordiv(element, size), attention.heads - 1))
+                top = c.Cell(c.number(_LOWEST))
+                total, found = c.Cell(c.number(0.0)), c.Cell(c.number(0.0))
+                with T.serial(spans) as span:
+                    row = c.let((span * tokens + token) * attention.heads + head)
+                    top.set(T.max(top.get(), tops[row * 2]))
+                with T.serial(spans) as span:
+                    row = c.let((span * tokens + token) * attention.heads + head)
+                    share = c.let(T.exp(tops[row * 2] - top.get()))
+                    total.add(share * tops[row * 2 + 1])
+                    found.add(share * partials[row * size + T.floormod(element, size)])
+                value = c.let(found.get() / total.get())
+                is_inside = element < attention.heads * size
+                c.store(
+                    mixed,
+                    token * attention.width + element,
+                    T.Select(is_inside, value, c.number(0.0)),
+                )
+    return kernel

@@ -1,0 +1,121 @@
+"""Packed matrices on GPUs, against numpy in double precision, over odd shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pi2.arrays import Raw
+from pi2.backends.gpu.kernels import code as c
+from pi2.backends.gpu.kernels.embedding import make_embed
+from pi2.backends.gpu.kernels.halves import narrow_half, widen_half
+from pi2.backends.gpu.kernels.products import list_product_kernels
+from pi2.backends.gpu.kernels.signature import Axis
+from pi2.backends.gpu.kernels.specification import EmbeddingKernels, ProductKernels
+from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.gpu.packing import pack_matrix
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import dequantize, quantize
+from tests.helpers.gpu import Bench, measure_error
+
+CLOSE = 3e-6
+ROWS, LENGTH = 75, 288
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        ProductKernels(length=LENGTH, precision="int4", bias=True, relu=True),
+        ProductKernels(length=LENGTH, precision="int8", adds=True),
+        ProductKernels(length=LENGTH, precision="fp16", bias=True, adds=True),
+    ],
+    ids=lambda product: product.name,
+)
+def test_products_of_any_number_of_tokens(launcher: Launcher, product: ProductKernels) -> None:
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
+    weights, scales = quantize(rows, product.precision)
+    matrix = dequantize(weights, scales, LENGTH, product.precision).astype(np.float64)
+    words, tile_scales = pack_matrix(weights, scales, LENGTH, product.precision)
+    arrays: dict[str, Raw] = {"matrix_weights": words}
+    if tile_scales is not None:
+        arrays["matrix_scales"] = tile_scales
+    biases = random.standard_normal(ROWS).astype(np.float32)
+    bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
+    for tokens, kernel in ((1, 1), (3, 1), (6, 4), (67, 64)):
+        inputs = random.standard_normal((tokens, LENGTH)).astype(np.float32)
+        before = random.standard_normal((tokens, ROWS)).astype(np.float32)
+        wanted = inputs @ matrix.T
+        if product.bias:
+            wanted = wanted + biases
+        if product.relu:
+            wanted = np.maximum(wanted, 0)
+        if product.adds:
+            wanted = before + wanted
+        found = bench.run(
+            f"{product.name}_{kernel}",
+            arrays | {"inputs": inputs, "outputs": before, "biases": biases},
+            {"rows": ROWS, "tokens": tokens},
+        )
+        assert measure_error(found["outputs"], wanted) < CLOSE, tokens
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precision) -> None:
+    random = np.random.default_rng(4)
+    rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
+    weights, scales = quantize(rows, precision)
+    words, tile_scales = pack_matrix(weights, scales, LENGTH, precision)
+    ids = np.array([0, 74, 31, 32, 0], np.int32)
+    embedding = EmbeddingKernels(length=LENGTH, precision=precision, factor=0.5)
+    arrays: dict[str, Raw] = {
+        "ids": ids,
+        "matrix_weights": words,
+        "x": np.empty((5, LENGTH), np.float32),
+    }
+    if tile_scales is not None:
+        arrays["matrix_scales"] = tile_scales
+    found = Bench(launcher, [make_embed(embedding, launcher.facts.fp16)]).run(
+        "embed", arrays, {"tokens": 5}
+    )
+    wanted = np.float32(0.5) * dequantize(weights, scales, LENGTH, precision)[ids]
+    np.testing.assert_allclose(found["x"], wanted, rtol=1e-6)
+
+
+def make_half_kernel() -> c.Kernel:
+    """``wide`` becomes the number of every pair of bytes of ``words``, ``narrow`` their bits."""
+    kernel = c.Kernel("halves", (64, 1, 1))
+    with kernel.declare():
+        words = kernel.take_array("words", "uint32")
+        wide = kernel.take_array("wide", "float32")
+        values = kernel.take_array("values", "float32")
+        narrow = kernel.take_array("narrow", "uint32")
+        kernel.take_number("n")
+        with kernel.run(Axis(number="n", per=64)) as place:
+            index = c.let(place.group[0] * 64 + place.thread[0])
+            word = c.let(words[index])
+            c.store(wide, index * 2, widen_half(word, False))
+            c.store(wide, index * 2 + 1, widen_half(word, True))
+            c.store(narrow, index, narrow_half(c.let(values[index])))
+    return kernel
+
+
+def test_every_fp16_number_is_widened_and_rounded_as_by_numpy(launcher: Launcher) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = np.where(np.isfinite(halves), halves, np.float16(0))
+    random = np.random.default_rng(5)
+    values = random.standard_normal(1 << 15).astype(np.float32)
+    values *= np.float32(2.0) ** random.integers(-30, 15, 1 << 15).astype(np.float32)
+    # Half way between neighbours, where ties go to the even one.
+    values[:999] = (halves[:999].astype(np.float32) + halves[1:1000].astype(np.float32)) / 2
+    arrays = {
+        "words": halves.view(np.uint32),
+        "wide": np.empty(1 << 16, np.float32),
+        "values": values,
+        "narrow": np.empty(1 << 15, np.uint32),
+    }
+    found = Bench(launcher, [make_half_kernel()]).run("halves", arrays, {"n": 1 << 15})
+    np.testing.assert_array_equal(found["wide"], halves.astype(np.float32))
+    np.testing.assert_array_equal(
+        found["narrow"].astype(np.uint16).view(np.float16), values.astype(np.float16)
+    )
