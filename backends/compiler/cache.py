@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -98,14 +99,7 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     except OSError as error:
         # A read-only home: compile for this process only.
-        get_logger().warning(
-            "compiled kernels cannot be kept: every start will compile them again",
-            folder=str(folder),
-            reason=error.strerror,
-            help=f"set {VARIABLE} to a folder that you may write to",
-        )
-        folder = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = _make_own_folder(folder, error.strerror)
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     os.close(probe)
     temporary = Path(name)
@@ -122,6 +116,20 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
     seconds = round(time.monotonic() - start, 2)
     get_logger().info("kernels were compiled", file=str(target), seconds=seconds)
     return target
+
+
+@cache
+def _make_own_folder(folder: Path, reason: str) -> Path:
+    """Make a folder that goes with the process, and warn once that ``folder`` is of no use."""
+    get_logger().warning(
+        "compiled kernels cannot be kept: every start will compile them again",
+        folder=str(folder),
+        reason=reason,
+        help=f"set {VARIABLE} to a folder that you may write to",
+    )
+    own = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
 
 
 def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
