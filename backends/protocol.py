@@ -1,6 +1,7 @@
-"""What a backend is: a module of this folder with the members of `Backend`.
+"""What a backend is: a folder of this one whose module ``backend`` has the members of `Backend`.
 
-A backend serves one kind of compute unit.  ``build`` turns a `BuildRequest` (plain numbers and
+A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
+can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
 arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`, which holds
 the keys and values of some sequences and computes a chunk of tokens of one of them, or a token each
 of several, layer by layer.
@@ -14,7 +15,9 @@ Order of calls for a chunk of T tokens at ``position``::
         list_experts (T = 1)                        -> experts that the router chose, in a mixture
         predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
         find_open, any number (T = 1)               -> of some neurons, those whose gates are open
+        share_input                                 -> u, for units beside the executor
         add_neurons / add_dense, any number         y += neurons(u)
+        add_sum, any number                         y += what other units have computed
         end_ffn(layer)                              x += y
     logits(first, T)                                head(norm(x[first:]))
 
@@ -31,12 +34,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Precision
 
 if TYPE_CHECKING:
     from pi2.arrays import F16, F32, I32, U8, Bits, Raw
+    from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.arithmetic.sizes import Need
     from pi2.progress import Progress
 
 
@@ -82,9 +89,9 @@ class BuildRequest:
     backends that round them: integers with a scale for 32 of them, or not at all (fp32)."""
     chunk_type: ActivationType = "int16"
     """The same, where several tokens go through a layer together."""
-    phases: Literal[1, 2] | None = None
-    """Loops of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves it
-    to the backend."""
+    passes: Literal[1, 2] | None = None
+    """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
+    it to the backend."""
     gate_rows: Sequence[tuple[U8, F16 | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
@@ -200,6 +207,13 @@ class Executor(Protocol):
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
         the stored index of the first."""
 
+    def share_input(self) -> tuple[F32, F32 | None]:
+        """What the FFN reads since the last ``begin_ffn``, in main memory: u [T, hidden], and in a
+        mixture the weights [T, experts] of its experts, else None; valid until ``end_ffn``."""
+
+    def add_sum(self, values: F32) -> None:
+        """Add ``values`` [T, hidden], which another unit has computed, to the FFN's sum."""
+
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
 
@@ -236,13 +250,37 @@ class LengthAware(Protocol):
 
 
 class Backend(Protocol):
-    """Members of a backend module."""
+    """Members of a backend's module ``backend``."""
 
-    NAME: str
-    """Its name in plans."""
+    COMPUTES: bool
+    """Whether it computes anything; one that does not runs plans dry, without a store."""
+    NATIVE: bool
+    """Whether it needs the processor that the device describes."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""
 
+    def find_limits(self, facts: UnitFacts) -> list[str]:
+        """What it cannot compute of a plan, each as the end of a sentence that begins with its
+        name, such as ``computes no mixtures``; empty if nothing."""
+
+    def need_workspace(self, resolved: ResolvedPlan) -> Need:
+        """Bytes that its executor needs in the segment ``workspace``, staging buffers of the engine
+        not included."""
+
+    def count_chunk_bytes(self, resolved: ResolvedPlan) -> int:
+        """Bytes in ``workspace`` of every chunk of a prompt beyond the first that goes through a
+        layer before the next layer begins."""
+
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""
+
+
+class UnitBackend(Protocol):
+    """Members of a backend's module that also serves units beside an executor."""
+
+    def need_unit_memory(self, facts: UnitFacts) -> Need:
+        """Bytes that a unit needs for what the plan gives it."""
+
+    def build_unit(self, request: UnitRequest) -> DenseUnit:
+        """Compile or load kernels and make the unit."""

@@ -5,17 +5,15 @@ TVM is never imported.  Backends are asked what keeps them from running.
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal
 
 from pi2.backends.gpu.devices import Survey, survey_devices
-from pi2.backends.protocol import Backend
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import find_plan_misfits, list_backends
@@ -27,7 +25,7 @@ from pi2.machine.software import (
     detect_tvm,
     find_programs,
 )
-from pi2.plan.documents.plan import BackendName
+from pi2.plan.documents.backends import find_backend, list_backend_names
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
@@ -77,7 +75,7 @@ def examine_machine() -> Checkup:
     """Look at everything."""
     machine = detect_machine()
     folder = find_shipped_folder()
-    backends = {name: find_obstacles(name, machine) for name in get_args(BackendName)}
+    backends = {name: find_obstacles(name, machine) for name in list_backend_names()}
     return Checkup(
         pi2_version=_read_version(),
         python_version=platform.python_version(),
@@ -99,7 +97,7 @@ def examine_machine() -> Checkup:
 def find_obstacles(name: str, machine: Machine) -> list[str]:
     """What keeps the backend ``name`` from running on ``machine``."""
     try:
-        backend = cast(Backend, importlib.import_module(f"pi2.backends.{name}"))
+        backend = find_backend(name)
     except ImportError as error:
         return [f"cannot import it: {error}"]
     return backend.find_obstacles(frozenset[str](machine.features), machine.architecture)
@@ -114,7 +112,7 @@ def judge_plan(
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = list_backends(resolved)
-    if used == {"null"}:
+    if not any(find_backend(backend).COMPUTES for backend in used):
         return PlanVerdict(name=name, verdict="dry run")
     findings = [
         Diagnostic(code="P320", message=f"backend {backend!r} cannot run here: {obstacle}")

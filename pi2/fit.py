@@ -9,13 +9,11 @@ from pathlib import Path
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.toml.source import SourceFile, display_path, read_source
-
-_PORTABLE = frozenset({"null", "reference"})
-"""Backends without compiled kernels: what the processor can do does not matter to them."""
 
 _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
 
@@ -23,11 +21,11 @@ _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
     """What keeps a plan from running on ``machine``, with the places in the plan's file.
 
-    A plan that only counts (backend ``null``) runs everywhere; one for numpy only (``reference``)
-    runs on every processor.
+    A plan that only counts (backend ``null``) runs everywhere; one without compiled kernels
+    (``reference``) runs on every processor.
     """
-    backends = list_backends(resolved)
-    if backends == {"null"}:
+    backends = [find_backend(name) for name in list_backends(resolved)]
+    if not any(backend.COMPUTES for backend in backends):
         return []
     found = find_misfits(
         resolved.device,
@@ -35,15 +33,14 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
         resolved.plan.memory.budget,
         threads=resolved.plan.threads.compute,
         bound=list_cores(resolved.plan.threads.cores or ""),
-        native=not backends <= _PORTABLE,
+        native=any(backend.NATIVE for backend in backends),
     )
     return locate_findings(found, resolved.path) if found else []
 
 
 def list_backends(resolved: ResolvedPlan) -> frozenset[str]:
     """Backends of the units that the plan gives layers to."""
-    units = {unit for layer in resolved.layers for unit in layer.split}
-    return frozenset(resolved.plan.backends[resolved.device.units[unit].kind] for unit in units)
+    return frozenset(map(resolved.name_backend, (resolved.sparse_unit, *resolved.dense_units)))
 
 
 def find_misfits(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import Backend, BuildRequest, Executor
@@ -28,6 +27,7 @@ from pi2.engine.loading import (
     open_reader,
     read_tokenizer,
 )
+from pi2.engine.unit_loading import build_shares, load_shares
 from pi2.fit import find_plan_misfits, locate_findings
 from pi2.logging import get_logger
 from pi2.machine import (
@@ -37,13 +37,14 @@ from pi2.machine import (
     list_allowed_cores,
 )
 from pi2.memory.arena import allocate_cache, allocate_staging, make_balance, make_loan
+from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
-from pi2.plan.documents.device import Unit
+from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.resolve import load_plan
@@ -102,41 +103,35 @@ def build(
     wrap_executor: WrapExecutor | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
-    unit, name = choose_unit(resolved)
-    backend = find_backend(name)
+    backend = find_backend(resolved.name_backend(resolved.sparse_unit))
     with ExitStack() as cleanup:
         machine = detect_machine()
         store = hashes = tokenizer = None
-        if name != "null":
+        if backend.COMPUTES:
             check_fit(resolved, machine)
-            store = NeuronStore.open(resolved.store_path, model=resolved.model)
-            cleanup.callback(store.close)
-            if resolved.plan.io.verify == "first-read":
-                hashes = HashCheck(store.path, store.manifest)
-                cleanup.callback(hashes.close)
-            check_bundles(resolved, store)
-            tokenizer = read_tokenizer(store.tokenizer_path)
-        budget = Budget(dict(resolved.plan.memory.segments))
-        by_hotness = store is not None and store.manifest.order != "index"
-        cache = allocate_cache(resolved, budget, by_hotness=by_hotness)
+            store, tokenizer = open_store(resolved, cleanup)
+            hashes = begin_hashes(resolved, store, cleanup)
+        budget = make_budget(resolved)
+        cache = allocate_cache(resolved, budget, by_hotness=is_by_hotness(store))
         rows = open_embedding(resolved, store, budget)
         if rows is not None:
             cleanup.callback(rows.close)
-        request = describe_build(resolved, unit, machine, store, rows, budget, progress)
-        obstacles = backend.find_obstacles(request.features, request.architecture)
-        if obstacles:
-            raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
-        executor = backend.build(request)
-        cleanup.callback(executor.close)
+        request = describe_build(resolved, machine, store, rows, budget, progress)
+        executor = build_executor(backend, request, resolved, cleanup)
         if wrap_executor is not None:
             executor = wrap_executor(executor, request)
         if store is not None:
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
+        # Whoever looks at neurons wants to see them all: then the executor computes them.
+        seen = wrap_executor is not None
+        shares = build_shares(resolved, executor, request.scales, budget, alone=seen)
+        cleanup.callback(shares.close)
         if store is not None:
             store.check_unchanged()
         staging = allocate_staging(resolved, budget)
+        load_shares(shares, resolved, reader, staging, progress)
         fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
         load_neurons(reader, cache, request, staging, progress, fill=fill)
         if hashes is not None:
@@ -148,22 +143,14 @@ def build(
             reader,
             staging,
             layers=len(resolved.layers),
-            predictor=resolved.plan.decode.predictor,
-            threshold=resolved.plan.decode.threshold,
-            missing_threshold=resolved.plan.decode.missing_threshold,
-            look_ahead=resolved.plan.decode.look_ahead,
+            decode=resolved.plan.decode,
             token_neurons=resolved.model.token_neurons,
             balance=balance,
             separate_scales=request.scales is not None,
+            shares=shares,
         )
-        unbound = list_allowed_cores() if request.cores else []
-        if request.cores:
-            # The calling thread is the first compute thread.
-            bind_calling_thread(request.cores[:1])
-            cleanup.callback(bind_calling_thread, unbound)
-        report_build(resolved, request, name, cache, reader)
-        if resolved.plan.cache.rebalance is not None and balance is None:
-            get_logger().info("hot neurons stay as they are", reason="too few cold slots")
+        bind_first_thread(request, cleanup)
+        report_build(resolved, request, cache, reader, balance)
         forward = Forward(
             executor,
             feed_forward,
@@ -175,7 +162,7 @@ def build(
             loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
         )
-        cleanup.pop_all()
+        release = cleanup.pop_all()
     return LoadedModel(
         Parts(
             resolved=resolved,
@@ -186,38 +173,68 @@ def build(
             cache=cache,
             reader=reader,
             feed_forward=feed_forward,
-            balance=balance,
             forward=forward,
-            embedding=rows,
             load_s=time.perf_counter() - start,
             compute_threads=request.threads,
-            unbound_cores=tuple(unbound),
+            release=release,
         )
     )
 
 
-def choose_unit(resolved: ResolvedPlan) -> tuple[Unit, str]:
-    """Return the unit that the plan's layers run on, and its backend's name.
-
-    Several units may share the work only where one backend serves them all.
-    """
-    names = dict.fromkeys(unit for layer in resolved.layers for unit in layer.split)
-    units = [resolved.device.units[name] for name in names]
-    backends = dict.fromkeys(resolved.plan.backends[unit.kind] for unit in units)
-    if len(backends) != 1:
-        raise UserError.of(
-            "P321",
-            f"the plan gives layers to the backends {', '.join(backends)} at once",
-            help="name one backend for all kinds of units that layers.split uses",
-            file=str(resolved.path),
-        )
-    cpu = [unit for unit in units if unit.kind == "cpu"]
-    return (cpu or units)[0], next(iter(backends))
+def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore, Tokenizer]:
+    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer."""
+    store = NeuronStore.open(resolved.store_path, model=resolved.model)
+    cleanup.callback(store.close)
+    check_bundles(resolved, store)
+    return store, read_tokenizer(store.tokenizer_path)
 
 
-def find_backend(name: str) -> Backend:
-    """Import the module of ``backends/`` called ``name``."""
-    return cast(Backend, importlib.import_module(f"pi2.backends.{name}"))
+def begin_hashes(
+    resolved: ResolvedPlan, store: NeuronStore, cleanup: ExitStack
+) -> HashCheck | None:
+    """Begin to compare the store's other files with their hashes, where the plan wants it, while
+    the rest is loaded; to be closed by ``cleanup``."""
+    if resolved.plan.io.verify == "never":
+        return None
+    hashes = HashCheck(store.path, store.manifest)
+    cleanup.callback(hashes.close)
+    return hashes
+
+
+def is_by_hotness(store: NeuronStore | None) -> bool:
+    """Whether stored order says which neurons are used often."""
+    return store is not None and store.manifest.order != "index"
+
+
+def make_budget(resolved: ResolvedPlan) -> Budget:
+    """Make the budget of the plan's segments and of the units beside the sparse one."""
+    memory = resolved.plan.memory
+    units = {f"units.{name}": unit.budget for name, unit in memory.units.items()}
+    return Budget({**dict(memory.segments), **units})
+
+
+def build_executor(
+    backend: Backend, request: BuildRequest, resolved: ResolvedPlan, cleanup: ExitStack
+) -> Executor:
+    """Build the sparse unit's executor, to be closed by ``cleanup``; UserError P320 where its
+    backend or that of another unit cannot run here."""
+    for unit in (resolved.sparse_unit, *resolved.dense_units):
+        name = resolved.name_backend(unit)
+        obstacles = find_backend(name).find_obstacles(request.features, request.architecture)
+        if obstacles:
+            raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
+    executor = backend.build(request)
+    cleanup.callback(executor.close)
+    return executor
+
+
+def bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
+    """Bind the calling thread, which is the first compute thread, to its core; ``cleanup`` lets it
+    go."""
+    if request.cores:
+        free = list_allowed_cores()
+        bind_calling_thread(request.cores[:1])
+        cleanup.callback(bind_calling_thread, free)
 
 
 def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
@@ -237,7 +254,6 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
 
 def describe_build(
     resolved: ResolvedPlan,
-    unit: Unit,
     machine: Machine,
     store: NeuronStore | None,
     rows: EmbeddingRows | None,
@@ -246,6 +262,7 @@ def describe_build(
 ) -> BuildRequest:
     """Gather what the backend needs, and count the mapped tensors in their segments."""
     mode = resolved.plan.decode.predictor
+    unit = resolved.device.units[resolved.sparse_unit]
     tensors = {} if store is None else load_dense(store, mode, rows, budget, progress)
     gate_rows = gate_biases = expert_neurons = None
     if mode != "none" and resolved.model.moe is not None and store is not None:
@@ -272,7 +289,7 @@ def describe_build(
         kv_type=resolved.plan.kv.type,
         token_type=resolved.plan.decode.activations,
         chunk_type=resolved.plan.prefill.activations,
-        phases=resolved.plan.decode.phases,
+        passes=resolved.plan.decode.passes,
         gate_rows=gate_rows,
         scales=None if store is None else load_scales(store, budget, progress),
         gate_biases=gate_biases,
@@ -291,16 +308,17 @@ def describe_build(
 def report_build(
     resolved: ResolvedPlan,
     request: BuildRequest,
-    backend: str,
     cache: NeuronCache,
     reader: FlashReader | NullReader,
+    balance: HotBalance | None,
 ) -> None:
     """Log what was built."""
     log = get_logger(plan_digest=resolved.digest[:12])
     log.info(
         "model loaded",
         plan=str(resolved.path),
-        backend=backend,
+        backend=resolved.name_backend(resolved.sparse_unit),
+        units=list(resolved.dense_units),
         threads=request.threads,
         architecture=request.architecture,
         hot_neurons=sum(len(slots) for slots in cache.hot_slots),
@@ -314,3 +332,5 @@ def report_build(
         log.info("neurons are read with pread", reason=reader.engine_fallback)
     if reader.phases_fallback is not None:
         log.info("neurons are read in one phase", reason=reader.phases_fallback)
+    if resolved.plan.cache.rebalance is not None and balance is None:
+        log.info("hot neurons stay as they are", reason="too few cold slots")

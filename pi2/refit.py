@@ -13,6 +13,7 @@ from pi2.diagnostics import UserError
 from pi2.memory.context import describe_context
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     QuantityError,
@@ -85,6 +86,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
             fewer = _round_down(share * scale)
             overrides[key] = fewer
             changes.append(f"{key}: {share:g} -> {fewer:g}")
+        overrides |= _scale_splits(resolved, scale)
     return Refit(overrides=overrides, changes=tuple(changes))
 
 
@@ -133,7 +135,25 @@ def _choose_hot(
     # As the plan will be resolved: shares are rounded to whole neurons.
     stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
     counts = [round(_round_down(layer.hot * scale) * neurons) for layer in resolved.layers]
-    return scale, sum(counts) * stride
+    # What dense units need besides their neurons stays as it is.
+    others = max(0, wanted - stride * sum(layer.hot_neurons for layer in resolved.layers))
+    return scale, sum(counts) * stride + others
+
+
+def _scale_splits(resolved: ResolvedPlan, scale: Fraction) -> dict[str, object]:
+    """Splits whose dense units have that part of their shares, by key: what they own is hot."""
+    found: dict[str, object] = {}
+    for placed in list_placed_splits(resolved.plan):
+        dense = {
+            name: _round_down(share * scale)
+            for name, share in placed.split.items()
+            if name != resolved.sparse_unit
+        }
+        if any(dense.values()):
+            rest = round(1.0 - sum(dense.values()), 6)
+            key = ".".join(map(str, placed.path))
+            found[key] = {**dense, resolved.sparse_unit: rest}
+    return found
 
 
 def _list_shares(resolved: ResolvedPlan) -> dict[str, float]:

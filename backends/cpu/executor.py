@@ -11,6 +11,7 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import Arrays, count_tokens, make_arrays
 from pi2.backends.cpu.attention import Attention
 from pi2.backends.cpu.chunk_state import ChunkState
+from pi2.backends.cpu.lanes import order_by_lanes
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
@@ -40,6 +41,7 @@ class CpuExecutor:
         self._space = space
         self._spec = spec
         self._library = library
+        self._lanes = order_by_lanes(spec.hidden, spec.ffn)
         self._ids = space.make("int32", chunk)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
@@ -232,6 +234,16 @@ class CpuExecutor:
         self._neurons.add_neighbours(
             layer, bundles, first, now.tokens, now.neighbours, routes, is_step=is_step
         )
+
+    def share_input(self) -> tuple[F32, F32 | None]:
+        """Return what the FFN reads, before it was rounded to integers, and the routes."""
+        return self.read_ffn_input(), None if self._moe is None else self.read_routes()
+
+    def add_sum(self, values: F32) -> None:
+        """Add what another unit has computed."""
+        if self._lanes is not None:
+            values = values.take(self._lanes, axis=1)
+        self._now.arrays.total[: len(values)] += values
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""

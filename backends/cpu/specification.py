@@ -48,7 +48,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         sequences=request.sequences > 1,
         chunk_planes=PLANES[request.chunk_type],
         # With gates that are known there is less to read in a row: measured in docs/lab/kernels.md.
-        phases=request.phases or (1 if request.gate_rows is None else 2),
+        phases=request.passes or (1 if request.gate_rows is None else 2),
         architecture=request.architecture,
         features=tuple(sorted(request.features)),
         norm=model.norm.kind,

@@ -11,10 +11,11 @@ from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
+from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize, rotate
 from pi2.backends.rope import RopeTables
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.weights.packing import dequantize, join_scales, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -244,15 +245,8 @@ class ReferenceExecutor:
     def _activate(self, bundles: U8, tokens: slice) -> F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
         ``tokens``."""
-        layout = self._layout
-        values = []
-        for index in range(2 if layout.is_gated else 1):
-            value = self._u[tokens] @ unpack_part(bundles, layout, index).T
-            values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-        active = activate(self._model, values[0], values[1] if layout.is_gated else None)
-        if layout.expert_offset is None:
-            return active
-        return active * self._routes[tokens, slice_experts(bundles, layout)]
+        routes = None if self._model.moe is None else self._routes[tokens]
+        return compute_activations(self._model, self._layout, self._u[tokens], bundles, routes)
 
     def _join(
         self,
@@ -303,8 +297,13 @@ class ReferenceExecutor:
         self._add(self._activate(joined, slice(None)), joined, slice(None))
 
     def _add(self, active: F32, bundles: U8, tokens: slice) -> None:
-        layout = self._layout
-        self._y[tokens] += active @ unpack_part(bundles, layout, len(layout.parts) - 1)
+        self._y[tokens] += multiply_down(self._layout, active, bundles)
+
+    def share_input(self) -> tuple[F32, F32 | None]:
+        return self._u, None if self._model.moe is None else self._routes
+
+    def add_sum(self, values: F32) -> None:
+        self._y += values
 
     def end_ffn(self, layer: int) -> None:
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))

@@ -16,7 +16,7 @@ from pi2.benchmarks.token_bytes import count_token_bytes
 from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.orchestrator import choose_unit, load
+from pi2.orchestrator import load
 from pi2.progress import Progress
 
 
@@ -54,7 +54,7 @@ class PlanContestant:
     def describe(self) -> Description:
         """See `pi2.benchmarks.contestant`."""
         resolved, store = self._model.plan, self._model._parts.store
-        _, backend = choose_unit(resolved)
+        backend = resolved.name_backend(resolved.sparse_unit)
         notes = []
         if self._model.fallback is not None:
             notes.append(f"reads go through the page cache: {self._model.fallback}")

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
+from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.engine.observation import ObservedExecutor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.null_reader import NullReader
-
-PredictorMode = Literal["none", "gate", "low-rank"]
-LookAhead = Literal["none", "attention", "layer"]
+from pi2.plan.documents.plan import Decode
 
 
 @dataclass(slots=True)
@@ -57,6 +55,8 @@ class _Wave:
     """Stored indices that the cold cache has no room for until this wave is computed."""
     held: bool
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
+    owned: int
+    """Neurons of the layer that another unit was to compute when they were found."""
     by_token: Bits | None = None
     """Which neurons [neurons] each of several tokens has named; None of one."""
     experts: list[I32] | None = None
@@ -89,40 +89,48 @@ class FeedForward:
         staging: U8,
         *,
         layers: int,
-        predictor: PredictorMode,
-        threshold: float,
-        missing_threshold: float | None = None,
-        look_ahead: LookAhead,
+        decode: Decode,
         token_neurons: int | None = None,
         balance: HotBalance | None = None,
         separate_scales: bool = False,
+        shares: DenseShares | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
-        ``missing_threshold``: predictor score from which a neuron that is not in memory is read,
-        if not ``threshold``.  ``look_ahead``: predict a layer's neurons when it begins, before its
-        attention (``attention``), or before the FFN of the layer before it (``layer``).  In a
-        mixture, the router is run there too; experts that it did not name are predicted when the
-        layer's own routing is known.  ``token_neurons``: those of a layer that may compute a token,
+        ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In a mixture the
+        router looks ahead too; experts that it did not name are predicted when the layer's own
+        routing is known.  ``token_neurons``: those of a layer that may compute a token,
         if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
-        ``separate_scales``: scales lie beside bundles, by stored index.
+        ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
+        beside the executor compute.
         """
         self._executor = executor
         self._cache = cache
         self._reader = reader
         observed = isinstance(executor, ObservedExecutor)
-        self._stream = NeuronStream(cache, reader, staging, layers, in_order=observed)
+        self.shares = shares or DenseShares(executor, {}, [None] * layers, cache.neurons)
+        self._stream = NeuronStream(
+            cache, reader, staging, layers, first=self._count_owned, in_order=observed
+        )
+        self._jobs: list[Jobs] = []
+        """Jobs of units under way, of each chunk."""
         self._layers = layers
-        self._predictor = predictor
-        self._threshold = threshold
-        self._missing_threshold = missing_threshold
-        self._look_ahead = look_ahead
+        self._predictor = decode.predictor
+        self._threshold = decode.threshold
+        self._missing_threshold = decode.missing_threshold
+        self._look_ahead = decode.look_ahead
         self._token_neurons = cache.neurons if token_neurons is None else token_neurons
-        self._balance = balance
+        self.balance = balance
         self._separate_scales = separate_scales
         self._wave: _Wave | None = None
         self._tokens = 1
+        self._sequences = 0
+        """Sequences of a step; 0 in a prompt."""
         self.counters = NeuronCounters()
+
+    def _count_owned(self, layer: int) -> int:
+        """Neurons of ``layer`` that another unit computes of what is computed now."""
+        return self.shares.count_owned(layer, self._sequences)
 
     def decode_is_dense(self) -> bool:
         """Whether a generated token computes every neuron."""
@@ -130,23 +138,40 @@ class FeedForward:
 
     def begin_step(self, tokens: int) -> None:
         """Let what follows be about so many tokens, each of another sequence."""
-        self._tokens = tokens
+        self._tokens = self._sequences = tokens
 
-    def run_dense(self, layer: int, chunks: int = 1) -> None:
+    def begin_prompt(self) -> None:
+        """Let what follows be about chunks of a prompt."""
+        self._sequences = 0
+
+    def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
         """Compute all neurons of ``layer`` for the first ``chunks`` chunks that the executor keeps,
-        each piece of them for one chunk after the other."""
-        executor = self._executor
+        each piece of them for one chunk after the other.
+
+        Yields each chunk's number when its FFN has ended and it is selected: units may be computing
+        others meanwhile.
+        """
+        executor, shares = self._executor, self.shares
         self._stream.begin(layer)
+        others = range(self._count_owned(layer), self._cache.neurons)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.begin_ffn(layer)
-        for stretch in self._stream.give(layer):
-            for chunk in range(chunks):
-                executor.select_chunk(chunk)
-                executor.add_dense(layer, stretch.bundles, stretch.first)
+            self._jobs.append(shares.start(layer, self._sequences))
+        for stretch in self._stream.give(layer, others):
+            for chunk, jobs in enumerate(self._jobs):
+                if not shares.add(jobs, stretch.bundles, stretch.first):
+                    executor.select_chunk(chunk)
+                    executor.add_dense(layer, stretch.bundles, stretch.first)
+            for jobs in self._jobs:
+                shares.wait(jobs)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
+            for missed in shares.finish(self._jobs.pop(0)):
+                for stretch in self._stream.give_again(layer, missed):
+                    executor.add_dense(layer, stretch.bundles, stretch.first)
             executor.end_ffn(layer)
+            yield chunk
 
     def prepare_sparse(self, layer: int) -> None:
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
@@ -161,8 +186,8 @@ class FeedForward:
         executor = self._executor
         wave, self._wave = self._wave, None
         if wave is None:
-            executor.begin_ffn(layer)
-            waves = [self._begin_wave(layer, *self._predict(layer))]
+            owned = self._begin_layer(layer)
+            waves = [self._find_named(layer, owned)]
         else:
             waves = [wave]
             try:
@@ -172,21 +197,44 @@ class FeedForward:
                         executor.begin_ffn(layer)
                         self._open_gates(wave)
                     self._wave = self._begin_ahead(layer + 1)
-                executor.begin_ffn(layer)
+                owned = self._begin_layer(layer)
                 late = self._list_unforeseen(wave)
                 if any(map(len, late)):
-                    waves.append(self._begin_wave(layer, *self._predict(layer, late)))
+                    waves.append(self._find_named(layer, owned, late))
+                if wave.owned > owned:
+                    # A unit was lost after the prediction.
+                    waves.append(self._find_named(layer, owned, end=wave.owned))
             except BaseException:
                 self._abandon_wave(wave)
                 raise
         self._compute_waves(layer, waves)
+        for missed in self.shares.finish(self._jobs.pop()):
+            # What a lost unit owned is predicted, and read, like any other neuron.
+            lost = self._find_named(layer, missed.start, end=missed.stop)
+            self._compute_waves(layer, [lost])
         executor.end_ffn(layer)
+
+    def _begin_layer(self, layer: int) -> int:
+        """Begin the FFN of ``layer`` with its own input, and let its unit begin; return how many
+        neurons that has."""
+        self._executor.begin_ffn(layer)
+        owned = self._count_owned(layer)
+        self._jobs.append(self.shares.start(layer, self._sequences))
+        return owned
+
+    def _find_named(
+        self, layer: int, owned: int, late: list[I32] | None = None, end: int | None = None
+    ) -> _Wave:
+        """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
+        before ``end`` if it is given, and of experts that were found ``late``, if any."""
+        named = self._predict(layer, owned, late, end)
+        return self._begin_wave(layer, owned, *named)
 
     def _begin_ahead(self, layer: int) -> _Wave:
         """Predict and begin to read before the layer's own input is known."""
         self._executor.begin_ffn(layer)
         experts = self._list_experts()
-        wave = self._begin_wave(layer, *self._predict(layer))
+        wave = self._find_named(layer, self._count_owned(layer))
         wave.experts = experts
         return wave
 
@@ -225,7 +273,7 @@ class FeedForward:
                     # The next layer's neurons, guessed ahead, have taken all slots.
                     following, self._wave = self._wave, None
                     self._abandon_wave(following)
-                waves.append(self._begin_wave(layer, wave.rest, wave.by_token))
+                waves.append(self._begin_wave(layer, wave.owned, wave.rest, wave.by_token))
         except BaseException:
             for wave in waves:
                 self._abandon_wave(wave)
@@ -234,52 +282,64 @@ class FeedForward:
     def end_token(self) -> None:
         """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
-        if self._balance is not None:
-            self._balance.end_token()
+        if self.balance is not None:
+            self.balance.end_token()
 
-    def _predict(self, layer: int, late: list[I32] | None = None) -> tuple[I32, Bits | None]:
+    def _predict(
+        self, layer: int, owned: int, late: list[I32] | None, end: int | None
+    ) -> tuple[I32, Bits | None]:
         """Neurons that any token uses, of its experts or of those that were found ``late``, and
         which of them are whose, if there are several."""
         self._reader.advance()
+        bounds = (owned, end)
         if self._tokens == 1:
-            return self._predict_token(layer, None if late is None else late[0]), None
+            return self._predict_token(layer, bounds, None if late is None else late[0]), None
         by_token = np.zeros((self._tokens, self._cache.neurons), np.bool_)
         for token in self._select_tokens():
             if late is None or len(late[token]):
-                indices = self._predict_token(layer, None if late is None else late[token])
+                own = None if late is None else late[token]
+                indices = self._predict_token(layer, bounds, own)
                 by_token[token][indices] = True
         return np.flatnonzero(by_token.any(axis=0)).astype(np.int32), by_token
 
-    def _predict_token(self, layer: int, late: I32 | None) -> I32:
+    def _predict_token(self, layer: int, bounds: tuple[int, int | None], late: I32 | None) -> I32:
+        owned, end = bounds
         if self._predictor == "gate":
-            indices = self._executor.predict_gate(layer)
+            indices = _cut(self._executor.predict_gate(layer), owned, end)
         else:
             indices = self._executor.predict_low_rank(layer, self._threshold, late)
+            indices = _cut(indices, owned, end)
             if self._missing_threshold is not None:
                 scores = self._executor.read_scores()
                 indices = self._cache.leave_out(layer, indices, scores, self._missing_threshold)
         self.counters.predicted += len(indices)
-        self.counters.possible += self._token_neurons if late is None else 0
+        self.counters.possible += self._token_neurons if late is None and end is None else 0
         return indices
 
-    def _begin_wave(self, layer: int, indices: I32, by_token: Bits | None = None) -> _Wave:
+    def _begin_wave(
+        self, layer: int, owned: int, indices: I32, by_token: Bits | None = None
+    ) -> _Wave:
         """Find neurons, and begin to read those that are missing.
 
         Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
-        if len(cache.hot_slots[layer]) == cache.neurons and self._balance is None:
+        if self.balance is None and cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
-            return _Wave(layer, found, pending=None, rest=rest, held=False, by_token=by_token)
+            return _Wave(
+                layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
+            )
         end = len(indices)
         free = cache.free_capacity
         if end > free:
-            first_cold = int(np.searchsorted(indices, len(cache.hot_slots[layer])))
-            end = min(first_cold + free, end)
+            hot = cache.hot_range(layer)
+            below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+            # Below the hot ones lie those of a dense unit that is lost.
+            end = min(above + free - below, end) if below < free else free
         found = cache.look_up(layer, indices[:end])
-        if self._balance is not None:
-            self._balance.note(layer, indices[:end], len(found.resident_slots))
+        if self.balance is not None:
+            self.balance.note(layer, indices[:end], len(found.resident_slots))
         pending = None
         cache.hold(found)
         try:
@@ -291,7 +351,9 @@ class FeedForward:
             cache.forget(layer, found.missing)
             raise
         rest = indices[end:].copy()
-        return _Wave(layer, found, pending=pending, rest=rest, held=True, by_token=by_token)
+        return _Wave(
+            layer, found, pending=pending, rest=rest, held=True, owned=owned, by_token=by_token
+        )
 
     def _compute_wave(self, wave: _Wave) -> None:
         found, pending = wave.found, wave.pending
@@ -386,8 +448,17 @@ class FeedForward:
             self._cache.forget(wave.layer, wave.found.missing)
 
     def abandon(self) -> None:
-        """Forget reads that are on their way, after an error or an interrupt."""
+        """Forget reads and jobs that are under way, after an error or an interrupt."""
+        while self._jobs:
+            self.shares.abandon(self._jobs.pop())
         if self._wave is not None:
             wave, self._wave = self._wave, None
             self._abandon_wave(wave)
         self._stream.abandon()
+
+
+def _cut(indices: I32, first: int, end: int | None) -> I32:
+    """Those of ``indices`` [n] (ascending) from ``first`` on, and before ``end``."""
+    if first:
+        indices = indices[int(indices.searchsorted(first)) :]
+    return indices if end is None else indices[: int(indices.searchsorted(end))]

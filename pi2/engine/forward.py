@@ -165,13 +165,16 @@ class Forward:
             for number, tokens in enumerate(chunks):
                 executor.select_chunk(number)
                 self._embed(tokens)
+            places = self.positions[sequence] + np.cumsum([0, *map(len, chunks)])
+            for number in range(len(chunks)):
+                executor.select_chunk(number)
+                executor.attend(0, int(places[number]))
+            feed_forward.begin_prompt()
             for layer in range(self._layers):
-                position = self.positions[sequence]
-                for number, tokens in enumerate(chunks):
-                    executor.select_chunk(number)
-                    executor.attend(layer, position)
-                    position += len(tokens)
-                feed_forward.run_dense(layer, len(chunks))
+                for number in feed_forward.run_dense(layer, len(chunks)):
+                    # Other chunks may still be computed by another unit.
+                    if layer + 1 < self._layers:
+                        executor.attend(layer + 1, int(places[number]))
                 if len(chunks) > 1 or layer + 1 == self._layers:
                     progress((layer + 1) / self._layers)
         except BaseException:
@@ -206,7 +209,8 @@ class Forward:
                 else:
                     executor.attend_step(layer)
                 if is_dense:
-                    feed_forward.run_dense(layer)
+                    for _ in feed_forward.run_dense(layer):
+                        pass
                 else:
                     feed_forward.run_sparse(layer)
             if not is_dense:

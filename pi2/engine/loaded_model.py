@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,15 +22,12 @@ from pi2.engine.generation import Generation, GenerationRequest
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.statistics import RunStatistics
 from pi2.engine.text import TokenDecoder
-from pi2.machine import bind_calling_thread
-from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.tokenizer import decode_ids, encode_text
-from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 
 
@@ -46,14 +44,11 @@ class Parts:
     cache: NeuronCache
     reader: FlashReader | NullReader
     feed_forward: FeedForward
-    balance: HotBalance | None
     forward: Forward
-    embedding: EmbeddingRows | None
-    """What reads rows of the embedding, where it is not in memory."""
     load_s: float
     compute_threads: int
-    unbound_cores: tuple[int, ...] = ()
-    """Cores that the loading thread could use before it was bound; empty if it was not."""
+    release: ExitStack
+    """Gives back threads, files and memory, the last that was taken first."""
 
 
 class LoadedModel:
@@ -120,14 +115,21 @@ class LoadedModel:
         return self._parts.reader.engine_fallback
 
     @property
+    def lost_units(self) -> Mapping[str, str]:
+        """Units that the run goes on without, and why each was lost."""
+        units = self._parts.feed_forward.shares.units.values()
+        return {unit.name: unit.lost for unit in units if unit.lost is not None}
+
+    @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
         counters = self._parts.cache.counters
-        neurons, balance = self._parts.feed_forward.counters, self._parts.balance
+        neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
         return RunStatistics(
             predicted_neurons=neurons.predicted,
             active_neurons=neurons.active,
             possible_neurons=neurons.possible,
+            dense_neurons=self._parts.feed_forward.shares.computed,
             cache_hits=sum(layer.hits for layer in counters),
             cache_misses=sum(layer.misses for layer in counters),
             cache_skips=sum(layer.skips for layer in counters),
@@ -364,16 +366,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give back threads, files and memory."""
-        parts = self._parts
-        parts.feed_forward.abandon()
-        parts.reader.close()
-        parts.executor.close()
-        if parts.embedding is not None:
-            parts.embedding.close()
-        if parts.store is not None:
-            parts.store.close()
-        if parts.unbound_cores:
-            bind_calling_thread(parts.unbound_cores)
+        self._parts.feed_forward.abandon()
+        self._parts.release.close()
 
     def __enter__(self) -> Self:
         return self

@@ -157,7 +157,7 @@ def load_neurons(
     for layer in range(layers):
         hot = cache.hot_bundles(layer)
         if len(hot):
-            reads[layer].append(reader.start_run(layer, 0, hot))
+            reads[layer].append(reader.start_run(layer, cache.hot_range(layer).start, hot))
     for layer in range(layers):
         for read in reads[layer]:
             read.result()

@@ -11,7 +11,7 @@ between, in even parts, so that the drive is busy all the time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -98,10 +98,13 @@ class NeuronStream:
         staging: U8,
         layers: int,
         *,
+        first: Callable[[int], int] = lambda layer: 0,
         in_order: bool = False,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers; ``in_order``: neurons come in
-        stored order, for those who look at them."""
+        """``staging`` [2, n, stride]: two page-aligned buffers; ``first``: stored index of the
+        first neuron of a layer that is wanted; ``in_order``: neurons come in stored order, for
+        those who look at them."""
+        self._first = first
         self._in_order = in_order
         self._cache = cache
         self._reader = reader
@@ -117,9 +120,16 @@ class NeuronStream:
         if not self._ahead:
             self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
 
-    def give(self, layer: int) -> Iterator[Stretch]:
-        """The layer's neurons; each stretch is valid until the next."""
-        pieces, resident = self._divide(layer)
+    def give_again(self, layer: int, wanted: range) -> Iterator[Stretch]:
+        """Give the ``wanted`` neurons of a layer, once more or for the first time; each stretch is
+        valid until the next."""
+        self.abandon()
+        yield from self.give(layer, wanted)
+
+    def give(self, layer: int, wanted: range | None = None) -> Iterator[Stretch]:
+        """Give the layer's neurons from the first wanted one on, or those that are ``wanted``; each
+        stretch is valid until the next."""
+        pieces, resident = self._divide(layer, wanted)
         parts = [resident, *([] for _ in pieces)]
         if not self._in_order:
             parts = _share_evenly(resident, len(pieces) + 1)
@@ -142,35 +152,45 @@ class NeuronStream:
         if not pieces:
             self._fill_buffers([], layer + 1, BUFFERS)
 
-    def _divide(self, layer: int) -> tuple[list[Piece], list[Stretch]]:
+    def _divide(self, layer: int, wanted: range | None = None) -> tuple[list[Piece], list[Stretch]]:
         """The layer's pieces that need a buffer, and the stretches of the arena that have the
         rest."""
         pieces: list[Piece] = []
-        hot = self._cache.hot_slots[layer]
+        wanted = wanted or range(self._first(layer), self._cache.neurons)
+        slots, hot = self._cache.hot_slots[layer], self._cache.hot_range(layer)
+        begin, stop = max(hot.start, wanted.start), min(hot.stop, wanted.stop)
         # Stored index of the first, and slots.
-        stretches = [(0, slice(hot.start, hot.stop))] if len(hot) else []
-        for piece in self._cut(layer):
+        stretches = []
+        if begin < stop:
+            shift = slots.start - hot.start
+            stretches.append((begin, slice(begin + shift, stop + shift)))
+        for piece in self._cut(layer, wanted):
             place = None if self._in_order else piece.place
             if place is None:
                 pieces.append(piece)
             elif stretches and _are_neighbours(*stretches[-1], piece.first, place):
-                first, slots = stretches[-1]
-                stretches[-1] = (first, slice(slots.start, place.stop))
+                first, before = stretches[-1]
+                stretches[-1] = (first, slice(before.start, place.stop))
             else:
                 stretches.append((piece.first, place))
         return pieces, [Stretch(first, self._cache.arena[slots]) for first, slots in stretches]
 
-    def _cut(self, layer: int) -> list[Piece]:
-        """The layer's cold neurons in pieces of a buffer's size."""
-        size, neurons = self._staging.shape[1], self._cache.neurons
-        starts = range(len(self._cache.hot_slots[layer]), neurons, size)
+    def _cut(self, layer: int, wanted: range) -> list[Piece]:
+        """The layer's ``wanted`` cold neurons in pieces of a buffer's size."""
+        size, hot = self._staging.shape[1], self._cache.hot_range(layer)
+        # Below the hot ones lie those of a dense unit that is lost.
+        bounds = [
+            (wanted.start, min(hot.start, wanted.stop)),
+            (max(wanted.start, hot.stop), wanted.stop),
+        ]
         return [
             Piece(
                 layer=layer,
                 first=first,
-                slots=self._cache.find_slots(layer, first, min(size, neurons - first)),
+                slots=self._cache.find_slots(layer, first, min(size, stop - first)),
             )
-            for first in starts
+            for start, stop in bounds
+            for first in range(start, stop, size)
         ]
 
     def _fill_buffers(self, pieces: list[Piece], layer: int, most: int) -> None:

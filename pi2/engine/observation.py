@@ -16,7 +16,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
-from pi2.backends.reference import activate
+from pi2.backends.reference.operators import activate
 from pi2.diagnostics import UserError
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_experts, unpack_part
 
@@ -79,6 +79,8 @@ class ObservedExecutor:
         read_scores: Any
         predict_gate: Any
         find_open: Any
+        share_input: Any
+        add_sum: Any
         add_neurons: Any
         logits: Any
         count_active: Any

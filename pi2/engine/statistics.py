@@ -26,6 +26,8 @@ class RunStatistics:
     """Neurons that made room."""
     flash_read_bytes: int
     """Bytes of neurons read from flash, prefill and loading included."""
+    dense_neurons: int = 0
+    """Neurons of sparse layers that units beside the sparse one have computed."""
     routed_experts: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
@@ -44,6 +46,7 @@ class RunStatistics:
             predicted_neurons=self.predicted_neurons - other.predicted_neurons,
             active_neurons=self.active_neurons - other.active_neurons,
             possible_neurons=self.possible_neurons - other.possible_neurons,
+            dense_neurons=self.dense_neurons - other.dense_neurons,
             cache_hits=self.cache_hits - other.cache_hits,
             cache_misses=self.cache_misses - other.cache_misses,
             cache_skips=self.cache_skips - other.cache_skips,
@@ -60,7 +63,8 @@ class RunStatistics:
     @property
     def predicted_share(self) -> float | None:
         """Share of neurons that were computed; None if every layer ran densely."""
-        return divide(self.predicted_neurons, self.possible_neurons)
+        computed = self.predicted_neurons + self.dense_neurons
+        return divide(min(computed, self.possible_neurons), self.possible_neurons)
 
     @property
     def active_share(self) -> float | None:

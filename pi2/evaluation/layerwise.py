@@ -13,7 +13,8 @@ import numpy as np
 
 from pi2.arrays import F32, I64
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.reference import ReferenceExecutor, activate, cap
+from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.backends.reference.operators import activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
 from pi2.plan.documents.model import Model

@@ -56,7 +56,7 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     _find_predictors(checkpoint, tables)
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
     tables = {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": _find_name(config, path)[:120],
         "id": name or make_id(_find_name(config, path)),
         **tables,

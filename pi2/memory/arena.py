@@ -31,13 +31,14 @@ def allocate_cache(
     many as before: addresses cost nothing.
     """
     stride = resolved.bundle.stride
-    hot = [layer.hot_neurons for layer in resolved.layers]
+    hot = [len(layer.own_hot) for layer in resolved.layers]
+    first = [layer.own_hot.start for layer in resolved.layers]
     neurons = resolved.model.layer_neurons
     cold_slots, most_slots = count_cold_slots(resolved)
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
     reserved, spare = most_slots - cold_slots, count_spare_slots(resolved)
     if spare:
-        reserved += len(hot) * neurons
+        reserved += len(hot) * neurons - sum(first)
     arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(-1, stride)
     # Only an order by hotness tells beforehand which neurons will be used often.
     expected = expect_uses(len(hot), neurons) if by_hotness else None
@@ -46,9 +47,10 @@ def allocate_cache(
         arena,
         hot,
         neurons,
+        first_hot=first,
         policy=policy,
         expected=expected,
-        most_hot=[neurons] * len(hot) if spare else None,
+        most_hot=[neurons - start for start in first] if spare else None,
         cold=most_slots - spare if spare else None,
         give_back=partial(budget.give_back, small_pages=spare > 0),
     )
@@ -83,10 +85,20 @@ def make_balance(
     )
 
 
+def count_neurons_at_risk(resolved: ResolvedPlan) -> int:
+    """Neurons of units that the run goes on without when they are lost: they are cold then."""
+    return sum(
+        layer.own_hot.start
+        for layer in resolved.layers
+        if layer.dense is not None and resolved.goes_on_without(layer.dense.unit)
+    )
+
+
 def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
     """Cold slots of the segment, and with what the context lends while it is empty."""
     neurons = resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
+    absent += count_neurons_at_risk(resolved)
     stride = resolved.bundle.stride
     cold = min(resolved.plan.memory.segments.cold // stride, absent)
     if not resolved.plan.kv.lend:

@@ -48,7 +48,7 @@ class HotBalance:
         self._window = tokens
         self._band = band
         self.least_cold = least_cold
-        self._planned = [len(slots) for slots in cache.hot_slots]
+        self._planned = [cache.hot_range(layer).stop for layer in range(layers)]
         self._inside = [0] * layers
         """Uses of the last hot band since the layer was weighed."""
         self._outside = [0] * layers
@@ -64,7 +64,7 @@ class HotBalance:
 
     def note(self, layer: int, indices: I32, found: int) -> None:
         """Count the uses ``indices`` [n] (ascending) of a layer, ``found`` of them in memory."""
-        hot = len(self._cache.hot_slots[layer])
+        hot = self._cache.hot_range(layer).stop
         edges = (max(0, hot - self._band), hot, hot + self._band)
         first, last, beyond = np.searchsorted(indices, edges).tolist()
         self._inside[layer] += last - first
@@ -87,10 +87,10 @@ class HotBalance:
         tokens = self._tokens - self._since[layer]
         if 2 * tokens < self._window:
             return  # at the beginning: too little is known
-        hot = len(cache.hot_slots[layer])
+        first, hot = cache.hot_range(layer).start, cache.hot_range(layer).stop
         slots = self._cold_tokens * cache.cold_capacity
         average = self._cold_uses / slots if slots else 0.0
-        fewer, more = min(band, hot), min(band, cache.neurons - hot)
+        fewer, more = min(band, hot - first), min(band, cache.neurons - hot)
         if fewer and self._inside[layer] / (fewer * tokens) < average:
             cache.resize_hot(layer, hot - fewer, rare=True)
             self.shrunk += fewer
@@ -109,13 +109,12 @@ class HotBalance:
         cache = self._cache
         while slots > 0:
             growth = [
-                len(hot) - planned
-                for hot, planned in zip(cache.hot_slots, self._planned, strict=True)
+                cache.hot_range(layer).stop - planned for layer, planned in enumerate(self._planned)
             ]
             layer = int(np.argmax(growth))
             fewer = min(self._band, len(cache.hot_slots[layer]))
             assert fewer, "there is nothing to make room with"
-            cache.resize_hot(layer, len(cache.hot_slots[layer]) - fewer)
+            cache.resize_hot(layer, cache.hot_range(layer).stop - fewer)
             self.shrunk += fewer
             slots -= fewer
 
@@ -129,7 +128,7 @@ class HotBalance:
         try:
             # Neighbours in stored order are neighbours in the hot region.
             for run in np.split(found.missing, np.flatnonzero(np.diff(found.missing) > 1) + 1):
-                place = cache.hot_slots[layer].start + int(run[0])
+                place = int(cache.find_slots(layer, int(run[0]), 1)[0])
                 arena = cache.arena[place : place + len(run)]
                 reads.append(self._reader.start_run(layer, int(run[0]), arena))
             for read in reads:

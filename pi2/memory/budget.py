@@ -22,7 +22,8 @@ when they come to be there."""
 class Budget:
     """Gives out zeroed, page-aligned memory and counts it by segment.
 
-    ``limits`` are the plan's segments in bytes.  Memory is reserved, not touched: a page that
+    ``limits`` are the plan's segments in bytes, and the memory of units beside the sparse one as
+    ``units.NAME``.  Memory is reserved, not touched: a page that
     nobody writes costs nothing.
     """
 
@@ -46,11 +47,15 @@ class Budget:
         """Count ``size`` bytes; UserError P610 if the segment cannot hold them."""
         if size > self.remaining(segment):
             need = self._used[segment] + size
+            unit = segment.removeprefix("units.")
+            is_unit = unit != segment
+            key = f"memory.{segment}.budget" if is_unit else f"memory.segments.{segment}"
             raise UserError.of(
                 "P610",
-                f"segment {segment!r} needs at least {approximate_bytes(need)} ({need} bytes), "
+                f"{'unit' if is_unit else 'segment'} {unit!r} needs at least "
+                f"{approximate_bytes(need)} ({need} bytes), "
                 f"the plan allows {approximate_bytes(self._limits[segment])}",
-                help=f"raise memory.segments.{segment}, and memory.budget if it is exceeded then",
+                help=f"raise {key}, and memory.budget if it is exceeded then",
             )
         self._used[segment] += size
 
@@ -82,6 +87,12 @@ class Budget:
         self._maps.append(region)
         self._segments.append(frozenset(sizes))
         return np.frombuffer(region, np.uint8, count=size)
+
+    def adopt(self, segment: str, region: U8) -> U8:
+        """Count ``region``, memory that somebody else has brought, and return it; UserError P610 as
+        for ``charge``."""
+        self.charge(segment, region.nbytes)
+        return region
 
     def release(self, segment: str) -> None:
         """Let the system have the memory that ``segment`` alone was given; it is zeros then."""

@@ -2,8 +2,9 @@
 
 One arena [slots, stride] holds them all.  The hot neurons of layer 0, 1, ... come first, each
 layer's contiguous and in stored order, so that dense kernels can run over them; they leave only
-when the hot region is made smaller.  The slots behind them are the cold cache, shared by all
-layers, one neuron a slot.
+when the hot region is made smaller.  Where a dense unit owns a layer's first neurons, the hot ones
+here are those that follow, and what it owns is asked for only when the unit is lost.  The slots
+behind them are the cold cache, shared by all layers, one neuron a slot.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ class NeuronCache:
         hot: Sequence[int],
         neurons: int,
         *,
+        first_hot: Sequence[int] | None = None,
         policy: PolicyName = "lru",
         expected: F32 | None = None,
         most_hot: Sequence[int] | None = None,
         cold: int | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
     ) -> None:
-        """``hot``: hot neurons of each layer; ``neurons``: FFN neurons per layer; ``expected``
-        [layers, neurons]: how often a token uses each, where statistics tell.
+        """``hot``: number of hot neurons of each layer, and ``first_hot`` the stored index of the
+        first of them, 0 by default; ``neurons``: FFN neurons per layer; ``expected`` [layers,
+        neurons]: how often a token uses each, where statistics tell.
 
         ``most_hot``: hot neurons that each layer has room for (``hot``), and ``cold``: cold slots
         to begin with (what is left of the arena); both only where hot regions shall grow and
@@ -87,6 +90,7 @@ class NeuronCache:
         """What looks neurons up in compiled code, where a backend has it."""
         self._give_back = give_back
         layers = len(hot)
+        self._first = tuple(first_hot or [0] * layers)
         self._most_hot = tuple(hot if most_hot is None else most_hot)
         bases = np.concatenate([[0], np.cumsum(self._most_hot)]).astype(np.int64).tolist()
         self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
@@ -99,7 +103,7 @@ class NeuronCache:
         self._rows = list(self._slot_of)
         self._keys = self._slot_of.reshape(-1)
         for layer, slots in enumerate(self.hot_slots):
-            self._slot_of[layer, : len(slots)] = np.arange(slots.start, slots.stop)
+            self._slot_of[layer, self.hot_range(layer)] = np.arange(slots.start, slots.stop)
         self._owner = np.full(self.cold_capacity, ABSENT, np.int64)
         self._held = np.zeros(self.cold_capacity, bool)
         self._held_count = 0
@@ -113,6 +117,19 @@ class NeuronCache:
         for slots, most in zip(self.hot_slots, self._most_hot, strict=True):
             if most > len(slots):
                 give_back(arena[slots.stop : slots.start + most])
+
+    def hot_range(self, layer: int) -> slice:
+        """Stored indices of the layer's hot neurons."""
+        first = self._first[layer]
+        return slice(first, first + len(self.hot_slots[layer]))
+
+    def is_all_hot(self, layer: int, indices: I32) -> bool:
+        """Whether ``indices`` [n] (ascending) are hot because all neurons from the first hot one on
+        are."""
+        hot = self.hot_range(layer)
+        if hot.stop < self.neurons:
+            return False
+        return hot.start == 0 or len(indices) == 0 or int(indices[0]) >= hot.start
 
     @property
     def hot_growth(self) -> int:
@@ -136,7 +153,7 @@ class NeuronCache:
 
     def find_indices(self, layer: int, slots: I32) -> I32:
         """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
-        hot = slots - np.int32(self.hot_slots[layer].start)
+        hot = slots - np.int32(self.hot_slots[layer].start - self._first[layer])
         if self.cold_capacity == 0 or len(self.hot_slots[layer]) == self.neurons:
             return hot
         cold = slots - np.int32(self._first_cold)
@@ -151,7 +168,7 @@ class NeuronCache:
     def leave_out(self, layer: int, indices: I32, scores: F32, least: float) -> I32:
         """Return ``indices`` [n] (ascending) without those that are missing and not worth a read:
         whose ``scores`` [neurons] are below ``least``."""
-        first = int(indices.searchsorted(len(self.hot_slots[layer])))
+        first = int(indices.searchsorted(self.hot_range(layer).stop))
         others = indices[first:]
         kept = others.compress(
             (scores.take(others) >= least) | (self._rows[layer].take(others) != ABSENT)
@@ -166,19 +183,23 @@ class NeuronCache:
         their slots before anybody computes with them.
         """
         counters = self.counters[layer]
-        hot = self.hot_slots[layer]
-        if len(hot) == self.neurons:
+        hot, start = self.hot_range(layer), self.hot_slots[layer].start
+        if self.is_all_hot(layer, indices):
             counters.hits += len(indices)
             none = indices[:0]
-            resident = indices + np.int32(hot.start)
+            resident = indices + np.int32(start - hot.start)
             return Lookup(resident_slots=resident, missing=none, missing_slots=none, cold=none)
         # Hot ones come first, and are in memory.
-        first = int(indices.searchsorted(len(hot)))
-        others = indices[first:]
+        count = int(indices.searchsorted(hot.stop))
+        others, own = indices[count:], indices[:count]
+        if hot.start and count and int(indices[0]) < hot.start:
+            # They belonged to a unit that is lost.
+            below = int(indices.searchsorted(hot.start))
+            others, own = np.concatenate([indices[:below], others]), own[below:]
         cold, missing = self._find(layer, others)
-        resident = np.empty(first + len(cold), np.int32)
-        np.add(indices[:first], hot.start, out=resident[:first])
-        np.add(cold, self._first_cold, out=resident[first:])
+        resident = np.empty(len(own) + len(cold), np.int32)
+        np.add(own, start - hot.start, out=resident[: len(own)])
+        np.add(cold, self._first_cold, out=resident[len(own) :])
         counters.hits += len(resident)
         counters.misses += len(missing)
         if len(missing) == 0:
@@ -233,9 +254,9 @@ class NeuronCache:
         self._rows[layer][missing] = cold + np.int32(self._first_cold)
         return cold, len(evicted)
 
-    def resize_hot(self, layer: int, count: int, *, rare: bool = False) -> Lookup:
-        """Let the first ``count`` neurons of ``layer`` be its hot ones, with as many cold slots
-        more or fewer.
+    def resize_hot(self, layer: int, end: int, *, rare: bool = False) -> Lookup:
+        """Let the neurons of ``layer`` below ``end`` be its hot ones, but for those of a dense
+        unit, with as many cold slots more or fewer.
 
         What stays in memory is moved there, not read again; what has to go is what the policy
         needs least.  What leaves the hot region is needed most, or, if ``rare``, no more than most
@@ -244,8 +265,9 @@ class NeuronCache:
         neurons that change sides are in memory for a moment.
         """
         assert not self._held_count, "neurons are in use"
-        assert 0 <= count <= self._most_hot[layer], (count, self._most_hot[layer])
-        more = count - len(self.hot_slots[layer])
+        first = self._first[layer]
+        assert first <= end <= first + self._most_hot[layer], (first, end, self._most_hot[layer])
+        more = end - self.hot_range(layer).stop
         assert more <= self.cold_capacity, "not so many cold slots to take"
         return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more, rare)
 
@@ -264,17 +286,16 @@ class NeuronCache:
             self._renumber(source)
 
     def _grow_hot(self, layer: int, more: int) -> Lookup:
-        first = len(self.hot_slots[layer])
-        start = self.hot_slots[layer].start
+        slots, first = self.hot_slots[layer], self.hot_range(layer).stop
         indices = np.arange(first, first + more, dtype=np.int32)
-        places = start + indices
+        places = np.arange(slots.stop, slots.stop + more, dtype=np.int32)
         old = self._slot_of[layer, indices]
         here = old != ABSENT
         self.arena[places[here]] = self.arena[old[here]]
         self._owner[old[here] - self._first_cold] = ABSENT
         self._policy.drop(old[here] - self._first_cold)
         self._slot_of[layer, indices] = places
-        self.hot_slots[layer] = range(start, start + first + more)
+        self.hot_slots[layer] = range(slots.start, slots.stop + more)
         self._shrink_cold(more)
         counters = self.counters[layer]
         counters.read_bytes += int(np.count_nonzero(~here)) * self.arena.shape[1]
@@ -308,9 +329,9 @@ class NeuronCache:
         self._give_back(self.arena[first + capacity : first + capacity + fewer])
 
     def _shrink_hot(self, layer: int, fewer: int, rare: bool) -> Lookup:
-        slots = self.hot_slots[layer]
+        slots, end = self.hot_slots[layer], self.hot_range(layer).stop
         last = len(slots) - fewer
-        keys = np.arange(last, len(slots)) + layer * self.neurons
+        keys = np.arange(end - fewer, end) + layer * self.neurons
         old, capacity = self.cold_capacity, self.cold_capacity + fewer
         assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
         leaving = self.arena[slots.start + last : slots.stop]
@@ -358,7 +379,7 @@ class NeuronCache:
         """Give the cold slots to the neurons that follow the hot ones in stored order, the same
         share of every layer; the caller reads them.  Only for a cache that is empty."""
         assert (self._owner == ABSENT).all(), "only an empty cache is filled"
-        firsts = np.array([len(slots) for slots in self.hot_slots])
+        firsts = np.array([self.hot_range(layer).stop for layer in range(len(self.hot_slots))])
         rest = self.neurons - firsts
         room = min(self.cold_capacity, int(rest.sum()))
         ends = np.cumsum(rest) * room // max(1, int(rest.sum()))

@@ -30,7 +30,7 @@ def make_plan_values(
             help="add a unit of the kind cpu to the device",
         )
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": wish.device.id,
         "model": wish.model.id,
         "store": f"stores/{wish.model.id}",

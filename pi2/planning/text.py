@@ -23,7 +23,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     values = planned.values
     lines = [f"# {line}" if line else "#" for line in describe_choices(planned)]
     lines += [
-        "schema_version = 1",
+        "schema_version = 2",
         f"name = {write_value(name)}",
         f"device = {write_value(device)}",
         f"model = {write_value(model)}",

@@ -36,7 +36,7 @@ UNSTEADY_LINES = 8
 def make_device(name: str, found: Measurements) -> Device:
     """The device called ``name`` with everything that was measured; no host or user names."""
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "id": name,
         "name": name,
         "description": describe(found),

@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import cast
 
 from pi2.backends.host import load_host_loops
-from pi2.backends.protocol import Backend, Executor
+from pi2.backends.protocol import Executor
 from pi2.machine import bind_calling_thread, list_allowed_cores
+from pi2.plan.documents.backends import find_backend
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key, collect_rounds
 from pi2.probing.steps import VARIANTS, Steps
@@ -41,7 +40,7 @@ class KernelBench:
     """Kernels, weights and a neuron cache."""
 
     def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
-        backend = cast(Backend, import_module("pi2.backends.cpu"))
+        backend = find_backend("cpu")
         self._sizes = recipe.sizes
         self._free = list_allowed_cores()
         cores = tuple(self._free) if len(self._free) == recipe.threads else ()

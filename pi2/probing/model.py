@@ -101,7 +101,7 @@ SMALL = ProbeShape(
 def make_model(sizes: ProbeShape = LARGE) -> Model:
     """A Llama-like model with grouped-query attention and ReLU on gate and up."""
     return Model(
-        schema_version=1,
+        schema_version=2,
         id="probe",
         shape=Shape(
             layers=sizes.layers,

@@ -136,7 +136,7 @@ class _Rounds(defaultdict[str, dict[Key, list[float]]]):
 
 def check_backend(machine: Machine) -> None:
     """UserError P340 where there are no kernels to measure."""
-    from pi2.backends import cpu
+    from pi2.backends.cpu import backend as cpu
 
     obstacles: Sequence[str] = cpu.find_obstacles(frozenset(machine.features), machine.architecture)
     if obstacles:

@@ -26,6 +26,7 @@ from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Decode
 
 NAMED = 0.14
 """Share of the neurons that a predictor names, about."""
@@ -106,9 +107,7 @@ class TokenSample:
             NullReader(arena.shape[1]),
             arena[:2].reshape(2, 1, -1),
             layers=layers,
-            predictor=predictor,
-            threshold=0.0,
-            look_ahead="none",
+            decode=Decode(predictor=predictor),
         )
         context = max(work.position for work in works) + 1
         self._forward = Forward(recorder, feed_forward, layers=layers, chunk=1, context=context)

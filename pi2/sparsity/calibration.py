@@ -191,7 +191,7 @@ def make_thresholds(
 ) -> Thresholds:
     """Thresholds of all layers that leave out ``target``, the same share in every layer."""
     return Thresholds(
-        schema_version=1,
+        schema_version=2,
         name=f"{model.id}, {goal.method} {target:g}",
         description="Made by `pi2 sparsity calibrate`.",
         model=model.id,

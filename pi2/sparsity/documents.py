@@ -71,7 +71,7 @@ def write_plan_text(base: Path, target: Path, changes: Mapping[str, object]) -> 
     reference = os.path.relpath(base.resolve(), target.resolve().parent)
     if not reference.startswith("."):
         reference = f"./{reference}"
-    head = f"schema_version = 1\nextends = [{write_value(reference)}]\n"
+    head = f"schema_version = 2\nextends = [{write_value(reference)}]\n"
     return f"{head}\n{write_tables(changes)}"
 
 

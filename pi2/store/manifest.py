@@ -236,7 +236,7 @@ class Manifest(Table):
 
     def describe_model(self) -> Model:
         """The model document, as far as it decides the store's contents."""
-        document = {"schema_version": 1, "id": self.model.id, **self.model.parts}
+        document = {"schema_version": 2, "id": self.model.id, **self.model.parts}
         return Model.model_validate_json(json.dumps(document))
 
     @property

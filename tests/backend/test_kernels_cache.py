@@ -170,7 +170,7 @@ def test_the_running_process_never_loads_the_compiler(tmp_path: Path) -> None:
 import json, sys
 import numpy as np
 from tests.helpers.kernels import RandomModel
-from pi2.backends import cpu
+from pi2.backends.cpu import backend as cpu
 model = RandomModel(layers=1)
 executor = cpu.build(model.request)
 executor.embed(np.array([1], np.int32))

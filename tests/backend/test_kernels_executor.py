@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.backends import cpu, reference
+from pi2.backends.cpu import backend as cpu
+from pi2.backends.cpu.specification import make_spec
 from pi2.backends.protocol import Executor
+from pi2.backends.reference import backend as reference
 from pi2.plan.weights.packing import split_scales
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, measure_error
 
@@ -84,7 +86,7 @@ def test_one_library_serves_all_limits_and_none_leaves_nothing_out() -> None:
     logits, active = [], []
     for limits in (None, (0.0, 0.0), (0.1, 0.0), (0.1, 0.1), (9.0, 0.0)):
         model = RandomModel(**{**options, "limits": limits})
-        assert cpu.make_spec(model.request) == cpu.make_spec(RandomModel(**options).request)
+        assert make_spec(model.request) == make_spec(RandomModel(**options).request)
         executor = cpu.build(model.request)
         logits.append(feed(executor, model, [5], 0, "gate"))
         active.append(executor.count_active())
@@ -96,11 +98,11 @@ def test_one_library_serves_all_limits_and_none_leaves_nothing_out() -> None:
 
 def test_neurons_are_computed_as_the_plan_says_or_by_whether_gates_are_known() -> None:
     request = RandomModel(layers=1).request
-    assert cpu.make_spec(request).phases == 2
-    assert cpu.make_spec(dataclasses.replace(request, phases=1)).phases == 1
+    assert make_spec(request).phases == 2
+    assert make_spec(dataclasses.replace(request, passes=1)).phases == 1
     without = dataclasses.replace(request, gate_rows=None)
-    assert cpu.make_spec(without).phases == 1
-    assert cpu.make_spec(dataclasses.replace(without, phases=2)).phases == 2
+    assert make_spec(without).phases == 1
+    assert make_spec(dataclasses.replace(without, passes=2)).phases == 2
 
 
 def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:

@@ -274,13 +274,14 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
     from tvm.tirx import Shuffle
     from tvm.tirx.script import builder as T
 
-    from pi2.backends import cpu, reference
     from pi2.backends.compiler import vectors as v
     from pi2.backends.compiler.compile import compile_library
+    from pi2.backends.cpu import backend as cpu
     from pi2.backends.kernels import i8mm
     from pi2.backends.kernels import isa as table
     from pi2.backends.kernels.program import Program
     from pi2.backends.kernels.spec import KernelSpec
+    from pi2.backends.reference import backend as reference
 
     def call(kind: str, name: str, *arguments: Any) -> Any:
         return v.let(T.call_llvm_pure_intrin(kind, f"llvm.x86.avx2.{name}", *arguments))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.backends.reference import activate
+from pi2.backends.reference.operators import activate
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.packing import dequantize, quantize
 from tests.helpers.kernels import (

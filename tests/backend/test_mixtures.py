@@ -16,7 +16,7 @@ import pi2.orchestrator
 from pi2.arrays import F32
 from pi2.backends.cpu.expert_groups import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.backends.reference import ReferenceExecutor
+from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import ObservedExecutor
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
@@ -211,7 +211,7 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
     )
     model = load_plan(silu).model
     thresholds = Thresholds(
-        schema_version=1,
+        schema_version=2,
         model=model.id,
         activation="silu",
         hidden=model.shape.hidden,

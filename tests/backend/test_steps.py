@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends import cpu, reference
+from pi2.backends.cpu import backend as cpu
 from pi2.backends.protocol import Executor
+from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 
 PROMPTS = ([1, 2, 3, 4, 5], [17], [9, 8, 7, 6, 5, 4, 3, 2, 1])

@@ -87,7 +87,7 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
     (folder / "golden.model.toml").write_text(tomlkit.dumps(values))
     segments = dict.fromkeys(("attention", "kv", "predictor", "hot", "cold", "workspace"), "64 MiB")
     document: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": "host",
         "model": "./golden.model.toml",
         "store": "store",

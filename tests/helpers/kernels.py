@@ -291,7 +291,7 @@ class RandomModel:
             "predictor": "int8",
         } | dict(precision or {})
         self.model = Model(
-            schema_version=1,
+            schema_version=2,
             id="random",
             shape=Shape(
                 layers=layers,

@@ -23,7 +23,7 @@ def write_plan(
     shape = tiny.model.shape
     layout = lay_out_bundle(shape.hidden, tiny.model.quantization.ffn)
     document: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": "host",
         "model": f"./{tiny.model.id}.model.toml",
         "store": tiny.store.name,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 DEVICE = """\
-schema_version = 1
+schema_version = 2
 name = "Acme 12"
 id = "acme-12"
 

@@ -72,7 +72,7 @@ kinds = st.sampled_from(["plan", "device", "model"])
 @example(kind="plan", data=b"a=" + b"9" * 5000)
 @example(kind="plan", data=b"a=0x" + b"f" * 9000)
 @example(kind="model", data=b"schema_version=0x" + b"f" * 9000)
-@example(kind="plan", data=b"schema_version = 1\nlayers.overrides = [{}, 3]\n")
+@example(kind="plan", data=b"schema_version = 2\nlayers.overrides = [{}, 3]\n")
 def test_bytes(folder: Path, kind: str, data: bytes) -> None:
     check(folder, kind, data)
 

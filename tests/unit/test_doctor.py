@@ -169,7 +169,7 @@ def test_budget_beyond_the_memory_keeps_a_plan_from_running() -> None:
 
 def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
     broken = tmp_path / "x.plan.toml"
-    broken.write_text("schema_version = 1\n")
+    broken.write_text("schema_version = 2\n")
     verdict = judge_plan(broken, "x", PHONE, {})
     assert verdict.verdict == "cannot run"
     assert verdict.findings

@@ -98,7 +98,7 @@ def read_model() -> Model:
 def resolve(device: Device, plan: str) -> ResolvedPlan:
     segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": "probed",
         "model": "bamboo-7b",
         "store": "stores/none",

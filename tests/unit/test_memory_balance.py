@@ -125,9 +125,9 @@ def test_neurons_that_are_used_often_and_are_there_become_hot(policy: PolicyName
     run = Run(hot=0, cold=2048, policy=policy)
     total, resize = run.count_slots(), run.cache.resize_hot
 
-    def resize_and_look(layer: int, count: int, **options: bool) -> Any:
-        there = run.cache.find_slots(layer, 0, count) != ABSENT
-        found = resize(layer, count, **options)
+    def resize_and_look(layer: int, end: int, **options: bool) -> Any:
+        there = run.cache.find_slots(layer, 0, end) != ABSENT
+        found = resize(layer, end, **options)
         assert found.missing.tolist() == np.flatnonzero(~there).tolist(), "and nothing else"
         return found
 

@@ -32,7 +32,7 @@ def base(tmp_path: Path) -> Path:
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"schema_version = 1\n{text}")
+    path.write_text(f"schema_version = 2\n{text}")
     return path
 
 
@@ -60,8 +60,8 @@ def test_tables_merge_and_values_are_replaced(base: Path) -> None:
 
 
 def test_a_split_is_a_table_and_merges(base: Path) -> None:
-    mine = extend(base, "[layers.split]\ncpu = 0.5\nnpu = 0.5\n")
-    assert dict(mine.layers[3].split) == {"cpu": 0.5, "npu": 0.5}
+    mine = extend(base, "[layers.split]\ncpu = 0.8\nnpu = 0.2\n")
+    assert dict(mine.layers[3].split) == {"cpu": 0.8, "npu": 0.2}
 
 
 def test_arrays_are_replaced(base: Path) -> None:

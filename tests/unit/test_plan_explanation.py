@@ -29,7 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(PARTS / name, tmp_path)
     path = tmp_path / "my.plan.toml"
     path.write_text(
-        'schema_version = 1\nextends = ["base.plan.toml"]\n'
+        'schema_version = 2\nextends = ["base.plan.toml"]\n'
         'inherit.layers.overrides = "append"\n'
         'memory.segments.hot = "17 MiB"\n'
         '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'
@@ -110,7 +110,7 @@ def test_a_layer_leads_to_what_sets_it(plan: Path) -> None:
         "hot",
     )
     split = explain_value(report, "plan", parse_path("layers.3.split.npu"))
-    assert (split.path, split.value) == (("layers", "split", "npu"), 0.75)
+    assert (split.path, split.value) == (("layers", "split", "npu"), 0.1)
     assert [cost.needed_bytes for cost in split.costs] == [round(0.1 * 2048) * 4096]
 
 
@@ -247,7 +247,7 @@ def test_show_prints_devices_and_models(
     assert check_file(Path(name)).diagnostics == ()
     assert run(["show", "--document", kind, str(plan)]) == 0
     assert capsys.readouterr().out == text
-    assert tomli.loads(text)["schema_version"] == 1
+    assert tomli.loads(text)["schema_version"] == 2
 
 
 def test_show_prints_shipped_devices_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,11 @@ DEMO = ROOT / "plans/demo.plan.toml"
 PARTS = ROOT / "tests/plans/broken/parts"
 
 PLAN = """\
-schema_version = 1
+schema_version = 2
 device = "./phone.device.toml"
 model = "small.model.toml"
 store = "../store"
-backends = { cpu = "cpu", npu = "null" }
+backends = { cpu = "cpu", npu = "reference" }
 memory.budget = "256 MiB"
 
 [memory.segments]
@@ -39,7 +39,7 @@ workspace = "8 MiB"
 stride = "4 KiB"
 
 [layers]
-split = { cpu = 0.25, npu = 0.75 }
+split = { cpu = 0.9, npu = 0.1 }
 hot = 0.25
 
 [[layers.overrides]]
@@ -83,7 +83,7 @@ def test_layers_are_resolved_one_by_one(plan: Path) -> None:
     layers = load_plan(plan).layers
     assert len(layers) == 8
     assert [layer.hot_neurons for layer in layers] == [2048, 2048] + [512] * 6
-    both = {"cpu": 0.25, "npu": 0.75}
+    both = {"cpu": 0.9, "npu": 0.1}
     assert [dict(layer.split) for layer in layers] == [{"cpu": 1.0}] + [both] * 5 + [
         {"cpu": 1.0}
     ] * 2
@@ -156,7 +156,7 @@ def test_findings_of_plan_device_and_model_come_together(plan: Path, tmp_path: P
 
 
 def test_an_unknown_key_does_not_hide_what_the_rules_find(plan: Path) -> None:
-    text = plan.read_text().replace("cpu = 0.25, npu = 0.75", "cpu = 0.25, npu = 0.85")
+    text = plan.read_text().replace("cpu = 0.9, npu = 0.1", "cpu = 0.9, npu = 0.2")
     plan.write_text(text + "\n[io]\nthread = 4\n")
     with pytest.raises(UserError) as caught:
         load_plan(plan)

@@ -38,7 +38,7 @@ def read(kind: str, name: str) -> Any:
 def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
     """``rates`` of random reads by block."""
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "id": "box",
         "units": {
             "cpu": {

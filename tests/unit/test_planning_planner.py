@@ -31,7 +31,7 @@ from pi2.simulate.activations import unite_chances
 pytest.importorskip("scipy")
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE: dict[str, Any] = {
-    "schema_version": 1,
+    "schema_version": 2,
     "id": "box",
     "units": {
         "cpu": {

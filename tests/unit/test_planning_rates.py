@@ -75,7 +75,7 @@ def make_device(
             seconds = weights * (0.5e-9 + tokens * 0.01e-9)
             kernel("dense", tokens, seconds * 1e6, None, 2.0 * tokens * weights / seconds / 1e9)
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "id": "box",
         "units": {
             "cpu": {

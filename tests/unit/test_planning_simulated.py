@@ -62,7 +62,7 @@ def make_device(overlap: float, read_s: float = 20e-6) -> Device:
         ),
     ]
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "id": "box",
         "units": {"cpu": cpu},
         "storage": {"block_size": "512 B", "latency": "70 us", "reads": reads},
@@ -76,7 +76,7 @@ def predict(device: Device) -> tuple[float, float]:
     assert isinstance(model, Model)
     segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
     values = {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": "box",
         "model": "bamboo-7b",
         "store": "stores/none",

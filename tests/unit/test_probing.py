@@ -228,7 +228,7 @@ def test_rounds_go_on_while_there_is_time_for_another() -> None:
 
 def test_figures_that_one_document_lacks_are_not_compared() -> None:
     old = Device.model_validate_json(
-        '{"schema_version": 1, "id": "x", "units": {"cpu": {"kind": "cpu"}}}'
+        '{"schema_version": 2, "id": "x", "units": {"cpu": {"kind": "cpu"}}}'
     )
     assert compare_devices(old, make_device("my", make_measurements())) == []
 

@@ -153,4 +153,4 @@ def test_two_units_beside_the_cpu_are_refused() -> None:
     backends = {"cpu": "null", "npu": "null", "gpu": "null"}
     with pytest.raises(UserError) as caught:
         read(BAMBOO, layers__split=split, backends=backends)
-    assert "P331" in {item.code for item in caught.value.diagnostics}
+    assert "P262" in {item.code for item in caught.value.diagnostics}

@@ -119,7 +119,7 @@ def test_rows_of_predictors_that_move_are_written(store: Path) -> None:
 
 def test_without_experts_there_is_no_order_by_expert(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
-    with pytest.raises(UserError, match=r"P524.*no mixture"):
+    with pytest.raises(UserError, match=r"P524.*is not a mixture"):
         choose_orders(tiny.store, "expert", None)
 
 

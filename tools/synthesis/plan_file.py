@@ -94,7 +94,7 @@ def _draft(
         default = "none"
     names = ("runtime", "attention", "kv", "predictor", "hot", "cold", "workspace")
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": f"{model.name or model.id}, random weights",
         "description": "Synthetic: for measuring speed and memory, the text means nothing.",
         "device": "host",

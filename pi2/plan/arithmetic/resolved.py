@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +12,33 @@ from typing import TYPE_CHECKING
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan import BatchSplit, Plan
 from pi2.plan.documents.selectors import list_layers
 from pi2.plan.toml.paths import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import Thresholds
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseShare:
+    """What a unit beside the sparse one has of a layer: the first neurons in stored order."""
+
+    unit: str
+    """Its name in the device."""
+    by_sequences: tuple[int, ...]
+    """Neurons that it computes in steps of 1, 2, ... sequences."""
+
+    @property
+    def kept(self) -> int:
+        """Neurons that it keeps in its memory, and computes of prompts."""
+        return max(self.by_sequences)
+
+    @property
+    def least(self) -> int:
+        """Neurons that nobody else ever computes, and main memory need not hold."""
+        return min(self.by_sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +51,16 @@ class ResolvedLayer:
     """Share of the layer's neurons that stay resident."""
     hot_neurons: int
     """Number of the layer's neurons that stay resident: the first ones in stored order."""
+    dense: DenseShare | None = None
+    """What a dense unit has of them; None where the sparse unit has all."""
     split_path: KeyPath
     hot_path: KeyPath
+
+    @property
+    def own_hot(self) -> range:
+        """Stored indices of the hot neurons that lie in the segment ``hot``."""
+        first = 0 if self.dense is None else min(self.dense.least, self.hot_neurons)
+        return range(first, self.hot_neurons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +83,57 @@ class ResolvedPlan:
     @cached_property
     def layers(self) -> tuple[ResolvedLayer, ...]:
         """Settings of every layer, the first one first."""
-        return resolve_layers(self.plan, self.model)
+        return resolve_layers(self.plan, self.model, self.device)
 
     @cached_property
     def bundle(self) -> BundleLayout:
         """How the weights of a neuron lie in the store."""
         return lay_out_plan_bundle(self.plan, self.model)
+
+    @cached_property
+    def sparse_unit(self) -> str:
+        """Name of the unit that computes sparsely, and whatever no other unit computes: the first
+        CPU of the splits, else their first unit."""
+        return find_sparse_unit(self.plan, self.device)
+
+    @property
+    def dense_units(self) -> tuple[str, ...]:
+        """Names of the units beside it that have work, in the order of the layers; those that the
+        device does not have, or the plan names no backend for, are left out."""
+        names = dict.fromkeys(layer.dense.unit for layer in self.layers if layer.dense is not None)
+        if self.plan.prefill.unit is not None:
+            names[self.plan.prefill.unit] = None
+        names.pop(self.sparse_unit, None)
+        return tuple(name for name in names if self.has_backend(name))
+
+    def name_backend(self, unit: str) -> str:
+        """Name of the backend that serves a unit of the device."""
+        settings = self.plan.units.get(unit)
+        if settings is not None and settings.backend is not None:
+            return settings.backend
+        return self.plan.backends[self.device.units[unit].kind]
+
+    def has_backend(self, unit: str) -> bool:
+        """Whether the device has a unit, and the plan names a backend for it."""
+        if unit not in self.device.units:
+            return False
+        settings = self.plan.units.get(unit)
+        named = settings is not None and settings.backend is not None
+        return named or self.device.units[unit].kind in self.plan.backends
+
+    def shares_main_memory(self, unit: str) -> bool:
+        """Whether what a dense unit keeps counts against the budget."""
+        return uses_main_memory(self.plan, self.device, unit)
+
+    def name_segment(self, unit: str) -> str:
+        """What a dense unit's memory is charged to: the segment ``hot``, or ``units.NAME``."""
+        has_own = unit in self.plan.memory.units or not self.shares_main_memory(unit)
+        return f"units.{unit}" if has_own else "hot"
+
+    def goes_on_without(self, unit: str) -> bool:
+        """Whether a run goes on when a dense unit is lost."""
+        settings = self.plan.units.get(unit)
+        return settings is not None and settings.on_failure == "cpu"
 
     @cached_property
     def needs(self) -> Needs:
@@ -81,28 +154,82 @@ def has_packable_shape(model: Model) -> bool:
     return model.predictor is None or model.predictor.rank % GROUP == 0
 
 
-def resolve_layers(plan: Plan, model: Model) -> tuple[ResolvedLayer, ...]:
+def uses_main_memory(plan: Plan, device: Device, unit: str) -> bool:
+    """Whether a unit of the device keeps what it keeps in main memory."""
+    memory = plan.memory.units.get(unit)
+    if memory is not None and memory.shares_main_memory is not None:
+        return memory.shares_main_memory
+    return device.units[unit].memory is None
+
+
+def find_sparse_unit(plan: Plan, device: Device) -> str:
+    """Name of the unit that computes what no dense unit owns."""
+    names = list(dict.fromkeys(name for split in list_splits(plan) for name in split))
+    known = [name for name in names if name in device.units]
+    cpus = [name for name in known if device.units[name].kind == "cpu"]
+    return (cpus or known or names)[0]
+
+
+def list_splits(plan: Plan) -> list[Mapping[str, float]]:
+    """All splits of a plan: of all layers, and of exceptions."""
+    layers = plan.layers
+    splits: list[Mapping[str, float]] = [layers.split, *(batch.split for batch in layers.batches)]
+    for override in layers.overrides:
+        splits += [override.split] if override.split is not None else []
+        splits += [batch.split for batch in override.batches or ()]
+    return splits
+
+
+def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLayer, ...]:
     """Expand ``[layers]`` and its overrides to one entry per layer; a later override wins."""
     count = model.shape.layers
     base = plan.layers
+    sparse = find_sparse_unit(plan, device)
     splits = [(base.split, _path("layers", "split"))] * count
     hots = [(base.hot, _path("layers", "hot"))] * count
+    batches = [base.batches] * count
     for number, override in enumerate(base.overrides):
         for layer in list_layers(override.select, count):
             if override.split is not None:
                 splits[layer] = (override.split, _path("layers", "overrides", number, "split"))
             if override.hot is not None:
                 hots[layer] = (override.hot, _path("layers", "overrides", number, "hot"))
+            if override.batches is not None:
+                batches[layer] = override.batches
     return tuple(
         ResolvedLayer(
             split=MappingProxyType(split),
             hot=hot,
             hot_neurons=round(hot * model.layer_neurons),
+            dense=_find_dense_share(
+                [split, *(_choose_split(split, table, n) for n in range(2, plan.decode.batch + 1))],
+                {name for name in device.units if name != sparse},
+                model.layer_neurons,
+            ),
             split_path=split_path,
             hot_path=hot_path,
         )
-        for (split, split_path), (hot, hot_path) in zip(splits, hots, strict=True)
+        for (split, split_path), (hot, hot_path), table in zip(splits, hots, batches, strict=True)
     )
+
+
+def _choose_split(
+    split: Mapping[str, float], table: Sequence[BatchSplit], sequences: int
+) -> Mapping[str, float]:
+    """The split of steps of so many sequences."""
+    return next((entry.split for entry in reversed(table) if entry.sequences <= sequences), split)
+
+
+def _find_dense_share(
+    splits: Sequence[Mapping[str, float]], dense: Set[str], neurons: int
+) -> DenseShare | None:
+    """What one of the ``dense`` units has of a layer, by the splits of steps of 1, 2, ...
+    sequences; of several such units, which is an error, the first."""
+    others = [name for split in splits for name, share in split.items() if name in dense and share]
+    if not others:
+        return None
+    counts = tuple(round(split.get(others[0], 0.0) * neurons) for split in splits)
+    return DenseShare(unit=others[0], by_sequences=counts)
 
 
 def _path(*parts: str | int) -> KeyPath:

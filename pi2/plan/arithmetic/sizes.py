@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.units import describe_unit
+from pi2.plan.documents.backends import find_backend, find_unit_backend
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import (
-    GROUP,
     matrix_bytes,
     round_up,
     scale_bytes,
@@ -23,7 +24,8 @@ from pi2.plan.weights.layout import (
 )
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.backends.protocol import Backend
+    from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType, Plan
@@ -103,6 +105,17 @@ def count_runtime(model: Model, budget_bytes: int, least_bytes: int) -> int:
     neurons = model.shape.layers * model.layer_neurons
     tables = NEURON_TABLE_BYTES * neurons + budget_bytes // PAGE_TABLE_PART
     return max(least_bytes, round_up(LIBRARY_BYTES + tables, 1 << 20))
+
+
+def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
+    """Bytes that each dense unit needs, by its name, as its backend says; units whose backends
+    serve no dense units are left out."""
+    needs = {}
+    for name in resolved.dense_units:
+        backend = find_unit_backend(resolved.name_backend(name))
+        if backend is not None:
+            needs[name] = backend.need_unit_memory(describe_unit(resolved, name))
+    return needs
 
 
 def compute_needs(resolved: ResolvedPlan) -> Needs:
@@ -244,10 +257,20 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
 
 
 def _need_hot(resolved: ResolvedPlan) -> Need:
-    """The segment ``hot``: the number of resident neurons times the stride S."""
-    neurons = sum(layer.hot_neurons for layer in resolved.layers)
-    stride = resolved.bundle.stride
-    return Need(neurons * stride, f"{neurons} hot neurons of {stride} bytes")
+    """Resident neurons that no dense unit owns, their number times the stride S, and what dense
+    units need that have no memory of their own."""
+    stride, units = resolved.bundle.stride, count_unit_needs(resolved)
+    neurons = 0
+    for layer in resolved.layers:
+        # A unit whose backend is not known yet is taken to need what the store has.
+        is_known = layer.dense is not None and layer.dense.unit in units
+        neurons += len(layer.own_hot) if is_known else layer.hot_neurons
+    total, parts = neurons * stride, [f"{neurons} hot neurons of {stride} bytes"]
+    for name, need in units.items():
+        if resolved.name_segment(name) == "hot":
+            total += need.bytes
+            parts.append(f"{name}: {need.explanation}")
+    return Need(total, "; ".join(parts))
 
 
 def _need_cold(resolved: ResolvedPlan) -> Need:
@@ -263,13 +286,22 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
     share = _expect_active(resolved)
     computed = model.token_neurons
     wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
-    absent = max(model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    absent = max(
+        model.layer_neurons - _count_resident(resolved, layer) for layer in resolved.layers
+    )
     neurons = min(absent, wanted)
     stride = resolved.bundle.stride
     return Need(
         neurons * stride,
         f"{neurons} cold neurons of {stride} bytes: what one layer activates for a token",
     )
+
+
+def _count_resident(resolved: ResolvedPlan, layer: ResolvedLayer) -> int:
+    """Neurons of a layer that are never read while tokens are generated, whatever fails."""
+    if layer.dense is not None and resolved.goes_on_without(layer.dense.unit):
+        return len(layer.own_hot)
+    return layer.hot_neurons
 
 
 def _expect_active(resolved: ResolvedPlan) -> float:
@@ -285,101 +317,36 @@ def _expect_active(resolved: ResolvedPlan) -> float:
     return UNKNOWN_ACTIVE
 
 
+def _find_sparse_backend(resolved: ResolvedPlan) -> Backend:
+    """The sparse unit's backend; where the plan names none, which is an error, any other."""
+    unit = resolved.sparse_unit
+    return find_backend(resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu")
+
+
 def _need_workspace(resolved: ResolvedPlan) -> Need:
-    """Activations, logits and staging, as the cpu backend takes them.
-
-    Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
-    inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
-    rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
-    dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
-    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
-    where layers differ), 16 spans of attention of w + 2 floats per head, eight numbers per neuron
-    of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
-    first two more and a predictor's inner vector, d floats and 33 KiB per thread.  Two staging
-    buffers of min(f, 512) neurons.  On cores that have or may have i8mm, 10 (d + h w) bytes per
-    thread, and the inputs of an even number of tokens.
-    """
-    plan, model = resolved.plan, resolved.model
-    shape, chunk = model.shape, count_chunk_tokens(plan)
-    neurons = min(model.layer_neurons, STAGED_NEURONS)
+    """What the sparse unit's backend works with, and two staging buffers of min(f, 512) neurons."""
+    need = _find_sparse_backend(resolved).need_workspace(resolved)
+    neurons = min(resolved.model.layer_neurons, STAGED_NEURONS)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
-
-    inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
-    inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
-    activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
-    logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
-    ropes = 1 if model.other_rope is None else 2
-    # Rows of scales of gathered neurons.
-    rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
-    tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
-    tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
-    tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
-    if model.predictor is not None:
-        inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
-        tables += (plan.decode.batch - 1) * inner
-    if model.residual == "parallel" or model.moe is not None:
-        activations += chunk * 4 * shape.stored_hidden
-    if model.moe is not None:
-        activations += chunk * 4 * (model.expert_count + 1)
-        tables += 4 * model.layer_neurons
-    threads = _count_threads(resolved)
-    tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
-    if _may_pair_tokens(resolved.device):
-        activations += chunk % 2 * inputs
-        tables += threads * UNPACKED_ROWS_BYTES * (shape.stored_hidden + shape.stored_query)
     return Need(
-        activations + logits + tables + staging,
-        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
-        f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}, staging of "
-        f"{STAGING_BUFFERS} x {neurons} neurons {approximate_bytes(staging)}",
+        need.bytes + staging,
+        f"{need.explanation}, staging of {STAGING_BUFFERS} x {neurons} neurons "
+        f"{approximate_bytes(staging)}",
     )
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
     """Chunks of a prompt that go through a layer before the next layer begins.
 
-    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for: every
-    chunk beyond the first has its own residual, FFN sum and input of projections, d wide, and what
-    routes experts.
+    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for.
     """
-    plan, model = resolved.plan, resolved.model
+    plan = resolved.plan
     if plan.pipeline.prefill == "chunks-first":
         return 1
-    hidden, chunk = model.shape.stored_hidden, count_chunk_tokens(plan)
-    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
-    if model.residual == "parallel" or model.moe is not None:
-        own += 4 * hidden
-    if model.moe is not None:
-        own += 4 * model.expert_count
-    # Every array is rounded up.
-    own_bytes = (chunk + 1) * own + 8 * ALIGNMENT
+    backend = _find_sparse_backend(resolved)
+    own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
     room = plan.memory.segments.workspace - resolved.needs.workspace.bytes
     return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
-
-
-def _count_planes(plan: Plan) -> int:
-    """Bytes that an input of a projection is rounded to, or takes as it is."""
-    return 4 if "fp32" in (plan.decode.activations, plan.prefill.activations) else 2
-
-
-def _may_pair_tokens(device: Device) -> bool:
-    """Whether kernels multiply tokens in pairs: with i8mm, which unstated features may include."""
-    cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
-    return any(
-        "i8mm" in unit.features if unit.features is not None else unit.architecture != "x86-64"
-        for unit in cpus
-    )
-
-
-def _count_threads(resolved: ResolvedPlan) -> int:
-    """Compute threads; where neither plan nor device states them, as many as are likely."""
-    if resolved.plan.threads.compute is not None:
-        return resolved.plan.threads.compute
-    units = resolved.device.units.values()
-    cores = sum(cluster.cores for unit in units for cluster in unit.clusters)
-    return cores or UNKNOWN_THREADS
 
 
 def count_ffn_bytes(resolved: ResolvedPlan) -> int:

@@ -126,7 +126,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
     if model.predictor is not None:
         predictor = "low-rank"
     values: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "device": wish.device,
         "model": wish.model,
         "store": wish.store,
@@ -206,7 +206,7 @@ def _write(
         "stay in memory.",
         *_describe_units(final.device),
         "# `pi2 show FILE` shows what each segment needs, `pi2 explain KEY FILE` explains a value.",
-        "schema_version = 1",
+        "schema_version = 2",
         f"name = {write_value(wish.name)}",
     ]
     lines += [f"{key} = {write_value(values[key])}" for key in ("device", "model")]
@@ -241,7 +241,7 @@ def draft_like(name: str, reference: str) -> str:
     """Text of a device or model called ``name`` that begins with another one."""
     lines = [
         "# State the differences here; `pi2 show FILE` shows every value.",
-        "schema_version = 1",
+        "schema_version = 2",
         f"extends = [{write_value(reference)}]",
         f"id = {write_value(name)}",
         f"name = {write_value(name)}",
@@ -271,7 +271,7 @@ def draft_device(name: str, facts: MachineFacts) -> str:
     lines = [
         "# A kind of machine: no serial numbers, host names or accounts.",
         "# Rates are left out: state those that somebody measured or published, with their source.",
-        "schema_version = 1",
+        "schema_version = 2",
         f"id = {write_value(name)}",
         f"name = {write_value(name)}",
         "",
@@ -302,7 +302,7 @@ def draft_device(name: str, facts: MachineFacts) -> str:
 def draft_model(name: str, shape: Mapping[str, int], activation: str) -> str:
     """Text of a model called ``name``: ``shape`` has the keys of `Shape`."""
     lines = [
-        "schema_version = 1",
+        "schema_version = 2",
         f"id = {write_value(name)}",
         f"name = {write_value(name)}",
         "",

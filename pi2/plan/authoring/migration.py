@@ -6,25 +6,16 @@ own place, which tomlkit has no means for; both leave every other character alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.reading.deprecations import RENAMES, Rename, find_old_keys
+from pi2.plan.reading.versions import STEPS, Step
 from pi2.plan.toml.source import Kind, SourceFile, parse_source
 from pi2.plan.toml.text import write_key
-
-if TYPE_CHECKING:
-    from tomlkit import TOMLDocument
-
-Step = Callable[["TOMLDocument", Kind], None]
-"""Changes a document of one version into one of the next, but for ``schema_version``."""
-
-STEPS: Mapping[int, Step] = {}
-"""Steps by the version that they begin with: none yet, version 1 is the first."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,8 @@ def migrate_text(
         return Migration(text, (), tuple(source))
     version = source.values.get("schema_version")
     if version is None:
-        text = _add_version(text, newest if not steps else min(steps))
+        # Whoever leaves it out writes the language as it is.
+        text = _add_version(text, newest)
         changes.append("added schema_version")
     elif type(version) is int and version < newest and version in steps:
         text = _take_steps(kind, text, version, steps, newest)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Identifier = Annotated[
     str,
@@ -47,7 +47,7 @@ COMPOSITION = ("extends", "inherit", "remove")
 class Document(Table):
     """The keys that every document starts with."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     """Version of the plan language that the file is written in."""
     name: str = Field(default="", max_length=120, examples=["Demo"])
     """Display name."""

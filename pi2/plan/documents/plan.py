@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from pi2.plan.documents.backends import list_backend_names
 from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
 from pi2.plan.documents.quantities import Bytes
 
@@ -35,8 +36,11 @@ Split = Annotated[
 ]
 """Shares by unit."""
 
-BackendName = Literal["null", "reference", "cpu"]
-"""A backend of ``backends/``."""
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[list_backend_names()]
+"""A folder of ``backends/`` that serves units."""
 
 
 class Segments(Table):
@@ -58,6 +62,16 @@ class Segments(Table):
     """Activations, prefill staging buffers, logits."""
 
 
+class UnitMemory(Table):
+    """What a unit beside the sparse one keeps: its neurons, and what it works with."""
+
+    budget: Bytes
+    """Most bytes that it may take."""
+    shares_main_memory: Annotated[bool, Field(examples=[True])] | None = None
+    """Whether they are main memory, and so count against ``memory.budget`` beside the segments;
+    absent means as the device says: a unit without ``memory`` of its own uses main memory."""
+
+
 class Memory(Table):
     """The budget is a promise: the process, everything included, stays under it."""
 
@@ -65,6 +79,11 @@ class Memory(Table):
     """Maximum resident set size of the whole process."""
     segments: Segments
     """What the budget is spent on."""
+    units: Annotated[
+        dict[Identifier, UnitMemory], Field(examples=[{"gpu": {"budget": "8 GiB"}}])
+    ] = {}
+    """Memory of each unit that keeps neurons beside the sparse one, by the unit's name.  A unit
+    that uses main memory need not have an entry: what it keeps is part of ``segments.hot`` then."""
     embedding: Literal["resident", "flash"] = "resident"
     """Where embedding rows come from: ``flash`` reads a few KiB for each token and leaves the
     memory to neurons. A tied embedding (shared with the head) is always resident, because every
@@ -83,13 +102,28 @@ class Bundle(Table):
     match the store; ``pi2 store repack`` changes it."""
 
 
+class BatchSplit(Table):
+    """A split for steps of several sequences."""
+
+    sequences: Annotated[int, Field(ge=2, le=64, examples=[4])]
+    """Steps of so many sequences and more, up to the next entry's, are split so."""
+    split: Split
+    """Share of the layer's neurons that each unit computes; adds up to 1."""
+
+
 class LayerSettings(Table):
     """Settings of a layer."""
 
     split: Split
-    """Share of the layer's neurons that each unit computes; adds up to 1."""
+    """Share of the layer's neurons that each unit computes; adds up to 1.  Of the neurons in stored
+    order, hottest first, a dense unit (a GPU or an NPU beside a CPU) owns the first share, keeps it
+    in memory and computes all of it; the rest belongs to the unit that computes sparsely."""
     hot: Share
-    """Share of the layer's neurons that stay in memory, hottest first."""
+    """Share of the layer's neurons that stay in memory, hottest first, those of a dense unit
+    included."""
+    batches: Annotated[tuple[BatchSplit, ...], Field(max_length=64)] = ()
+    """Other splits for steps of several sequences, in ascending order.  A dense unit keeps the
+    largest of its shares; the sparse unit keeps hot neurons from the smallest on."""
 
 
 class LayerOverride(Table):
@@ -103,6 +137,16 @@ class LayerOverride(Table):
     """Replaces ``layers.split``."""
     hot: Share | None = None
     """Replaces ``layers.hot``."""
+    batches: (
+        Annotated[
+            tuple[BatchSplit, ...],
+            Field(
+                max_length=64, examples=[[{"sequences": 4, "split": {"cpu": 0.25, "npu": 0.75}}]]
+            ),
+        ]
+        | None
+    ) = None
+    """Replaces ``layers.batches``."""
 
 
 class Layers(LayerSettings):
@@ -166,8 +210,26 @@ class Threads(Table):
 ActivationType = Literal["int8", "int16", "fp32"]
 
 
+class UnitSettings(Table):
+    """How a unit of the device is used."""
+
+    backend: Annotated[BackendName, Field(examples=["reference"])] | None = None
+    """Backend of this unit; absent means that of its kind in ``backends``."""
+    process: Literal["same", "own"] = "same"
+    """Whether a unit that the processor plays (backend ``reference``) works in pi2's process or in
+    one of its own, as the driver of an NPU does."""
+    on_failure: Literal["stop", "cpu"] = "stop"
+    """What happens when the unit is lost while tokens are generated, or has no memory left:
+    ``stop`` ends the run with an error; ``cpu`` goes on without it, its neurons being read from
+    flash like any others, and says so."""
+
+
 class Prefill(Table):
     """How a prompt is processed: dense, in chunks."""
+
+    unit: Annotated[Identifier, Field(examples=["npu"])] | None = None
+    """Unit that computes prompts: the FFN's neurons beyond those that it keeps are sent to it as
+    they are in memory or come from flash.  Absent leaves them to the sparse unit."""
 
     chunk: Annotated[int, Field(ge=1, le=1024)] = 128
     """Number of prompt tokens that go through a layer together."""
@@ -189,8 +251,8 @@ class Decode(Table):
     """Predictor score from which a neuron that is not in memory is read, if higher than
     ``threshold``: fewer reads, at the cost of leaving out some neurons that fire rarely.
     Default: ``threshold``."""
-    phases: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
-    """How neurons in memory are computed: 1 takes gate, up and down of a few neurons at a time, 2
+    passes: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
+    """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
     the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
     same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
     else 1, which was quicker with ReLU, dReLU and SiLU (docs/lab/kernels.md).  Neurons with biases
@@ -302,6 +364,8 @@ class Plan(Document):
     """Neuron store: a folder, relative to the plan file."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
     """Backend for each kind of unit."""
+    units: Annotated[dict[Identifier, UnitSettings], Field(examples=[{"npu": {}}])] = {}
+    """Settings of single units, by their names in the device."""
     memory: Memory
     """Budget and segments."""
     bundle: Bundle

@@ -1,4 +1,5 @@
-"""Keys that have another name now: read as before, with a warning, and renamed by `pi2 migrate`."""
+"""Documents of older versions, and keys that have another name now: read as before, with a warning,
+and upgraded by `pi2 migrate`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import Diagnostic
+from pi2.plan.documents.common import SCHEMA_VERSION
+from pi2.plan.reading.versions import STEPS, is_old
 from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind, SourceFile
 
@@ -34,6 +37,12 @@ class Rename:
 
 RENAMES = (
     Rename(
+        kind="plan",
+        path=("decode", "phases"),
+        new="passes",
+        reason="phases are the reads of a missing neuron (`pipeline.phases`)",
+    ),
+    Rename(
         kind="device",
         path=("storage", "reads", ANY, "core"),
         new="cluster",
@@ -46,13 +55,30 @@ RENAMES = (
 def modernise(
     source: SourceFile, kind: Kind, renames: Sequence[Rename] = RENAMES
 ) -> tuple[SourceFile, list[Diagnostic]]:
-    """The file with its keys' present names, and a warning about every old one."""
+    """Return the file as it would be written now, with warnings about what is old."""
     own = [item for item in renames if item.kind == kind and item.old in source.text]
     found = [(path, item) for item in own for path in find_old_keys(source.values, item)]
-    if not found:
+    version = source.values.get("schema_version")
+    if not found and not is_old(version):
         return source, []
     values = copy.deepcopy(source.values)
-    warnings, aliases = [], {}
+    warnings: list[Diagnostic] = []
+    aliases: dict[KeyPath, KeyPath] = {}
+    if is_old(version):
+        for number in range(version, SCHEMA_VERSION):
+            STEPS[number](values, kind)
+        values["schema_version"] = SCHEMA_VERSION
+        warnings.append(
+            Diagnostic(
+                code="P109",
+                severity="warning",
+                message=f"the file is written in version {version} of the plan language, "
+                f"{SCHEMA_VERSION} is the present one",
+                help="upgrade it with `pi2 migrate`",
+                span=source.spans.find_value(("schema_version",)),
+                path="schema_version",
+            )
+        )
     for path, item in found:
         table: Any = values
         for part in path[:-1]:

@@ -1,7 +1,7 @@
-"""Every kind of unit that layers use has a backend.
+"""Every unit that layers use has a backend.
 
-Why: a backend computes for a kind of unit; without one, its share of the neurons would not be
-computed.
+Why: a backend computes for a kind of unit, or for the unit that `units` names; without one, the
+unit's share of the neurons would not be computed.
 
 Example: ``split = { npu = 1.0 }`` with ``backends = { cpu = "cpu" }``.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P232"
@@ -24,15 +25,14 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Look up the kind of every unit with a share."""
     plan, device = facts.plan, facts.device
     paths: dict[str, KeyPath] = {}
-    for unit, share in plan.layers.split.items():
-        if share > 0:
-            paths.setdefault(unit, ("layers", "split", unit))
-    for number, override in enumerate(plan.layers.overrides):
-        for unit, share in (override.split or {}).items():
+    for placed in list_placed_splits(plan):
+        for unit, share in placed.split.items():
             if share > 0:
-                paths.setdefault(unit, ("layers", "overrides", number, "split", unit))
+                paths.setdefault(unit, (*placed.path, unit))
     for unit, path in paths.items():
-        if unit not in device.units or device.units[unit].kind in plan.backends:
+        settings = plan.units.get(unit)
+        has_own = settings is not None and settings.backend is not None
+        if has_own or unit not in device.units or device.units[unit].kind in plan.backends:
             continue
         kind = device.units[unit].kind
         listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())

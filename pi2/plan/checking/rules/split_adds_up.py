@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pi2.plan.checking.findings import Facts, Finding
+from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P210"
@@ -22,13 +23,9 @@ TOLERANCE = 1e-6
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Add up the base split and every override's."""
-    layers = facts.plan.layers
-    yield from _check_split(layers.split, ("layers", "split"), "all layers")
-    for number, override in enumerate(layers.overrides):
-        if override.split is not None:
-            path = ("layers", "overrides", number, "split")
-            yield from _check_split(override.split, path, f'layers "{override.select.strip()}"')
+    """Add up every split."""
+    for placed in list_placed_splits(facts.plan):
+        yield from _check_split(placed.split, placed.path, placed.subject)
 
 
 def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A split names units that the device has.
+"""A split names units that the device has, and so do the tables of single units.
 
 Why: work cannot be given to a unit that is not there; the names are those of the device's
 ``[units.NAME]`` tables.
@@ -11,8 +11,10 @@ Fix: use one of the device's units, or another device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.documents.fields import suggest
 from pi2.plan.toml.paths import KeyPath
 
@@ -23,14 +25,18 @@ NEEDS = ("plan", "device")
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Look every name up in the device."""
-    layers = facts.plan.layers
-    yield from _check_names(facts, layers.split, ("layers", "split"))
-    for number, override in enumerate(layers.overrides):
-        path = ("layers", "overrides", number, "split")
-        yield from _check_names(facts, override.split or (), path)
+    plan = facts.plan
+    for placed in list_placed_splits(plan):
+        yield from _check_names(facts, placed.split, placed.path)
+    yield from _check_names(facts, plan.units, ("units",))
+    yield from _check_names(facts, plan.memory.units, ("memory", "units"))
+    if plan.prefill.unit is not None:
+        yield from _check_names(facts, [plan.prefill.unit], ("prefill", "unit"), at="value")
 
 
-def _check_names(facts: Facts, names: Iterable[str], path: KeyPath) -> Iterator[Finding]:
+def _check_names(
+    facts: Facts, names: Iterable[str], path: KeyPath, at: Literal["key", "value"] = "key"
+) -> Iterator[Finding]:
     units = facts.device.units
     for name in names:
         if name in units:
@@ -38,8 +44,8 @@ def _check_names(facts: Facts, names: Iterable[str], path: KeyPath) -> Iterator[
         near = suggest(name, units)
         listed = ", ".join(units)
         yield Finding(
-            path=(*path, name),
-            at="key",
+            path=(*path, name) if at == "key" else path,
+            at=at,
             message=f"the device `{facts.device.id}` has no unit `{name}`",
             help=f"did you mean `{near}`?" if near else f"its units: {listed}",
             origins=(Origin(document="device", path=("units",), text=f"units: {listed}"),),

@@ -1,9 +1,4 @@
-"""The null backend: computes nothing and counts everything.
-
-A plan for a device that nobody has at hand still runs through the whole engine: segments, cache,
-prefetch and counters are real, activations are drawn with the model's share of active neurons
-and a power law over the stored order, weights are never read.
-"""
+"""The executor of the null backend: draws which neurons fire, and computes none of them."""
 
 from __future__ import annotations
 
@@ -14,18 +9,6 @@ import numpy as np
 from pi2.arrays import F32, F64, I32, U8, Bits
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-
-NAME = "null"
-
-
-def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
-    """Return nothing: it runs everywhere."""
-    return []
-
-
-def build(request: BuildRequest) -> NullExecutor:
-    """Make the executor."""
-    return NullExecutor(request)
 
 
 def compute_hotness(neurons: int, active: float, skew: float) -> F64:
@@ -132,6 +115,15 @@ class NullExecutor:
         self._active += len(slots)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
+        pass
+
+    def share_input(
+        self,
+    ) -> tuple[F32, F32 | None]:
+        count, hidden = self._tokens[self._chunk], self._request.model.shape.stored_hidden
+        return np.zeros((count, hidden), np.float32), None
+
+    def add_sum(self, values: F32) -> None:
         pass
 
     def end_ffn(self, layer: int) -> None:

@@ -1,0 +1,115 @@
+"""Memory that the cpu backend needs in the segment ``workspace``.
+
+Symbols: d hidden, h query heads, w head width, V vocabulary, f FFN neurons of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.plan.arithmetic.sizes import (
+    ALIGNMENT,
+    KV_SPANS,
+    KV_TOKENS,
+    LOGIT_ROWS,
+    PANEL_FLOATS,
+    SMALL_BYTES,
+    THREAD_BYTES,
+    UNKNOWN_THREADS,
+    UNPACKED_ROWS_BYTES,
+    Need,
+    count_chunk_tokens,
+)
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import GROUP, round_up
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.plan import Plan
+
+
+def need_workspace(resolved: ResolvedPlan) -> Need:
+    """Bytes of activations, logits and tables.
+
+    Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
+    inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
+    rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
+    dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
+    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
+    where layers differ), 16 spans of attention of w + 2 floats per head, eight numbers per neuron
+    of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
+    first two more and a predictor's inner vector, d floats and 33 KiB per thread.  On cores that
+    have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of
+    tokens.
+    """
+    plan, model = resolved.plan, resolved.model
+    shape, chunk = model.shape, count_chunk_tokens(plan)
+    query = shape.heads * shape.head_dim
+    qkv = query + 2 * shape.kv_heads * shape.head_dim
+
+    inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
+    inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
+    activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
+    ropes = 1 if model.other_rope is None else 2
+    # Rows of scales of gathered neurons.
+    rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
+    tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
+    tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
+    tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    if model.predictor is not None:
+        inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
+        tables += (plan.decode.batch - 1) * inner
+    if model.residual == "parallel" or model.moe is not None:
+        activations += chunk * 4 * shape.stored_hidden
+    if model.moe is not None:
+        activations += chunk * 4 * (model.expert_count + 1)
+        tables += 4 * model.layer_neurons
+    threads = _count_threads(resolved)
+    tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
+    if _may_pair_tokens(resolved.device):
+        activations += chunk % 2 * inputs
+        tables += threads * UNPACKED_ROWS_BYTES * (shape.stored_hidden + shape.stored_query)
+    return Need(
+        activations + logits + tables,
+        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
+        f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}",
+    )
+
+
+def count_chunk_bytes(resolved: ResolvedPlan) -> int:
+    """Bytes of the residual, the FFN sum and the input of projections of a chunk, d wide, and of
+    what routes experts."""
+    plan, model = resolved.plan, resolved.model
+    hidden = model.shape.stored_hidden
+    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
+    if model.residual == "parallel" or model.moe is not None:
+        own += 4 * hidden
+    if model.moe is not None:
+        own += 4 * model.expert_count
+    # Every array is rounded up.
+    return (count_chunk_tokens(plan) + 1) * own + 8 * ALIGNMENT
+
+
+def _count_planes(plan: Plan) -> int:
+    """Bytes that an input of a projection is rounded to, or takes as it is."""
+    return 4 if "fp32" in (plan.decode.activations, plan.prefill.activations) else 2
+
+
+def _may_pair_tokens(device: Device) -> bool:
+    """Whether kernels multiply tokens in pairs: with i8mm, which unstated features may include."""
+    cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
+    return any(
+        "i8mm" in unit.features if unit.features is not None else unit.architecture != "x86-64"
+        for unit in cpus
+    )
+
+
+def _count_threads(resolved: ResolvedPlan) -> int:
+    """Compute threads; where neither plan nor device states them, as many as are likely."""
+    if resolved.plan.threads.compute is not None:
+        return resolved.plan.threads.compute
+    units = resolved.device.units.values()
+    cores = sum(cluster.cores for unit in units for cluster in unit.clusters)
+    return cores or UNKNOWN_THREADS

@@ -1,0 +1,126 @@
+"""A unit beside the executor, such as a GPU or an NPU: it keeps the hottest neurons of each layer
+and computes all of them, while the executor computes those of the others that a predictor names.
+
+A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`).  Of a layer's neurons
+in stored order, hottest first, the unit owns the first ``UnitRequest.neurons[layer]``.
+
+Order of calls::
+
+    offer_room(layer), keep(layer, ...)     once for each layer, while the model is loaded
+    for each layer of each chunk or step:
+        start(layer, inputs, routes)        -> a job; returns at once
+        add(job, bundles, first)            any number of times: more neurons of the layer
+        wait(job)                           before the memory of added bundles is changed
+        finish(job)                         -> the sum [T, hidden]
+
+Memory.  What a unit keeps lies in its own memory, in whatever layout it likes; ``allocate`` counts
+it in the plan's ``memory.units``.  A unit whose memory the host can write may offer it
+(``offer_room``): bundles are then read from flash to where they stay, and nothing is copied.  The
+arrays that are given to ``keep``, ``start`` and ``wait``-ed ``add`` are the caller's: a unit copies
+what it needs for longer.
+
+What may run at the same time.  Calls come from one thread.  Jobs are computed in the order in which
+they were started, while the caller goes on; up to ``UnitRequest.jobs`` of them are under way.
+
+Failure.  Any call but ``close`` may raise `UnitFailed`: the device is lost, or out of memory.  The
+unit is then closed, and nothing else is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pi2.arrays import F32, U8
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout
+
+if TYPE_CHECKING:
+    pass
+
+
+UnitObserver = Callable[[str, float, float], None]
+"""Called with what a unit did, and when it began and ended: seconds of `time.perf_counter`."""
+
+
+class UnitFailed(Exception):
+    """A unit cannot go on; the text says why, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRequest:
+    """Everything that a unit needs to compute its share of a model's layers."""
+
+    name: str
+    """The unit's name in the device and the plan."""
+    model: Model
+    bundle: BundleLayout
+    """How neurons lie in the store."""
+    scales: Sequence[U8] | None = None
+    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
+    where they do not lie in the bundles."""
+    neurons: Sequence[int]
+    """Neurons that the unit owns of each layer."""
+    chunk: int
+    """Most tokens of a job."""
+    jobs: int = 1
+    """Most jobs under way at the same time."""
+    stretch: int
+    """Most neurons in a call of ``add``."""
+    process: Literal["same", "own"] = "same"
+    """Whether a unit that is played by the processor works in a process of its own."""
+    allocate: Callable[[int], U8]
+    """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
+    adopt: Callable[[U8], U8]
+    """Counts memory that the unit has brought itself, and returns it."""
+
+    @property
+    def whole_bundle(self) -> BundleLayout:
+        """How a neuron lies with its scales in it."""
+        return self.bundle if self.scales is None else self.bundle.inline
+
+
+class DenseUnit(Protocol):
+    """A unit that computes neurons densely, beside the executor.  One calling thread."""
+
+    def offer_room(self, layer: int) -> U8 | None:
+        """Room [neurons, stride] for the layer's bundles as the store has them, which the host can
+        write and where they stay; None where the unit wants to copy them."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Keep ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on,
+        below what the unit owns.  They may lie in the room that was offered for them."""
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin to compute the first ``neurons`` neurons that are kept of ``layer``, by default all
+        of them, for ``inputs`` [T, hidden]; return the job's number.
+
+        ``routes`` [T, experts] are the weights of a mixture's experts, 0 for those that do not
+        compute a token.
+        """
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Let the job compute ``bundles`` [n, stride] too, the neurons of its layer from stored
+        index ``first`` on, which are not kept; they may not change until ``wait`` or ``finish``
+        has returned."""
+
+    def wait(self, job: int) -> None:
+        """Return when nothing that was added to the job is read from the caller's memory."""
+
+    def finish(self, job: int) -> F32:
+        """Wait for the job; return the sum [T, hidden] of its neurons, valid until the next call
+        of ``start``."""
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """Tell ``observer`` of each piece of work when its job is finished; None ends it."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the unit has worked, of the jobs that were finished."""
+
+    def close(self) -> None:
+        """Give back threads, processes and memory; jobs under way are given up.  Never fails, and
+        may be called twice."""

@@ -1,0 +1,60 @@
+"""What `pi2.backends.protocol.Backend` asks of the null backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.plan.arithmetic.sizes import Need
+from pi2.plan.arithmetic.units import UnitFacts
+
+if TYPE_CHECKING:
+    from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.protocol import BuildRequest, Executor
+
+# A plan that is tried dry is meant for kernels: it has to have the room that they need.
+__all__ = [
+    "COMPUTES",
+    "NATIVE",
+    "build",
+    "build_unit",
+    "count_chunk_bytes",
+    "find_limits",
+    "find_obstacles",
+    "need_unit_memory",
+    "need_workspace",
+]
+
+COMPUTES = False
+NATIVE = False
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return nothing: it runs everywhere."""
+    return []
+
+
+def find_limits(facts: UnitFacts) -> list[str]:
+    """Return nothing: there is nothing that it could not leave undone."""
+    return []
+
+
+def need_unit_memory(facts: UnitFacts) -> Need:
+    """Return the bytes of the neurons as the store has them."""
+    stride = facts.resolved.bundle.stride
+    count = sum(facts.neurons or ())
+    return Need(count * stride, f"{count} neurons of {stride} bytes")
+
+
+def build(request: BuildRequest) -> Executor:
+    """Make the executor."""
+    from pi2.backends.null.executor import NullExecutor
+
+    return NullExecutor(request)
+
+
+def build_unit(request: UnitRequest) -> DenseUnit:
+    """Make a unit that computes nothing."""
+    from pi2.backends.null.dense_unit import NullUnit
+
+    return NullUnit(request)

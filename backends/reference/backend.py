@@ -1,0 +1,62 @@
+"""What `pi2.backends.protocol.Backend` asks of the reference backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.plan.arithmetic.sizes import Need
+from pi2.plan.arithmetic.units import UnitFacts
+
+if TYPE_CHECKING:
+    from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.protocol import BuildRequest, Executor
+
+# It stands in for the cpu backend, to compare with: a plan has the same room for both.
+__all__ = [
+    "COMPUTES",
+    "NATIVE",
+    "build",
+    "build_unit",
+    "count_chunk_bytes",
+    "find_limits",
+    "find_obstacles",
+    "need_unit_memory",
+    "need_workspace",
+]
+
+COMPUTES = True
+NATIVE = False
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return nothing: numpy runs everywhere."""
+    return []
+
+
+def find_limits(facts: UnitFacts) -> list[str]:
+    """Return nothing: it computes every model that the plan language can state."""
+    return []
+
+
+def need_unit_memory(facts: UnitFacts) -> Need:
+    """Return the bytes of the neurons with their scales, and in a process of its own of inputs,
+    sums and two stretches of neurons."""
+    from pi2.backends.reference.unit_memory import count_unit_memory
+
+    return count_unit_memory(facts)
+
+
+def build(request: BuildRequest) -> Executor:
+    """Make the executor; nothing is compiled."""
+    from pi2.backends.reference.executor import ReferenceExecutor
+
+    return ReferenceExecutor(request)
+
+
+def build_unit(request: UnitRequest) -> DenseUnit:
+    """Make a unit that works in a thread, or in a process of its own."""
+    from pi2.backends.reference.dense_unit import ThreadUnit
+    from pi2.backends.reference.process_unit import ProcessUnit
+
+    return ThreadUnit(request) if request.process == "same" else ProcessUnit(request)

@@ -1,0 +1,145 @@
+"""Dense units in numpy, for tests and dry runs of plans with several units: they compute what an
+NPU or a GPU would, on the processor, in a thread (`ThreadUnit`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pi2.arrays import F32, U8
+from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.reference.neurons import compute_activations, multiply_down
+from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.packing import join_scales
+
+
+@dataclass(slots=True)
+class _Job:
+    layer: int
+    inputs: F32
+    routes: F32 | None
+    total: F32
+    pieces: list[Future[tuple[str, float, float]]] = field(default_factory=list)
+
+
+class ThreadUnit:
+    """A `pi2.backends.dense_unit.DenseUnit` that computes in a thread of this process."""
+
+    def __init__(self, request: UnitRequest) -> None:
+        self._request = request
+        stride = request.bundle.stride
+        self._kept = [
+            request.allocate(count * stride).reshape(count, stride) for count in request.neurons
+        ]
+        self._jobs: dict[int, _Job] = {}
+        self._next = 0
+        self._observer: UnitObserver | None = None
+        self._busy_s = 0.0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"pi2-{request.name}")
+
+    def offer_room(self, layer: int) -> U8:
+        """Return the memory where the layer's neurons stay."""
+        return self._kept[layer]
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Copy the bundles, unless they were written into the room that was offered."""
+        room = self._kept[layer][first : first + len(bundles)]
+        if room.ctypes.data != bundles.ctypes.data:
+            room[:] = bundles
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin a job with the neurons that are kept."""
+        assert len(self._jobs) < self._request.jobs, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        job = _Job(
+            layer,
+            inputs.copy(),
+            None if routes is None else routes.copy(),
+            np.zeros(inputs.shape, np.float32),
+        )
+        self._jobs[number] = job
+        kept = self._kept[layer][:neurons]
+        if len(kept):
+            self._submit(job, kept, 0, f"layer {layer}: {len(kept)} kept neurons")
+        return number
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Add a stretch of neurons to the job."""
+        known = self._jobs[job]
+        self._submit(known, bundles, first, f"layer {known.layer}: {len(bundles)} added neurons")
+
+    def _submit(self, job: _Job, bundles: U8, first: int, name: str) -> None:
+        try:
+            job.pieces.append(self._pool.submit(self._compute, job, bundles, first, name))
+        except RuntimeError as error:  # the pool is shut down
+            raise UnitFailed(str(error)) from error
+
+    def _compute(self, job: _Job, bundles: U8, first: int, name: str) -> tuple[str, float, float]:
+        start_s = time.perf_counter()
+        add_neurons(self._request, job.layer, job.inputs, job.routes, bundles, first, job.total)
+        return name, start_s, time.perf_counter()
+
+    def wait(self, job: int) -> None:
+        """Wait until everything that was added is computed."""
+        wait(self._jobs[job].pieces)
+
+    def finish(self, job: int) -> F32:
+        """Return the job's sum."""
+        found = self._jobs.pop(job)
+        wait(found.pieces)
+        for piece in found.pieces:
+            try:
+                name, start_s, end_s = piece.result()
+            except MemoryError as error:
+                raise UnitFailed("it has no memory left") from error
+            self._busy_s += end_s - start_s
+            if self._observer is not None:
+                self._observer(name, start_s, end_s)
+        return found.total
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """Tell ``observer`` of every piece of work."""
+        self._observer = observer
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing."""
+        return self._busy_s
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.clear()
+        self._pool.shutdown(cancel_futures=True)
+        self._kept = []
+
+
+def add_neurons(
+    request: UnitRequest,
+    layer: int,
+    inputs: F32,
+    routes: F32 | None,
+    bundles: U8,
+    first: int,
+    total: F32,
+) -> None:
+    """Add the neurons of ``bundles`` [n, stride], of which the first has stored index ``first``, to
+    ``total`` [T, hidden]."""
+    layout = request.whole_bundle
+    whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
+    active = compute_activations(request.model, layout, inputs, whole, routes)
+    total += multiply_down(layout, active, whole)
+
+
+def join_layer_scales(
+    scales: Sequence[U8] | None, layout: BundleLayout, layer: int, bundles: U8, first: int
+) -> U8:
+    """Bundles [n, .] with their scales in them, wherever these lie."""
+    if scales is None:
+        return bundles
+    return join_scales(bundles, scales[layer][first : first + len(bundles)], layout)

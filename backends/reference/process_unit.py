@@ -1,0 +1,248 @@
+"""A dense unit in numpy that computes in a process of its own, as a driver of an NPU does: what it
+keeps, its inputs and its sums lie in memory that both processes map, and messages are short."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, U8
+from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.backends.reference.worker import MESSAGE, REPLY
+from pi2.plan.weights.layout import round_up
+
+_BUFFERS = 2
+"""One stretch is copied while another is computed."""
+_ALIGNMENT = 64
+_PAGE = 4096
+"""Direct reads go to whole pages."""
+
+
+@dataclass(slots=True)
+class _Job:
+    layer: int
+    place: int
+    tokens: int
+    has_routes: bool
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a job's arrays are in the shared memory, in bytes from its start."""
+
+    inputs: int
+    routes: int
+    total: int
+
+
+class ProcessUnit:
+    """A `pi2.backends.dense_unit.DenseUnit` whose work is done by another process."""
+
+    def __init__(self, request: UnitRequest) -> None:
+        self._request = request
+        self._layout = request.whole_bundle
+        self._hidden = self._layout.hidden
+        self._experts = request.model.expert_count
+        self._bytes = 0
+        stride = self._layout.stride
+        self._kept_at = [self._reserve(count * stride, _PAGE) for count in request.neurons]
+        floats = 4 * request.chunk
+        self._places = [
+            _Place(
+                inputs=self._reserve(floats * self._hidden),
+                routes=self._reserve(floats * max(1, self._experts)),
+                total=self._reserve(floats * self._hidden),
+            )
+            for _ in range(request.jobs)
+        ]
+        self._staging_at = [self._reserve(request.stretch * stride) for _ in range(_BUFFERS)]
+        self._staged = [0] * _BUFFERS
+        """Number of the last message that reads each staging buffer."""
+        self._next_buffer = 0
+        file = _open_shared_file(self._bytes)
+        try:
+            self._memory = request.adopt(np.frombuffer(mmap.mmap(file, self._bytes), np.uint8))
+            self._process = self._begin(file)
+        finally:
+            os.close(file)
+        self._jobs: dict[int, _Job] = {}
+        self._next = 0
+        self._asked = self._answered = 0
+        self._names: deque[str] = deque()
+        """What the messages without a reply are about."""
+        self._observer: UnitObserver | None = None
+        self._busy_s = 0.0
+
+    def _reserve(self, size: int, alignment: int = _ALIGNMENT) -> int:
+        place = round_up(self._bytes, alignment)
+        self._bytes = place + size
+        return place
+
+    def _begin(self, file: int) -> subprocess.Popen[bytes]:
+        request = self._request
+        # The child finds pi2 where this process does, wherever that is.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pi2.backends.reference.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            pass_fds=[file],
+            # Ctrl-C is for the engine, which ends this process.
+            start_new_session=True,
+        )
+        setup = {
+            "model": request.model.model_dump_json(),
+            "stride": self._layout.stride,
+            "file": file,
+            "bytes": self._bytes,
+        }
+        self._process = process
+        self._write(json.dumps(setup).encode() + b"\n")
+        return process
+
+    def offer_room(self, layer: int) -> U8 | None:
+        """Return the shared memory where the layer's neurons stay, if scales lie in bundles."""
+        if self._request.scales is not None:
+            return None
+        return self._view_bundles(self._kept_at[layer], self._request.neurons[layer])
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Copy the bundles, unless they were written into the room that was offered."""
+        place = self._kept_at[layer] + first * self._layout.stride
+        room = self._view_bundles(place, len(bundles))
+        if room.ctypes.data == bundles.ctypes.data:
+            return
+        request = self._request
+        room[:] = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin a job with the neurons that are kept."""
+        used = {job.place for job in self._jobs.values()}
+        free = [place for place in range(len(self._places)) if place not in used]
+        assert free, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        job = _Job(layer, free[0], len(inputs), routes is not None)
+        self._jobs[number] = job
+        at = self._places[job.place]
+        self._view_floats(at.inputs, *inputs.shape)[:] = inputs
+        self._view_floats(at.total, *inputs.shape)[:] = 0
+        if routes is not None:
+            self._view_floats(at.routes, *routes.shape)[:] = routes
+        count = self._request.neurons[layer]
+        count = count if neurons is None else min(count, neurons)
+        if count:
+            self._ask(job, self._kept_at[layer], count, "kept")
+        return number
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Copy a stretch of neurons, and let the job compute it."""
+        request, size = self._request, self._request.stretch
+        for begin in range(0, len(bundles), size):
+            piece = bundles[begin : begin + size]
+            number = self._next_buffer
+            self._next_buffer = (number + 1) % _BUFFERS
+            self._read_replies(self._staged[number])
+            known = self._jobs[job]
+            place = self._staging_at[number]
+            self._view_bundles(place, len(piece))[:] = join_layer_scales(
+                request.scales, request.bundle, known.layer, piece, first + begin
+            )
+            self._ask(known, place, len(piece), "added")
+            self._staged[number] = self._asked
+
+    def _ask(self, job: _Job, bundles_at: int, count: int, kind: str) -> None:
+        at = self._places[job.place]
+        routes_at = at.routes if job.has_routes else -1
+        self._write(MESSAGE.pack(job.tokens, at.inputs, routes_at, at.total, bundles_at, count))
+        self._asked += 1
+        self._names.append(f"layer {job.layer}: {count} {kind} neurons")
+
+    def wait(self, job: int) -> None:
+        """Return at once: whatever was added has been copied."""
+
+    def finish(self, job: int) -> F32:
+        """Return the job's sum."""
+        self._read_replies(self._asked)
+        found = self._jobs.pop(job)
+        return self._view_floats(self._places[found.place].total, found.tokens, self._hidden)
+
+    def _read_replies(self, until: int) -> None:
+        """Read the replies to the first ``until`` messages."""
+        while self._answered < until:
+            assert self._process.stdout is not None
+            reply = self._process.stdout.read(REPLY.size)
+            if len(reply) < REPLY.size:
+                raise UnitFailed(f"its process has ended with exit code {self._process.wait()}")
+            failed, start_s, end_s, text = REPLY.unpack(reply)
+            if failed:
+                raise UnitFailed(text.rstrip(b"\0").decode())
+            self._answered += 1
+            self._busy_s += end_s - start_s
+            name = self._names.popleft()
+            if self._observer is not None:
+                self._observer(name, start_s, end_s)
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except OSError as error:
+            raise UnitFailed(f"its process has ended: {error.strerror}") from error
+
+    def _view_bundles(self, place: int, count: int) -> U8:
+        stride = self._layout.stride
+        return self._memory[place : place + count * stride].reshape(count, stride)
+
+    def _view_floats(self, place: int, *shape: int) -> F32:
+        size = 4 * int(np.prod(shape))
+        return self._memory[place : place + size].view(np.float32).reshape(shape)
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """Tell ``observer`` of every piece of work."""
+        self._observer = observer
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing in the other process."""
+        return self._busy_s
+
+    def close(self) -> None:
+        """End the process."""
+        self._jobs.clear()
+        process = self._process
+        for stream in (process.stdin, process.stdout):
+            try:
+                if stream is not None:
+                    stream.close()
+            except OSError:  # it has ended, and something was not written
+                pass
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._memory = np.zeros(0, np.uint8)
+
+
+def _open_shared_file(size: int) -> int:
+    """Open a file without a name, of ``size`` bytes, that a child may inherit."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("pi2-unit")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, max(size, 1))
+    return file

@@ -1,0 +1,60 @@
+"""The other side of `pi2.backends.reference.process_unit`: a process that computes neurons in
+shared memory, one message after the other.
+
+Standard input brings a line of JSON (`Setup`), then messages (`MESSAGE`); standard output takes a
+reply (`REPLY`) for each.  The end of standard input ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import sys
+import time
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pi2.backends.reference.neurons import compute_activations, multiply_down
+from pi2.plan.documents.model import Model
+
+MESSAGE = struct.Struct("<6q")
+"""Tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the sum, and
+bundles; and neurons."""
+REPLY = struct.Struct("<q2d200s")
+"""0, or 1 after a failure; when the work began and ended, in seconds of `time.perf_counter`; and
+what failed, in UTF-8."""
+
+
+def run_worker(source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer messages until ``source`` ends."""
+    setup: dict[str, Any] = json.loads(source.readline())
+    model = Model.model_validate_json(setup["model"])
+    layout = model.lay_out_bundle(setup["stride"])
+    memory = mmap.mmap(setup["file"], setup["bytes"])
+    hidden, experts = layout.hidden, model.expert_count
+
+    def view(place: int, *shape: int) -> Any:
+        count = int(np.prod(shape))
+        return np.frombuffer(memory, np.float32, count, place).reshape(shape)
+
+    while len(message := source.read(MESSAGE.size)) == MESSAGE.size:
+        tokens, inputs_at, routes_at, total_at, bundles_at, count = MESSAGE.unpack(message)
+        start_s, failure = time.perf_counter(), ""
+        try:
+            size = count * layout.stride
+            bundles = np.frombuffer(memory, np.uint8, size, bundles_at).reshape(count, -1)
+            routes = None if routes_at < 0 else view(routes_at, tokens, experts)
+            inputs = view(inputs_at, tokens, hidden)
+            active = compute_activations(model, layout, inputs, bundles, routes)
+            view(total_at, tokens, hidden)[:] += multiply_down(layout, active, bundles)
+        except MemoryError:
+            failure = "it has no memory left"
+        text = failure.encode()[:200]
+        sink.write(REPLY.pack(bool(failure), start_s, time.perf_counter(), text))
+        sink.flush()
+
+
+if __name__ == "__main__":
+    run_worker(sys.stdin.buffer, sys.stdout.buffer)

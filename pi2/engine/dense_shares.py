@@ -1,0 +1,170 @@
+"""What units beside the executor compute: the first neurons of each layer, all of them, while the
+executor computes the others (`pi2.backends.dense_unit`).
+
+A unit may be lost.  Where the plan says so, the run goes on without it: what the unit owned is then
+found, cached and read like any other neuron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pi2.arrays import U8
+from pi2.backends.dense_unit import DenseUnit, UnitFailed
+from pi2.backends.protocol import Executor
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import DenseShare
+
+
+@dataclass(slots=True, kw_only=True)
+class BesideUnit:
+    """A unit beside the executor."""
+
+    name: str
+    unit: DenseUnit
+    goes_on: bool
+    """Whether the run goes on without it when it is lost."""
+    streams: bool
+    """Whether it computes neurons of prompts that it does not keep."""
+    lost: str | None = None
+    """Why it is not there any more."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What a unit computes of a layer for a chunk or a step."""
+
+    unit: BesideUnit
+    first: int
+    end: int
+    """Stored indices of the neurons that it computes: from ``first`` to before ``end``."""
+    streams: bool
+    """Whether some of them are added to the job as they come."""
+    number: int = -1
+    """The unit's name of it."""
+
+
+Jobs = tuple[Job, ...]
+
+
+class DenseShares:
+    """The units' shares of all layers, and the jobs that they have been given."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        units: Mapping[str, BesideUnit],
+        layers: Sequence[DenseShare | None],
+        neurons: int,
+        *,
+        on_lost: Callable[[BesideUnit], None] = lambda unit: None,
+    ) -> None:
+        """``layers``: who owns what of each; ``neurons``: FFN neurons of a layer; ``on_lost`` is
+        told of a unit that the run goes on without."""
+        self._executor = executor
+        self.units = units
+        self._layers = layers
+        self._neurons = neurons
+        self._on_lost = on_lost
+        streaming = [unit for unit in units.values() if unit.streams]
+        self._streaming = streaming[0] if streaming else None
+        self._owners = [None if share is None else units.get(share.unit) for share in layers]
+        self.computed = 0
+        """Neurons that units have computed in steps, summed over layers and tokens."""
+
+    def count_owned(self, layer: int, sequences: int = 0) -> int:
+        """Neurons of ``layer`` that its unit computes in a step of so many sequences, or of a
+        prompt where ``sequences`` is 0."""
+        owner, share = self._owners[layer], self._layers[layer]
+        if owner is None or share is None or owner.lost is not None:
+            return 0
+        return share.by_sequences[sequences - 1] if sequences else share.kept
+
+    def start(self, layer: int, sequences: int = 0) -> Jobs:
+        """Let units begin with what the executor's FFN reads now; to be called after
+        ``begin_ffn``."""
+        owned = self.count_owned(layer, sequences)
+        owner = self._owners[layer] if owned else None
+        streaming = None if sequences else self._streaming
+        if streaming is not None and streaming.lost is not None:
+            streaming = None
+        jobs = []
+        if owner is not None:
+            end = self._neurons if owner is streaming else owned
+            jobs.append(Job(owner, 0, end, owner is streaming))
+        if streaming is not None and streaming is not owner:
+            jobs.append(Job(streaming, owned, self._neurons, True))
+        if not jobs:
+            return ()
+        inputs, routes = self._executor.share_input()
+        self.computed += owned * len(inputs) if sequences else 0
+        for job in jobs:
+            kept = owned if job.unit is owner else 0
+            if job.unit.lost is None:
+                with self._guard(job.unit):
+                    job.number = job.unit.unit.start(layer, inputs, routes, kept)
+        return tuple(jobs)
+
+    def add(self, jobs: Jobs, bundles: U8, first: int) -> bool:
+        """Let a unit compute ``bundles`` [n, stride] too; False if no job takes them."""
+        taking = [job for job in jobs if job.streams]
+        for job in taking:
+            if job.unit.lost is None:
+                with self._guard(job.unit):
+                    job.unit.unit.add(job.number, bundles, first)
+        return bool(taking)
+
+    def wait(self, jobs: Jobs) -> None:
+        """Return when the memory of what was added may be changed."""
+        for job in jobs:
+            if job.streams and job.unit.lost is None:
+                with self._guard(job.unit):
+                    job.unit.unit.wait(job.number)
+
+    def finish(self, jobs: Jobs) -> list[range]:
+        """Add what the jobs have computed to the executor's sum; return the stored indices of
+        neurons that nobody has computed, because units are lost."""
+        missed = []
+        for job in jobs:
+            if job.unit.lost is None:
+                with self._guard(job.unit):
+                    self._executor.add_sum(job.unit.unit.finish(job.number))
+            if job.unit.lost is not None:
+                missed.append(range(job.first, job.end))
+        return missed
+
+    def abandon(self, jobs: Jobs) -> None:
+        """Forget jobs after an error or an interrupt, when they have ended."""
+        for job in jobs:
+            if job.unit.lost is None and job.number >= 0:
+                try:
+                    job.unit.unit.finish(job.number)
+                except UnitFailed as error:
+                    job.unit.lost = str(error)
+
+    @contextmanager
+    def _guard(self, unit: BesideUnit) -> Iterator[None]:
+        try:
+            yield
+        except UnitFailed as error:
+            self._lose(unit, error)
+
+    def _lose(self, unit: BesideUnit, error: UnitFailed) -> None:
+        """Go on without a unit; UserError P614 where the plan does not say so."""
+        unit.lost = str(error)
+        unit.unit.close()
+        if not unit.goes_on:
+            raise UserError.of(
+                "P614",
+                f"the unit {unit.name!r} has failed: {error}",
+                help=f'set units.{unit.name}.on_failure = "cpu" to go on without it, or give its '
+                "share of layers.split to another unit",
+            ) from None
+        self._on_lost(unit)
+
+    def close(self) -> None:
+        """Give back what the units have."""
+        for unit in self.units.values():
+            unit.unit.close()

@@ -1,0 +1,120 @@
+"""Making the units beside the executor, and loading the neurons that they own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pi2.arrays import U8
+from pi2.backends.dense_unit import DenseUnit, UnitFailed, UnitRequest
+from pi2.backends.protocol import Executor
+from pi2.diagnostics import UserError
+from pi2.engine.dense_shares import BesideUnit, DenseShares
+from pi2.logging import get_logger
+from pi2.memory.budget import Budget
+from pi2.memory.flash import FlashReader
+from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
+from pi2.plan.arithmetic.units import describe_unit
+from pi2.plan.documents.backends import find_unit_backend
+
+Progress = Callable[[str, float], None]
+
+
+def build_shares(
+    resolved: ResolvedPlan,
+    executor: Executor,
+    scales: Sequence[U8] | None,
+    budget: Budget,
+    *,
+    alone: bool = False,
+) -> DenseShares:
+    """Make the units that the plan names beside the executor, or none if it shall work ``alone``;
+    UserError P320 where one cannot be had."""
+    units: dict[str, BesideUnit] = {}
+    try:
+        for name in () if alone else resolved.dense_units:
+            settings = resolved.plan.units.get(name)
+            units[name] = BesideUnit(
+                name=name,
+                unit=_build_unit(resolved, name, scales, budget),
+                goes_on=settings is not None and settings.on_failure == "cpu",
+                streams=resolved.plan.prefill.unit == name,
+            )
+    except BaseException:
+        for made in units.values():
+            made.unit.close()
+        raise
+    layers = [layer.dense for layer in resolved.layers]
+    neurons = resolved.model.layer_neurons
+    return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
+
+
+def _build_unit(
+    resolved: ResolvedPlan, name: str, scales: Sequence[U8] | None, budget: Budget
+) -> DenseUnit:
+    plan, model = resolved.plan, resolved.model
+    backend = find_unit_backend(resolved.name_backend(name))
+    # The rules of the plan language have seen to it (P265).
+    assert backend is not None, name
+    kept = describe_unit(resolved, name).neurons
+    assert kept is not None, name
+    settings = plan.units.get(name)
+    request = UnitRequest(
+        name=name,
+        model=model,
+        bundle=resolved.bundle,
+        scales=scales,
+        neurons=kept,
+        chunk=max(plan.prefill.chunk, plan.decode.batch),
+        jobs=count_chunks(resolved),
+        stretch=min(model.layer_neurons, STAGED_NEURONS),
+        process="same" if settings is None else settings.process,
+        allocate=partial(budget.allocate, resolved.name_segment(name)),
+        adopt=partial(budget.adopt, resolved.name_segment(name)),
+    )
+    try:
+        return backend.build_unit(request)
+    except UnitFailed as error:
+        raise UserError.of("P320", f"the unit {name!r} cannot be used: {error}") from None
+
+
+def load_shares(
+    shares: DenseShares,
+    resolved: ResolvedPlan,
+    reader: FlashReader | NullReader,
+    staging: U8,
+    progress: Progress,
+) -> None:
+    """Read the neurons that units own from flash: to where they stay, if the unit offers its
+    memory, else through ``staging`` [2, n, stride].  UserError P614 if a unit fails."""
+    count = len(resolved.layers)
+    for number, layer in enumerate(resolved.layers):
+        if layer.dense is None or layer.dense.unit not in shares.units:
+            continue
+        unit, kept = shares.units[layer.dense.unit], layer.dense.kept
+        try:
+            _load_layer(unit.unit, number, kept, reader, staging)
+        except UnitFailed as error:
+            raise UserError.of("P614", f"the unit {unit.name!r} has failed: {error}") from None
+        progress(f"loading neurons of {unit.name}", (number + 1) / count)
+
+
+def _load_layer(
+    unit: DenseUnit, layer: int, kept: int, reader: FlashReader | NullReader, staging: U8
+) -> None:
+    room = unit.offer_room(layer) if kept else None
+    if room is not None:
+        reader.start_run(layer, 0, room[:kept]).result()
+        unit.keep(layer, 0, room[:kept])
+        return
+    size = staging.shape[1]
+    for first in range(0, kept, size):
+        piece = staging[0, : min(size, kept - first)]
+        reader.start_run(layer, first, piece).result()
+        unit.keep(layer, first, piece)
+
+
+def _report_lost(unit: BesideUnit) -> None:
+    get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)

@@ -1,0 +1,38 @@
+"""What a backend is asked about a unit of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """What a backend is asked about: a plan's model, and what a unit has of it."""
+
+    resolved: ResolvedPlan
+    unit: str
+    """The unit's name."""
+    neurons: tuple[int, ...] | None
+    """Neurons of each layer that it keeps beside an executor; None where it is the executor."""
+    streams: bool
+    """Whether it is given neurons that come from flash, while a prompt is processed."""
+
+
+def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
+    """What a unit of the plan has to do."""
+    kept = None
+    if name != resolved.sparse_unit:
+        kept = tuple(
+            0 if layer.dense is None or layer.dense.unit != name else layer.dense.kept
+            for layer in resolved.layers
+        )
+    return UnitFacts(
+        resolved=resolved,
+        unit=name,
+        neurons=kept,
+        streams=resolved.plan.prefill.unit == name,
+    )

@@ -1,0 +1,30 @@
+"""The backends that there are: folders of ``backends/`` with a module ``backend``."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import Backend, UnitBackend
+
+_PACKAGE = "pi2.backends"
+
+
+def list_backend_names() -> tuple[str, ...]:
+    """Names of all backends, sorted; none of them is imported."""
+    folders = importlib.import_module(_PACKAGE).__path__
+    found = {path.parent.name for folder in folders for path in Path(folder).glob("*/backend.py")}
+    return tuple(sorted(found))
+
+
+def find_backend(name: str) -> Backend:
+    """Import the module of a backend, which imports nothing heavy itself."""
+    return cast("Backend", importlib.import_module(f"{_PACKAGE}.{name}.backend"))
+
+
+def find_unit_backend(name: str) -> UnitBackend | None:
+    """Import the module of a backend that serves units beside an executor; None if it does not."""
+    backend = find_backend(name)
+    return cast("UnitBackend", backend) if hasattr(backend, "build_unit") else None

@@ -1,0 +1,233 @@
+"""What every dense unit does, whatever plays it: the contract of `pi2.backends.dense_unit`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.arrays import F32
+from pi2.backends.dense_unit import DenseUnit, UnitFailed
+from pi2.backends.reference.process_unit import ProcessUnit
+from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
+
+MIXTURE = {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 9}}
+ACTIVATIONS = ("relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh")
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> UnitKind:
+    found = request.param
+    assert isinstance(found, UnitKind)
+    return found
+
+
+@pytest.fixture
+def units() -> Iterator[list[DenseUnit]]:
+    made: list[DenseUnit] = []
+    yield made
+    for unit in made:
+        unit.close()
+        unit.close()
+
+
+def begin(
+    kind: UnitKind, units: list[DenseUnit], neurons: Neurons, kept: tuple[int, int], **changes: Any
+) -> DenseUnit:
+    unit = kind.make(neurons.request(kept, **changes))
+    units.append(unit)
+    neurons.fill(unit, kept)
+    return unit
+
+
+def draw_inputs(neurons: Neurons, tokens: int, seed: int = 1) -> F32:
+    random = np.random.default_rng(seed)
+    return random.standard_normal((tokens, neurons.layout.hidden)).astype(np.float32)
+
+
+def check(kind: UnitKind, found: F32, expected: Any) -> None:
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    largest = max(float(np.abs(expected).max()), 1e-6)
+    assert float(np.abs(found - expected).max()) <= kind.tolerance * largest
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_computes_every_activation(
+    kind: UnitKind, units: list[DenseUnit], activation: str
+) -> None:
+    threshold = {"threshold": 0.01} if activation == "fatrelu" else {}
+    neurons = make_neurons({"ffn": {"activation": activation, **threshold}})
+    unit = begin(kind, units, neurons, (37, 37))
+    inputs = draw_inputs(neurons, 3)
+    check(kind, unit.finish(unit.start(1, inputs)), neurons.compute(1, inputs, None, range(37)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization": {"ffn": "int8"}},
+        {"quantization": {"ffn": "fp16"}},
+        {"ffn": {"activation": "relu", "gated": False, "bias": True}},
+        {"ffn": {"activation": "silu", "bias": True}},
+        {"shape": {"hidden": 96}},
+    ],
+    ids=["int8", "fp16", "plain with biases", "gated with biases", "odd width"],
+)
+def test_it_knows_every_layout_of_bundles(
+    kind: UnitKind, units: list[DenseUnit], changes: dict[str, Any]
+) -> None:
+    neurons = make_neurons(changes)
+    unit = begin(kind, units, neurons, (5, 11))
+    inputs = draw_inputs(neurons, 2)
+    for layer, kept in enumerate((5, 11)):
+        expected = neurons.compute(layer, inputs, None, range(kept))
+        check(kind, unit.finish(unit.start(layer, inputs)), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9])
+def test_it_takes_any_number_of_tokens_up_to_a_chunk(
+    kind: UnitKind, units: list[DenseUnit], tokens: int
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (20, 0))
+    inputs = draw_inputs(neurons, tokens)
+    expected = neurons.compute(0, inputs, None, range(20))
+    check(kind, unit.finish(unit.start(0, inputs)), expected)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 7, 36, 37])
+def test_it_computes_the_first_of_what_it_keeps(
+    kind: UnitKind, units: list[DenseUnit], wanted: int
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (37, 1))
+    inputs = draw_inputs(neurons, 2)
+    expected = neurons.compute(0, inputs, None, range(wanted))
+    check(kind, unit.finish(unit.start(0, inputs, None, wanted)), expected)
+
+
+def test_a_layer_of_which_it_has_nothing_gives_zeros(
+    kind: UnitKind, units: list[DenseUnit]
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (0, 4))
+    assert not unit.finish(unit.start(0, draw_inputs(neurons, 2))).any()
+
+
+@pytest.mark.parametrize("scales", ["inline", "resident"])
+def test_experts_compute_their_own_tokens(
+    kind: UnitKind, units: list[DenseUnit], scales: Any
+) -> None:
+    neurons = make_neurons(MIXTURE, scales=scales)
+    kept = (neurons.model.layer_neurons, 17)
+    unit = begin(kind, units, neurons, kept)
+    inputs = draw_inputs(neurons, 5)
+    routes = np.random.default_rng(3).random((5, 4), np.float32)
+    routes[routes < 0.5] = 0
+    for layer, count in enumerate(kept):
+        expected = neurons.compute(layer, inputs, routes, range(count))
+        check(kind, unit.finish(unit.start(layer, inputs, routes)), expected)
+
+
+@pytest.mark.parametrize("scales", ["inline", "resident"])
+def test_neurons_may_be_added_as_they_come(
+    kind: UnitKind, units: list[DenseUnit], scales: Any
+) -> None:
+    """Buffers are used again after ``wait``; a stretch may be longer than was said."""
+    neurons = make_neurons(scales=scales)
+    unit = begin(kind, units, neurons, (6, 6))
+    inputs = draw_inputs(neurons, 4)
+    buffer = np.zeros((20, neurons.stored[0].shape[1]), np.uint8)
+    job = unit.start(0, inputs)
+    for first, count in ((6, 16), (22, 1), (23, 14)):
+        buffer[:count] = neurons.stored[0][first : first + count]
+        unit.add(job, buffer[:count], first)
+        unit.wait(job)
+        buffer[:] = 255
+    check(kind, unit.finish(job), neurons.compute(0, inputs, None, range(37)))
+    job = unit.start(1, inputs, None, 0)
+    unit.add(job, neurons.stored[1][10:30], 10)
+    check(kind, unit.finish(job), neurons.compute(1, inputs, None, range(10, 30)))
+
+
+def test_several_jobs_are_under_way_and_finished_in_any_order(
+    kind: UnitKind, units: list[DenseUnit]
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (30, 30))
+    inputs = [draw_inputs(neurons, tokens, seed=tokens) for tokens in (1, 5, 9)]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        given = [values.copy() for values in inputs]
+        jobs = [unit.start(number % 2, values) for number, values in enumerate(given)]
+        for values in given:
+            values[:] = np.nan  # the unit has copied them
+        for number in order:
+            expected = neurons.compute(number % 2, inputs[number], None, range(30))
+            check(kind, unit.finish(jobs[number]).copy(), expected)
+
+
+def test_it_tells_what_it_did_and_when(kind: UnitKind, units: list[DenseUnit]) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (30, 30))
+    seen: list[tuple[str, float, float]] = []
+    unit.observe(lambda *work: seen.append(work))
+    unit.finish(unit.start(0, draw_inputs(neurons, 2)))
+    unit.finish(unit.start(1, draw_inputs(neurons, 2)))
+    unit.observe(None)
+    unit.finish(unit.start(1, draw_inputs(neurons, 2)))
+    assert ["layer 0" in seen[0][0], "layer 1" in seen[1][0], len(seen)] == [True, True, 2]
+    (_, start, end), (_, later, _) = seen
+    assert 0 < start <= end <= later
+    assert unit.busy_s >= end - start
+
+
+def test_what_it_keeps_is_counted(kind: UnitKind, units: list[DenseUnit]) -> None:
+    neurons = make_neurons()
+    begin(kind, units, neurons, (30, 7))
+    assert sum(neurons.allocated) >= 37 * neurons.layout.used_bytes
+
+
+def test_a_process_that_is_killed_is_a_failure(units: list[DenseUnit]) -> None:
+    neurons = make_neurons()
+    unit = ProcessUnit(neurons.request((30, 30)))
+    units.append(unit)
+    neurons.fill(unit, (30, 30))
+    inputs = draw_inputs(neurons, 2)
+    unit.finish(unit.start(0, inputs))
+    os.kill(unit._process.pid, signal.SIGKILL)
+    unit._process.wait()
+    with pytest.raises(UnitFailed, match="process has ended"):
+        unit.finish(unit.start(0, inputs))
+
+
+def test_a_unit_without_memory_is_a_failure(
+    units: list[DenseUnit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pi2.backends.reference import dense_unit
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError
+
+    neurons = make_neurons()
+    unit = dense_unit.ThreadUnit(neurons.request((30, 30)))
+    units.append(unit)
+    monkeypatch.setattr(dense_unit, "add_neurons", fail)
+    with pytest.raises(UnitFailed, match="no memory"):
+        unit.finish(unit.start(0, draw_inputs(neurons, 1)))
+
+
+def test_jobs_that_are_given_up_leave_nothing_behind(
+    kind: UnitKind, units: list[DenseUnit]
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (30, 30))
+    for _ in range(3):
+        unit.start(0, draw_inputs(neurons, 9))
+    unit.close()
+    if isinstance(unit, ProcessUnit):
+        assert unit._process.returncode is not None

@@ -1,0 +1,90 @@
+"""Backends are found by being there: nothing lists them, and asking them loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pi2.plan.documents.backends import find_backend, find_unit_backend, list_backend_names
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("numpy", "tvm", "tvm_ffi", "pyarrow", "torch")
+
+TOY = '''
+"""Computes with another backend's executor, and says how often it was built."""
+
+from pi2.backends.reference.backend import *  # noqa: F403
+from pi2.backends.reference import backend as reference
+
+
+def find_limits(facts):
+    """Refuse models that are not gated."""
+    return [] if facts.resolved.model.ffn.gated else ["computes gated neurons only"]
+
+
+def build(request):
+    """Make the reference's executor."""
+    print("the toy was built")
+    return reference.build(request)
+'''
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+
+
+def test_every_folder_with_a_backend_module_is_one() -> None:
+    names = list_backend_names()
+    assert {"cpu", "null", "reference"} <= set(names)
+    assert list(names) == sorted(names)
+    assert "kernels" not in names and "host" not in names
+    for name in names:
+        backend = find_backend(name)
+        assert isinstance(backend.COMPUTES, bool) and isinstance(backend.NATIVE, bool)
+        assert backend.find_obstacles(frozenset(), "x86-64") is not None
+    assert find_unit_backend("reference") is not None
+    assert find_unit_backend("cpu") is None
+
+
+def test_asking_backends_loads_nothing_heavy() -> None:
+    done = run(
+        "import sys\n"
+        "from pi2.plan.documents.backends import find_backend, list_backend_names\n"
+        "for name in list_backend_names(): find_backend(name)\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_backend_is_added_by_its_folder_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    (folder / "backend.py").write_text(TOY)
+    script = (
+        "import sys, pi2.backends\n"
+        f"pi2.backends.__path__.append({str(tmp_path)!r})\n"
+        "from pi2.cli.main import run\n"
+        "sys.exit(run(sys.argv[1:] or {arguments}))\n"
+    )
+    plan = str(ROOT / "plans/demo.plan.toml")
+    toy = ["--set", 'backends.cpu="toy"']
+    arguments = ["run", plan, *toy, "--prompt", "def ", "--max-tokens", "2", "--temperature", "0"]
+    done = run(script.replace("{arguments}", repr(arguments)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the toy was built\n")
+    expected = run(script.replace("{arguments}", repr(arguments)).replace('"toy"', '"reference"'))
+    assert done.stdout.split("\n", 1)[1] == expected.stdout
+
+
+def test_without_its_folder_it_is_no_word_of_the_plan_language() -> None:
+    done = run(
+        "import sys\n"
+        "from pi2.cli.main import run\n"
+        f"sys.exit(run(['show', {str(ROOT / 'plans/demo.plan.toml')!r}, "
+        "'--set', 'backends.cpu=\"toy\"']))\n"
+    )
+    assert done.returncode != 0
+    assert "`cpu`" in done.stderr + done.stdout

@@ -1,0 +1,282 @@
+"""Two units compute a layer at the same time, and give what one gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.dense_unit import UnitFailed
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.store.reordering import repack_store
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import TinyModel, make_tiny
+from tests.helpers.plans import write_plan
+
+IDS = [5, 6, 7, 8, 9, 250, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 17, 99, 23, 41]
+SAME = 2e-6
+"""Of the largest logit: the order of additions differs."""
+EVERYTHING = {"decode.threshold": -1e9}
+"""Predictors name all neurons, so that it does not matter who computes which."""
+TWO = {
+    "device": "host-two-units",
+    "backends": {"cpu": "reference", "npu": "reference"},
+    "layers.split": {"second": 0.3, "cpu": 0.7},
+    "layers.hot": 0.4,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny(tmp_path_factory.mktemp("shares"))
+
+
+@pytest.fixture(scope="module")
+def plan(tiny: TinyModel) -> Path:
+    return write_plan(tiny.store.parent, tiny)
+
+
+def compute(model: LoadedModel) -> tuple[F32, F32]:
+    """Logits of a prompt, and of tokens one by one."""
+    return model.logits(IDS), model.logits(IDS, mode="decode")
+
+
+def run(plan: Path, settings: Mapping[str, Any]) -> tuple[F32, F32]:
+    with pi2.load(plan, set=settings) as model:
+        found = compute(model)
+        check_at_rest(model)
+        return found
+
+
+def check_at_rest(model: LoadedModel) -> None:
+    cache = model._parts.cache
+    assert not cache._held.any()
+    assert cache.free_capacity == cache.cold_capacity
+
+
+def check(found: tuple[F32, F32], expected: tuple[F32, F32]) -> None:
+    for ours, truth in zip(found, expected, strict=True):
+        assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Path) -> tuple[F32, F32]:
+    return run(plan, {"decode.predictor": "none"})
+
+
+@pytest.mark.parametrize("prompts", ["cpu", "second"])
+@pytest.mark.parametrize("process", ["same", "own"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.4])
+def test_any_share_of_the_hot_neurons_gives_the_same_logits(
+    plan: Path, alone: tuple[F32, F32], share: float, process: str, prompts: str
+) -> None:
+    settings = {
+        **TWO,
+        "layers.split": {"second": share, "cpu": round(1 - share, 6)},
+        "units": {"second": {"process": process}},
+        "prefill.unit": prompts,
+        "decode.predictor": "gate",
+    }
+    check(run(plan, settings), alone)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode.predictor": "none"},
+        {"decode.predictor": "low-rank", **EVERYTHING},
+        {"decode.predictor": "low-rank", "decode.look_ahead": "attention", **EVERYTHING},
+        {"decode.predictor": "low-rank", "decode.look_ahead": "layer", **EVERYTHING},
+        {"decode.predictor": "low-rank", "decode.missing_threshold": -1e8, **EVERYTHING},
+        {"decode.predictor": "gate", "pipeline.prefill": "layers-first"},
+        {"decode.predictor": "gate", "cache.rebalance": 4, "memory.segments.cold": "96 KiB"},
+        {"decode.predictor": "gate", "cache.policy": "lru", "kv.lend": True},
+        {"decode.predictor": "gate", "layers.hot": 1.0},
+        {"decode.predictor": "gate", "layers.hot": 1.0, "layers.split": {"second": 1, "cpu": 0}},
+    ],
+    ids=lambda settings: " ".join(f"{key.split('.')[-1]}={settings[key]}" for key in settings),
+)
+def test_every_way_of_decoding_goes_with_two_units(
+    plan: Path, alone: tuple[F32, F32], settings: Mapping[str, Any]
+) -> None:
+    check(run(plan, {**TWO, **settings}), alone)
+
+
+def test_layers_may_be_divided_otherwise(plan: Path, alone: tuple[F32, F32]) -> None:
+    others = [{"select": "1", "split": {"cpu": 1.0}}, {"select": "2", "hot": 0.3}]
+    check(run(plan, {**TWO, "decode.predictor": "gate", "layers.overrides": others}), alone)
+
+
+def test_compiled_kernels_take_the_sum_of_another_unit(plan: Path, alone: tuple[F32, F32]) -> None:
+    exact = {
+        "decode.activations": "fp32",
+        "prefill.activations": "fp32",
+        "kv.type": "fp32",
+        "backends": {"cpu": "cpu", "npu": "reference"},
+    }
+    for predictor in ("none", "gate"):
+        found = run(plan, {**TWO, **exact, "decode.predictor": predictor})
+        for ours, truth in zip(found, alone, strict=True):
+            assert float(np.abs(ours - truth).max()) <= 1e-5 * float(np.abs(truth).max())
+
+
+def test_scales_may_be_resident(tiny: TinyModel, plan: Path, alone: tuple[F32, F32]) -> None:
+    apart = tiny.store.parent / "apart"
+    repack_store(tiny.store, scales="resident", output=apart)
+    stride = repr(f"{pi2_stride(apart)} B").strip("'")
+    settings = {
+        **TWO,
+        "store": str(apart),
+        "bundle": {"stride": stride, "scales": "resident"},
+        "decode.predictor": "gate",
+    }
+    for process in ("same", "own"):
+        check(run(plan, {**settings, "units": {"second": {"process": process}}}), alone)
+
+
+def pi2_stride(store: Path) -> int:
+    from pi2.store.manifest import read_manifest
+
+    return read_manifest(store).bundle.stride
+
+
+@pytest.mark.parametrize("predictor", ["none", "gate"])
+def test_a_mixture_is_divided_too(tmp_path: Path, predictor: str) -> None:
+    plan = make_mixture_plan(tmp_path, "relu")
+    room = {"memory.budget": "2 GiB", "memory.segments.hot": "16 MiB"}
+    room |= {"memory.segments.predictor": "16 MiB", "memory.segments.cold": "700 KiB"}
+    expected = run(plan, {**room, "decode.predictor": predictor, "backends.cpu": "reference"})
+    for prompts in ("cpu", "second"):
+        settings = {**TWO, **room, "decode.predictor": predictor, "prefill.unit": prompts}
+        check(run(plan, settings), expected)
+
+
+BATCHES = [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}]
+
+
+@pytest.mark.parametrize("batches", [[], BATCHES], ids=["one split", "a split by sequences"])
+def test_several_sequences_are_computed_as_each_alone(
+    plan: Path, batches: list[dict[str, Any]]
+) -> None:
+    prompts = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+    base = {"decode.predictor": "gate", "decode.batch": 3}
+    found = []
+    for settings in (base, {**TWO, **base, "layers.batches": batches}):
+        rows = []
+        with pi2.load(plan, set=settings) as model:
+            forward = model._parts.forward
+            for place, ids in enumerate(prompts):
+                forward.reset(place)
+                forward.prefill(np.array(ids, np.int32), sequence=place)
+            for members in ([0, 1, 2], [2, 0], [1]):
+                rows.append(forward.step([7 + place for place in members], members).copy())
+            check_at_rest(model)
+            if settings is not base:
+                share = model.plan.layers[0].dense
+                assert share is not None
+                assert share.by_sequences == ((29, 10, 10) if batches else (29, 29, 29))
+        found.append(rows)
+    for ours, truth in zip(*found, strict=True):
+        assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+
+
+class Failing:
+    """Fails a unit's call number ``after`` of a method."""
+
+    def __init__(self, model: LoadedModel, method: str, after: int) -> None:
+        self.unit: Any = model._parts.feed_forward.shares.units["second"].unit
+        self.call, self.left = getattr(self.unit, method), after
+        setattr(self.unit, method, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise UnitFailed("the device is lost")
+        return self.call(*arguments)
+
+
+@pytest.mark.parametrize("prompts", ["cpu", "second"])
+@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+@pytest.mark.parametrize(("method", "after"), [("start", 0), ("start", 4), ("finish", 4)])
+def test_a_run_goes_on_without_a_lost_unit(
+    plan: Path,
+    alone: tuple[F32, F32],
+    method: str,
+    after: int,
+    look_ahead: str,
+    prompts: str,
+) -> None:
+    settings = {
+        **TWO,
+        **EVERYTHING,
+        "units": {"second": {"on_failure": "cpu"}},
+        "prefill.unit": prompts,
+        "decode.look_ahead": look_ahead,
+    }
+    for logits, mode in zip(alone, ("prefill", "decode"), strict=True):
+        with pi2.load(plan, set=settings) as model:
+            Failing(model, method, after)
+            for _ in range(2):
+                found = model.logits(IDS, mode=mode)  # type: ignore[arg-type]
+                assert float(np.abs(found - logits).max()) <= SAME * float(np.abs(logits).max())
+            assert model.lost_units == {"second": "the device is lost"}
+            check_at_rest(model)
+
+
+@pytest.mark.parametrize("method", ["add", "wait"])
+def test_a_unit_may_be_lost_while_a_prompt_is_sent_to_it(
+    plan: Path, alone: tuple[F32, F32], method: str
+) -> None:
+    settings = {**TWO, "units": {"second": {"on_failure": "cpu"}}, "prefill.unit": "second"}
+    with pi2.load(plan, set=settings) as model:
+        Failing(model, method, 2)
+        found = model.logits(IDS)
+        assert float(np.abs(found - alone[0]).max()) <= SAME * float(np.abs(alone[0]).max())
+        assert model.lost_units
+
+
+def test_a_lost_unit_ends_the_run_unless_the_plan_says_otherwise(plan: Path) -> None:
+    with pi2.load(plan, set={**TWO, "decode.predictor": "gate"}) as model:
+        Failing(model, "finish", 4)
+        with pytest.raises(UserError) as caught:
+            model.logits(IDS, mode="decode")
+        (finding,) = caught.value.diagnostics
+        assert (finding.code, "the device is lost" in finding.message) == ("P614", True)
+        assert finding.help is not None
+        assert 'units.second.on_failure = "cpu"' in finding.help
+        check_at_rest(model)
+
+
+def test_an_interrupt_leaves_nothing_under_way(plan: Path, alone: tuple[F32, F32]) -> None:
+    with pi2.load(plan, set={**TWO, "decode.predictor": "gate"}) as model:
+        executor: Any = model._parts.executor
+        add, calls = executor.add_neurons, []
+
+        def interrupt(*arguments: Any) -> None:
+            calls.append(arguments)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            add(*arguments)
+
+        executor.add_neurons = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(IDS, mode="decode")
+        assert not model._parts.feed_forward.shares.units["second"].unit._jobs  # type: ignore[attr-defined]
+        check(compute(model), alone)
+
+
+def test_what_units_compute_is_counted(plan: Path) -> None:
+    with pi2.load(plan, set={**TWO, "decode.predictor": "gate"}) as model:
+        before = model.stats
+        model.logits(IDS, mode="decode")
+        done = model.stats - before
+        assert done.dense_neurons == len(IDS) * 3 * 29
+        assert done.possible_neurons == len(IDS) * 3 * 96
+        assert done.predicted_share is not None
+        assert done.predicted_share >= 29 / 96
