@@ -19,6 +19,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
 from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
+from pi2.store.files import CHECKED_BYTES
 from pi2.store.identity import compute_digest
 from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
 
@@ -180,6 +181,9 @@ class StoredFile(Table):
     """Byte at which the CRC-32 of every bundle begins (uint32, of all ``stride`` bytes)."""
     scales_offset: Offset | None = None
     """Byte at which the scales of neuron 0 begin, in a file of scales."""
+    checks: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
+    """CRC-32 of every MiB of a file that is read as a whole; stores that were written before have
+    none."""
 
 
 class StoredTensor(Table):
@@ -248,6 +252,10 @@ class Manifest(Table):
     def _is_consistent(self) -> Self:
         if compute_digest(self.model.parts) != self.model.digest:
             raise ValueError("the model's digest does not belong to its parts")
+        for entry in self.files:
+            pieces = -(-entry.bytes // CHECKED_BYTES)
+            if entry.checks is not None and len(entry.checks) != pieces:
+                raise ValueError(f"{entry.path} has {len(entry.checks)} checks, not {pieces}")
         paths = [entry.path for entry in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("a file is listed twice")

@@ -12,7 +12,7 @@ import numpy as np
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import check_regular
-from pi2.store.files import hash_file
+from pi2.store.files import check_pieces, hash_file
 from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
 
 
@@ -47,8 +47,8 @@ def check_file(path: Path, entry: StoredFile) -> None:
 
 
 class HashCheck:
-    """Hashes the files that are read as a whole: all but those of layers, whose neurons have checks
-    of their own.
+    """Compares files that are read as a whole with their checks, or else their hashes: all but
+    those of layers, whose neurons have checks of their own.
 
     Small ones at once, so that nobody reads a damaged one; tensors and scales, which are hundreds
     of MiB, by a thread, while they and the neurons are loaded.
@@ -79,7 +79,7 @@ class HashCheck:
         findings = [
             finding
             for entry in entries
-            for finding in _compare_hash(self._path / entry.path, entry, self._advance)
+            for finding in _compare_contents(self._path / entry.path, entry, self._advance)
         ]
         if findings:
             raise UserError(tuple(findings), exit_code=2)
@@ -111,15 +111,25 @@ def _check_file(
         yield _report("P510", file, problem)
 
 
-def _compare_hash(
+def _compare_contents(
     file: Path, entry: StoredFile, advance: Callable[[int], None]
+) -> Iterator[Diagnostic]:
+    """Compare a file with its checks, with its hash where it has none."""
+    yield from _compare_hash(file, entry, advance, hashed=entry.checks is None)
+
+
+def _compare_hash(
+    file: Path, entry: StoredFile, advance: Callable[[int], None], *, hashed: bool = True
 ) -> Iterator[Diagnostic]:
     try:
         size = check_regular(file).st_size
         if size != entry.bytes:
             yield _report("P506", file, f"it has {size} bytes instead of {entry.bytes}")
             return
-        if hash_file(file, advance) != entry.sha256:
+        if not hashed and entry.checks is not None:
+            if not check_pieces(file, entry.checks, advance):
+                yield _report("P507", file, "its contents have changed: a checksum differs")
+        elif hash_file(file, advance) != entry.sha256:
             yield _report("P507", file, "its contents have changed: the SHA-256 differs")
             return
     except FileNotFoundError:

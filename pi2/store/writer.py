@@ -267,6 +267,8 @@ class StoreWriter:
             neurons_offset=neurons_offset,
             checks_offset=checks_offset,
             scales_offset=scales_offset,
+            # Neurons have checks of their own.
+            checks=file.checks if bundles_offset is None else None,
         )
         self._store.record(entry)
 

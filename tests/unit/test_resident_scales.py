@@ -189,7 +189,7 @@ def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
     assert [(item.code, name_scales_file(1) in str(item.span)) for item in verify_store(store)] == [
         ("P507", True)
     ]
-    with pytest.raises(UserError, match="SHA-256"):
+    with pytest.raises(UserError, match="checksum"):
         load(tiny, "resident", {"store": str(store), "io.verify": "first-read"})
     before = list_hashes(store)
     with pytest.raises(UserError, match="SHA-256"):

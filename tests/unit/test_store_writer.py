@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import pack_bundles
-from pi2.store.manifest import name_layer_file
+from pi2.store.files import HashedFile, check_pieces
+from pi2.store.manifest import name_layer_file, read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import DenseTensor
-from pi2.store.verification import verify_store
+from pi2.store.verification import HashCheck, verify_store
 from pi2.store.writer import StoreWriter, TensorPieces
 from tests.helpers.models import make_model, make_tiny
 
@@ -405,3 +407,50 @@ def test_kill_at_any_moment_leaves_no_half_store_and_the_next_run_succeeds(
         assert again.wait() == 0
     assert verify_store(store) == []
     assert list_names(tmp_path) == ["store"]
+
+
+def test_files_that_are_read_as_a_whole_have_a_check_for_every_mib(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 4096 * 2 + b"the rest"
+    with HashedFile(tmp_path / "x") as file:
+        for size in (1, 2**20 - 2, 5, 2**20):
+            file.write(content[file.position : file.position + size])
+        file.write(content[file.position :])
+        file.finish()
+        checks = file.checks
+    pieces = [content[start : start + 2**20] for start in range(0, len(content), 2**20)]
+    assert list(checks) == [zlib.crc32(piece) for piece in pieces]
+    assert check_pieces(tmp_path / "x", checks)
+    for place in (0, 2**20, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        (tmp_path / "x").write_bytes(changed)
+        assert not check_pieces(tmp_path / "x", checks)
+
+
+def test_a_store_without_checks_of_files_is_checked_by_their_hashes(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    file = tiny.store / "manifest.json"
+    fields = json.loads(file.read_text())
+    assert [entry["path"] for entry in fields["files"] if entry["checks"]] == [
+        "dense.arrow",
+        "tokenizer.json",
+    ]
+    for entry in fields["files"]:
+        del entry["checks"]
+    file.write_text(json.dumps(fields))
+    HashCheck(tiny.store, read_manifest(tiny.store)).finish()
+    with (tiny.store / "dense.arrow").open("r+b") as stream:
+        stream.seek(5000)
+        stream.write(b"\xff\xfe\xfd")
+    with pytest.raises(UserError, match=r"P507.*SHA-256"):
+        HashCheck(tiny.store, read_manifest(tiny.store)).finish()
+
+
+def test_a_check_for_too_few_pieces_makes_no_manifest(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    file = tiny.store / "manifest.json"
+    fields = json.loads(file.read_text())
+    fields["files"][0]["checks"] = []
+    file.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"P503.*has 0 checks, not 1"):
+        read_manifest(tiny.store)
