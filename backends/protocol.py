@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from pi2.backends.observer import ExecutorObserver
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -224,6 +225,9 @@ class Executor(Protocol):
 
     def count_active(self) -> int:
         """Neurons with a non-zero activation in ``add_neurons`` since the last call."""
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """Tell ``observer`` of what is done from now on; None ends it.  One at a time."""
 
     def close(self) -> None:
         """Give back threads and memory."""

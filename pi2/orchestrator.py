@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pi2.backends.host import load_host_loops
+from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import Backend, BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
@@ -56,8 +57,8 @@ from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
 
-WrapExecutor = Callable[[Executor, BuildRequest], Executor]
-"""Gives what stands in for an executor, for example to observe it."""
+MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
+"""Gives what observes an executor's dense layers, if anything."""
 
 
 def load(
@@ -67,7 +68,7 @@ def load(
     locked: bool = False,
     memory: str | None = None,
     progress: Progress | None = None,
-    wrap_executor: WrapExecutor | None = None,
+    make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``.
@@ -75,8 +76,8 @@ def load(
     ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
     refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
     such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
-    is called with a label and the share done while something takes its time; ``wrap_executor``
-    may put something before the executor; ``thresholds`` count instead of those that the plan
+    is called with a label and the share done while something takes its time; ``make_observer``
+    may give an observer of the executor; ``thresholds`` count instead of those that the plan
     names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
     """
     start = time.perf_counter()
@@ -90,7 +91,7 @@ def load(
         fitted = {**(set or {}), **refit.overrides}
         resolved, changes = read(overrides=fitted), refit.changes
     report = progress or ignore_progress
-    model = build(resolved, progress=report, start=start, wrap_executor=wrap_executor)
+    model = build(resolved, progress=report, start=start, make_observer=make_observer)
     model.changes = changes
     return model
 
@@ -100,7 +101,7 @@ def build(
     *,
     progress: Progress,
     start: float,
-    wrap_executor: WrapExecutor | None = None,
+    make_observer: MakeObserver | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
     backend = find_backend(resolved.name_backend(resolved.sparse_unit))
@@ -118,15 +119,16 @@ def build(
             cleanup.callback(rows.close)
         request = describe_build(resolved, machine, store, rows, budget, progress)
         executor = build_executor(backend, request, resolved, cleanup)
-        if wrap_executor is not None:
-            executor = wrap_executor(executor, request)
+        observer = None if make_observer is None else make_observer(executor, request)
+        if observer is not None:
+            executor.observe(observer)
         if store is not None:
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
         # Whoever looks at neurons wants to see them all: then the executor computes them.
-        seen = wrap_executor is not None
-        shares = build_shares(resolved, executor, request.scales, budget, alone=seen)
+        alone = observer is not None
+        shares = build_shares(resolved, executor, request.scales, budget, alone=alone)
         cleanup.callback(shares.close)
         if store is not None:
             store.check_unchanged()
@@ -148,6 +150,7 @@ def build(
             balance=balance,
             separate_scales=request.scales is not None,
             shares=shares,
+            in_order=observer is not None,
         )
         bind_first_thread(request, cleanup)
         report_build(resolved, request, cache, reader, balance)

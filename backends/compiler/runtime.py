@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +75,49 @@ class View:
     """Elements."""
 
 
+Need = tuple[str, str, int, int]
+"""Name and type of an array, and its least and largest number of elements."""
+NoteKernel = Callable[[str, int | None, float, float], None]
+"""Takes a function's name, its layer if it has one, and when a call began and ended
+(`time.perf_counter`)."""
+
+
 class BoundCall(functools.partial[object]):
     """A function with its arrays: a call gives what is left, in the order that `Library.bind` was
     told.
 
     Arrays come first in a compiled function, so that a call is no more than that of a
-    ``functools.partial``: no line of Python.
+    ``functools.partial``: no line of Python, unless the library is observed.
     """
+
+    function: Callable[..., object]
+    """The compiled function, whatever is called in its place."""
+    name: str
+    layer: int | None
+
+    def observe(self, note: NoteKernel | None) -> None:
+        """Call ``note`` after every call from now on; None ends it."""
+        called, name, layer = self.function, self.name, self.layer
+        if note is not None:
+            called = _time_calls(called, functools.partial(note, name, layer))
+        # What a partial calls is part of its state, like its arguments.
+        state = (called, self.args, self.keywords, self.__dict__)
+        self.__setstate__(state)  # type: ignore[attr-defined]
+
+
+def _time_calls(
+    function: Callable[..., object], note: Callable[[float, float], None]
+) -> Callable[..., object]:
+    """Return ``function`` with a call of ``note`` after it."""
+
+    def call(*arguments: object) -> object:
+        start_s = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            note(start_s, time.perf_counter())
+
+    return call
 
 
 class Library:
@@ -97,6 +135,9 @@ class Library:
         self._module = tvm_ffi.load_module(str(path))
         self._sizes = dict(sizes or {})
         self.signatures = read_signatures(find_signatures(path).read_text())
+        self._functions: dict[str, Callable[..., object]] = {}
+        self._needs: dict[str, list[Need]] = {}
+        self._calls: list[BoundCall] = []
 
     def bind(
         self,
@@ -104,26 +145,59 @@ class Library:
         given: str,
         *arrays: Mapping[str, View],
         sizes: Mapping[str, int] | None = None,
+        layer: int | None = None,
+        name: str | None = None,
     ) -> BoundCall:
         """Return a function with its arrays, each from the first of ``arrays`` that has its name.
 
         ``given``: names of what every call gives, in the order in which it does, such as
         ``"tokens position"``.  ``sizes`` count instead of the library's.  What is missing, has
-        another type or too few elements is a programmer's mistake, and found here.
+        another type or too few elements is a programmer's mistake, and found here.  Observers see
+        ``layer``, and ``name`` instead of the function's.
         """
-        signature = self.signatures[function]
-        names = [parameter.name for parameter in signature.given]
+        names = [parameter.name for parameter in self.signatures[function].given]
         assert given.split() == names, f"{function} is given {names}, not {given.split()}"
-        lengths = self._sizes if sizes is None else {**self._sizes, **sizes}
+        views: dict[str, View] = {}
+        for pool in reversed(arrays):
+            views.update(pool)
         tensors = []
-        for parameter in signature.bound:
-            name = parameter.name
-            view = next((pool[name] for pool in arrays if name in pool), None)
-            assert view is not None, f"{function} needs an array {name}"
-            fault = _find_fault(parameter, view, lengths)
-            assert fault is None, f"{name} of {function}: {fault}"
+        # Thousands of calls are bound when a model is loaded.
+        for parameter, dtype, least, most in self._list_needs(function, sizes):
+            view = views.get(parameter)
+            assert view is not None, f"{function} needs an array {parameter}"
+            assert view.dtype == dtype, (
+                f"{parameter} of {function}: {view.dtype} instead of {dtype}"
+            )
+            assert least <= view.size <= most, (
+                f"{parameter} of {function}: {view.size} elements where {least} are expected"
+            )
             tensors.append(view.tensor)
-        return BoundCall(self._module.get_function(function), *tensors)
+        compiled = self._functions.get(function)
+        if compiled is None:
+            compiled = self._functions[function] = self._module.get_function(function)
+        call = BoundCall(compiled, *tensors)
+        call.function, call.name, call.layer = compiled, name or function, layer
+        self._calls.append(call)
+        return call
+
+    def _list_needs(self, function: str, sizes: Mapping[str, int] | None) -> list[Need]:
+        """Return what ``function`` needs of its bound arrays, in its order."""
+        if sizes is None and function in self._needs:
+            return self._needs[function]
+        lengths = self._sizes | dict(sizes or {})
+        needs = [_find_need(item, lengths) for item in self.signatures[function].bound]
+        if sizes is None:
+            self._needs[function] = needs
+        return needs
+
+    def observe(self, note: NoteKernel | None) -> None:
+        """Call ``note`` after every call of every function from now on; None ends it."""
+        for call in self._calls:
+            call.observe(note)
+
+    def close(self) -> None:
+        """Forget all calls, and the arrays in them."""
+        self._calls.clear()
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
         """Return the functions' view of an array, which the caller keeps alive.
@@ -138,20 +212,13 @@ class Library:
         return View(self._ffi.from_dlpack(flat), flat.dtype.name, flat.size)
 
 
-def _find_fault(parameter: Parameter, view: View, sizes: Mapping[str, int]) -> str | None:
-    """Return what keeps an array from being what a function takes."""
-    if view.dtype != parameter.dtype:
-        return f"{view.dtype} instead of {parameter.dtype}"
-    least, is_exact = 1, bool(parameter.shape)
-    for length in parameter.shape:
-        if isinstance(length, str):
-            # Where nobody says what it is, only the other lengths count.
-            least, is_exact = least * sizes.get(length, 1), False
-        else:
-            least *= length
-    if view.size < least or (is_exact and least and view.size != least):
-        return f"{view.size} elements where {parameter.shape} are expected"
-    return None
+def _find_need(parameter: Parameter, sizes: Mapping[str, int]) -> Need:
+    """Return what a function needs of an array; symbols that are not in ``sizes`` may be anything,
+    and where there is one, more elements do no harm."""
+    lengths = [sizes.get(item, 1) if isinstance(item, str) else item for item in parameter.shape]
+    least = math.prod(lengths) if lengths else 0
+    is_exact = least > 0 and not any(isinstance(item, str) for item in parameter.shape)
+    return parameter.name, parameter.dtype, least, least if is_exact else sys.maxsize
 
 
 def _view_writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

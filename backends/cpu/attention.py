@@ -108,7 +108,9 @@ class Attention:
         self, function: str, layer: int, cache: Views, views: Views, which: str = "tokens"
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._room, views)
-        return self._library.bind(function, f"{which} position context", *arrays)
+        name = function.removesuffix("_all")
+        given = f"{which} position context"
+        return self._library.bind(function, given, *arrays, layer=layer, name=name)
 
 
 def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) -> list[RopeTables]:

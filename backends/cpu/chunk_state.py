@@ -22,7 +22,8 @@ class ChunkState:
     """By sequence and layer."""
     begin: list[BoundCall]
     """By layer."""
-    neighbours: NeighbourCalls
+    neighbours: list[NeighbourCalls]
+    """By layer."""
     end: list[BoundCall]
     """By layer."""
     head: BoundCall

@@ -17,6 +17,7 @@ from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.experts import list_chosen, route
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.tensor_names import (
@@ -60,6 +61,7 @@ class CpuExecutor:
             tuple(_read_rows(request, name_layer_tensor(layer, kind)) for kind in kinds)
             for layer in layers
         ]
+        self._observer: ExecutorObserver | None = None
         self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
         """Sequences and positions of a step; None in a chunk."""
@@ -112,8 +114,13 @@ class CpuExecutor:
             positions=self._bind_positions(views) if self._spec.positions else None,
             attend=self._attention.bind_chunk(views),
             begin=self._bind_begin("begin_ffn", views),
-            neighbours=self._neurons.bind_chunk(views),
-            end=[bind("end_ffn", "tokens", own, whole, views) for own in self._outputs],
+            neighbours=[
+                self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
+            ],
+            end=[
+                bind("end_ffn", "tokens", own, whole, views, layer=layer)
+                for layer, own in enumerate(self._outputs)
+            ],
             head=bind("logits", "first tokens", vocabulary, views),
         )
 
@@ -121,7 +128,10 @@ class CpuExecutor:
         """Return the calls that begin the FFN of each layer."""
         # With parallel residuals, the FFN reads the layer's input.
         read = {"x": views["before" if self._spec.parallel else "x"]}
-        return [self._library.bind(function, "tokens", read, own, views) for own in self._norms]
+        return [
+            self._library.bind(function, "tokens", read, own, views, layer=layer, name="begin_ffn")
+            for layer, own in enumerate(self._norms)
+        ]
 
     def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
         """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
@@ -132,6 +142,8 @@ class CpuExecutor:
     def select_chunk(self, number: int) -> None:
         """Let the calls that follow be about another chunk."""
         self._now = self._chunks[number]
+        if self._observer is not None:
+            self._observer.select_chunk(number)
 
     def select_sequence(self, number: int) -> None:
         """Let chunks be those of another sequence."""
@@ -192,6 +204,8 @@ class CpuExecutor:
             if self._moe.router_input == "layer" and arrays.layer_input is not None:
                 read = arrays.layer_input
             arrays.routes[tokens] = route(self._moe, read[tokens], *self._routers[layer])
+        if self._observer is not None:
+            self._observer.begin_ffn(layer)
 
     def list_experts(self) -> I32:
         """Return the experts that the router chose."""
@@ -231,8 +245,10 @@ class CpuExecutor:
         now = self._now
         routes = None if self._moe is None else now.arrays.routes[: now.tokens]
         is_step = self._step is not None
+        if self._observer is not None:
+            self._observer.add_dense(layer, bundles, first)
         self._neurons.add_neighbours(
-            layer, bundles, first, now.tokens, now.neighbours, routes, is_step=is_step
+            bundles, first, now.tokens, now.neighbours[layer], routes, is_step=is_step
         )
 
     def share_input(self) -> tuple[F32, F32 | None]:
@@ -247,6 +263,8 @@ class CpuExecutor:
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
+        if self._observer is not None:
+            self._observer.end_ffn(layer)
         self._now.end[layer](self._now.tokens)
 
     def expect(self, end: int) -> None:
@@ -272,8 +290,15 @@ class CpuExecutor:
         """Return the non-zero activations since the last call."""
         return self._neurons.count_active()
 
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """Tell ``observer`` of every kernel and of the neurons of prompts."""
+        assert self._observer is None or observer is None, "one observer at a time"
+        self._observer = observer
+        self._library.observe(None if observer is None else observer.note_kernel)
+
     def close(self) -> None:
         """Forget every array."""
+        self._library.close()
         self._neurons.close()
         self._chunks.clear()
 

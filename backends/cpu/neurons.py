@@ -25,12 +25,10 @@ _NONE: I32 = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class NeighbourCalls:
-    """Calls that add neurons next to each other, with the arrays of a chunk."""
+    """Calls that add neurons of a layer that lie next to each other, with the arrays of a chunk."""
 
-    every: BoundCall
-    """For one token, all of them."""
-    chosen: BoundCall
-    """For one token, those in slots that are named: in a mixture."""
+    one: BoundCall
+    """For one token: all of them, in a mixture those in slots that are named."""
     several: BoundCall
     """For several tokens."""
     step: BoundCall
@@ -59,8 +57,11 @@ class Neurons:
         every[:] = np.arange(neurons)
         self._every = {"slots": space.wrap(every)}
         self._gates = space.make("float32", neurons)
-        self._scales = [(space.wrap(item).tensor,) for item in request.scales or ()]
+        layers = request.model.shape.layers
+        self._scales: list[Views] = [{} for _ in range(layers)]
         """Of each layer, where they are resident."""
+        if request.scales is not None:
+            self._scales = [{"scales": space.wrap(item)} for item in request.scales]
         self._counts = space.make("int32", spec.threads + 1)
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
@@ -91,21 +92,32 @@ class Neurons:
         """What neurons are computed in for several tokens."""
         self._token: tuple[int, ...] = (0,) if spec.sequences else ()
         """The token that gathered neurons are computed for, where kernels ask."""
-        self._arena = "arena scales" if request.scales is not None else "arena"
-        self._gather = self._bind_gather(not spec.has_gathered_ffn, self._room, views)
-        self._gather_open: list[BoundCall] = []
-        """By token."""
+        self._gather = [
+            self._bind_gather(layer, not spec.has_gathered_ffn, self._room, views)
+            for layer in range(layers)
+        ]
+        self._gather_open: list[list[BoundCall]] = []
+        """By layer and token."""
         if prediction.has_gates and not spec.has_plain_ffn:
             limit = "limit" if spec.is_smooth else ""
-            given = f"count {self._name_token()} {limit} {self._arena}"
+            given = f"count {self._name_token()} {limit} arena"
             self._gather_open = [
-                library.bind("add_open_neurons", given, known, self._room, views)
-                for known in prediction.known_gates
+                [
+                    library.bind(
+                        "add_open_neurons", given, known, scales, self._room, views, layer=layer
+                    )
+                    for known in prediction.known_gates
+                ]
+                for layer, scales in enumerate(self._scales)
             ]
-        self._find_gates = None
+        self._find_gates: list[BoundCall] = []
+        """By layer."""
         if spec.closes_gates:
-            given = f"count {self._name_token()} {self._arena}"
-            self._find_gates = library.bind("find_gates", given, self._room, views)
+            given = f"count {self._name_token()} arena"
+            self._find_gates = [
+                library.bind("find_gates", given, scales, self._room, views, layer=layer)
+                for layer, scales in enumerate(self._scales)
+            ]
         self._least_gate = spec.threshold
         self._layout = request.bundle
         self._in_pairs = spec.isa.pairs and spec.ffn != "fp16"
@@ -114,27 +126,28 @@ class Neurons:
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
 
-    def _bind_gather(self, is_plain: bool, *arrays: Views) -> BoundCall:
+    def _bind_gather(self, layer: int, is_plain: bool, *arrays: Views) -> BoundCall:
         function = "add_plain_neurons" if is_plain else "add_neurons"
-        given = f"count {self._name_token()} {self._arena}"
-        return self._library.bind(function, given, *arrays)
+        given, scales = f"count {self._name_token()} arena", self._scales[layer]
+        return self._library.bind(function, given, scales, *arrays, layer=layer, name="add_neurons")
 
-    def bind_chunk(self, views: Views) -> NeighbourCalls:
-        """Return the calls for neighbours, of a chunk with ``views``."""
-        spec = self._spec
+    def bind_chunk(self, layer: int, views: Views) -> NeighbourCalls:
+        """Return the calls for neighbours in a layer, of a chunk with ``views``."""
+        spec, scales = self._spec, self._scales[layer]
         one = (self._uncounted, self._room, views)
-        first = "" if self._rows is None else "first"
-        given = f"count tokens {first} {self._arena.replace('arena', 'bundles')}"
+        given = f"count tokens {'' if self._rows is None else 'first'} bundles"
         has_step = spec.sequences and spec.has_other_chunks
-        several, step = (
-            self._library.bind(name, given, self._panel, views)
-            for name in ("add_dense", "add_dense_step" if has_step else "add_dense")
-        )
+        several = [
+            self._library.bind(
+                function, given, scales, self._panel, views, layer=layer, name="add_dense"
+            )
+            for function in ("add_dense", *(["add_dense_step"] if has_step else []))
+        ]
+        named = {} if spec.experts else self._every
         return NeighbourCalls(
-            every=self._bind_gather(spec.has_plain_ffn, self._every, *one),
-            chosen=self._bind_gather(spec.has_plain_ffn, *one),
-            several=several,
-            step=step,
+            one=self._bind_gather(layer, spec.has_plain_ffn, named, *one),
+            several=several[0],
+            step=several[-1],
         )
 
     def select_token(self, number: int) -> None:
@@ -148,37 +161,34 @@ class Neurons:
         """Add the neurons in ``slots`` for one token; gates of ``indices`` may be ``known``."""
         count = len(slots)
         self._slots[:count] = slots
-        bundles = self._take_bundles(layer, arena, indices)
+        bundles = self._take_bundles(arena, indices)
         if not known or not self._gather_open:
-            self._gather(count, *self._token, *bundles)
+            self._gather[layer](count, *self._token, bundles)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
-        add = self._gather_open[self._token[0] if self._token else 0]
-        add(count, *self._token, *self._prediction.get_second_limit(layer), *bundles)
+        add = self._gather_open[layer][self._token[0] if self._token else 0]
+        add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
 
-    def _take_bundles(self, layer: int, arena: U8, rows: I32 | None) -> tuple[Any, ...]:
-        """Return the kernels' views of bundles and, where they are resident, of the layer's scales;
-        note the ``rows`` that gathered neurons have there."""
-        view = self._wrap_arena(arena)
-        if self._rows is None:
-            return (view,)
-        assert rows is not None, "scales are resident: stored indices say which belong to a neuron"
-        self._rows[: len(rows)] = rows
-        return (view, *self._scales[layer])
+    def _take_bundles(self, arena: U8, rows: I32 | None) -> Any:
+        """Return what calls take of bundles; where scales are resident, note the ``rows`` that
+        gathered neurons have among them."""
+        if self._rows is not None:
+            assert rows is not None, "scales are resident: which ones belong to a neuron?"
+            self._rows[: len(rows)] = rows
+        return self._wrap_arena(arena)
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None) -> Bits:
         """Return whether the gates of the neurons in ``slots`` are open."""
-        assert self._find_gates is not None, "every neuron counts whatever its gate is"
+        assert self._find_gates, "every neuron counts whatever its gate is"
         count = len(slots)
         self._slots[:count] = slots
-        self._find_gates(count, *self._token, *self._take_bundles(layer, arena, indices))
+        self._find_gates[layer](count, *self._token, self._take_bundles(arena, indices))
         opened: Bits = self._gates[:count] > self._least_gate
         return opened
 
     def add_neighbours(
         self,
-        layer: int,
         bundles: U8,
         first: int,
         tokens: int,
@@ -191,16 +201,16 @@ class Neurons:
         tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the
         weights of the experts, each to those tokens that its expert computes."""
         if routes is not None:
-            self._add_experts(layer, bundles, first, routes, calls, is_step)
+            self._add_experts(bundles, first, routes, calls, is_step)
             return
         count = len(bundles)
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
-        views = self._take_bundles(layer, bundles, rows)
+        taken = self._take_bundles(bundles, rows)
         if tokens == 1:
-            calls.every(count, *self._token, *views)
+            calls.one(count, *self._token, taken)
         else:
             add = calls.step if is_step else calls.several
-            add(count, tokens, *self._name_row(first), *views)
+            add(count, tokens, *self._name_row(first), taken)
 
     def _name_row(self, first: int) -> tuple[int, ...]:
         """Return the number that says which scales the first of some neighbours has."""
@@ -208,7 +218,6 @@ class Neurons:
 
     def _add_experts(
         self,
-        layer: int,
         bundles: U8,
         first: int,
         routes: F32,
@@ -219,18 +228,18 @@ class Neurons:
         if len(routes) == 1:
             places = np.flatnonzero(routes[0].take(experts)).astype(np.int32)
             self._slots[: len(places)] = places
-            views = self._take_bundles(layer, bundles, places + np.int32(first))
+            taken = self._take_bundles(bundles, places + np.int32(first))
             if len(places):
-                calls.chosen(len(places), *self._token, *views)
+                calls.one(len(places), *self._token, taken)
             return
         add = calls.step if is_step else calls.several
-        views = self._take_bundles(layer, bundles, _NONE)
+        taken = self._take_bundles(bundles, _NONE)
         for neurons, tokens in list_groups(experts, routes):
             if self._in_pairs:
                 tokens = complete_pairs(tokens, len(routes))
             self._slots[: len(neurons)] = neurons
             self._tokens[: len(tokens)] = tokens
-            add(len(neurons), len(tokens), *self._name_row(first), *views)
+            add(len(neurons), len(tokens), *self._name_row(first), taken)
 
     def count_active(self) -> int:
         """Return the non-zero activations of gathered neurons since the last call."""

@@ -61,7 +61,7 @@ class Prediction:
             given = f"neurons {'limit' if spec.is_smooth else ''} {several}"
             self._gates = [
                 [
-                    library.bind("predict_gate", given, gates, lists, views)
+                    library.bind("predict_gate", given, gates, lists, views, layer=layer)
                     for gates in _wrap_gates(request, space, layer)
                 ]
                 for layer in range(layers)
@@ -81,6 +81,8 @@ class Prediction:
                     middle[rank],
                     lists,
                     views,
+                    layer=layer,
+                    name="predict_low_rank",
                 )
                 for rank, weights in _wrap_predictors(request, space, layer)
             ]

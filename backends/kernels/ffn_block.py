@@ -55,7 +55,7 @@ def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
     arena = take.take_given_array(name, "uint8", "slots", spec.stride)
     scales = None
     if spec.scales == "resident":
-        scales = take.take_given_array("scales", "uint8", "neurons", spec.bundle.scales_stride)
+        scales = take.take_array("scales", "uint8", "neurons", spec.bundle.scales_stride)
     return Bundles(spec=spec, arena=arena, scales=scales)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, F64, I32, U8, Bits
+from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
@@ -27,7 +28,7 @@ def compute_hotness(neurons: int, active: float, skew: float) -> F64:
     return np.asarray(chances)
 
 
-class NullExecutor:
+class NullExecutor(ObservableExecutor):
     """Executor of `pi2.backends.protocol` without arithmetic."""
 
     def __init__(self, request: BuildRequest) -> None:
@@ -57,16 +58,20 @@ class NullExecutor:
         self.select_chunk(0)
         self.embed(tokens)
 
+    @noted
     def attend_step(self, layer: int) -> None:
         pass
 
+    @noted
     def embed(self, tokens: I32) -> None:
         self._tokens[self._chunk] = len(tokens)
         self._token = 0
 
+    @noted
     def attend(self, layer: int, position: int) -> None:
         pass
 
+    @noted
     def begin_ffn(self, layer: int) -> None:
         if self._moe is not None:
             shared = np.arange(self._moe.experts, self._request.model.expert_count)
@@ -78,6 +83,7 @@ class NullExecutor:
     def list_experts(self) -> I32:
         return np.sort(self._experts[self._token])
 
+    @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         neurons = self._request.neurons
         fires = self._random.random(neurons) < self._chances
@@ -95,6 +101,7 @@ class NullExecutor:
     def predict_gate(self, layer: int) -> I32:
         return self.predict_low_rank(layer, 0.0)
 
+    @noted
     def find_open(
         self,
         layer: int,
@@ -104,6 +111,7 @@ class NullExecutor:
     ) -> Bits:
         return np.ones(len(slots), bool)
 
+    @noted
     def add_neurons(
         self,
         layer: int,
@@ -114,6 +122,7 @@ class NullExecutor:
     ) -> None:
         self._active += len(slots)
 
+    @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         pass
 
@@ -126,9 +135,11 @@ class NullExecutor:
     def add_sum(self, values: F32) -> None:
         pass
 
+    @noted
     def end_ffn(self, layer: int) -> None:
         pass
 
+    @noted
     def logits(self, first: int) -> F32:
         count = min(self._tokens[self._chunk] - first, LOGIT_ROWS)
         return np.zeros((count, self._request.model.shape.vocab), np.float32)

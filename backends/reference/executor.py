@@ -9,6 +9,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, route, slice_tensor
+from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.neurons import compute_activations, multiply_down
@@ -26,7 +27,7 @@ from pi2.plan.weights.tensor_names import (
 )
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(ObservableExecutor):
     """Executor of `pi2.backends.protocol` in numpy."""
 
     def __init__(self, request: BuildRequest) -> None:
@@ -82,6 +83,8 @@ class ReferenceExecutor:
         self._chunk = number
         none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 5
         self._x, self._input, self._u, self._routes, self._y = self._others.get(number, none)
+        if self._observer is not None:
+            self._observer.select_chunk(number)
 
     def select_sequence(self, number: int) -> None:
         self._sequence = number
@@ -104,6 +107,7 @@ class ReferenceExecutor:
             rows.append((self._x, self._input))
         self._x, self._input = (np.concatenate(part) for part in zip(*rows, strict=True))
 
+    @noted
     def embed(self, tokens: I32) -> None:
         tensor = self._request.tensors[EMBEDDING]
         assert tensor.precision is not None
@@ -113,6 +117,7 @@ class ReferenceExecutor:
         self._x = self._x * np.float32(self._model.multipliers.embedding)
         self._token = 0
 
+    @noted
     def attend(self, layer: int, position: int) -> None:
         shape, attention = self._model.shape, self._model.attention
         count = len(self._x)
@@ -167,6 +172,7 @@ class ReferenceExecutor:
             output = normalize(self._model.norm, output, self._matrix(norm), width=width)
         self._x = self._x + output * np.float32(self._model.multipliers.residual)
 
+    @noted
     def begin_ffn(self, layer: int) -> None:
         x = self._input if self._model.residual == "parallel" else self._x
         self._u = self._normalize(x, name_layer_tensor(layer, "ffn_norm"))
@@ -177,10 +183,13 @@ class ReferenceExecutor:
             self._routes = route(moe, read, self._layer(layer, "router"), shared)
         self._y = np.zeros_like(self._x)
         self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
+        if self._observer is not None:
+            self._observer.begin_ffn(layer)
 
     def list_experts(self) -> I32:
         return list_chosen(self._routes[self._token]) if self._model.moe else np.empty(0, np.int32)
 
+    @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         if self._model.moe is None:
             self._scores = self.score_low_rank(layer, 0, self._get_input())[0]
@@ -214,6 +223,7 @@ class ReferenceExecutor:
     def read_scores(self) -> F32:
         return self._scores
 
+    @noted
     def predict_gate(self, layer: int) -> I32:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
@@ -260,6 +270,7 @@ class ReferenceExecutor:
         assert indices is not None, "scales are resident: indices say which belong to a neuron"
         return join_scales(bundles, self._request.scales[layer][indices], self._request.bundle)
 
+    @noted
     def find_open(
         self,
         layer: int,
@@ -276,6 +287,7 @@ class ReferenceExecutor:
         fatrelu = self._model.ffn.activation == "fatrelu"
         return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
 
+    @noted
     def add_neurons(
         self,
         layer: int,
@@ -292,7 +304,10 @@ class ReferenceExecutor:
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
 
+    @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
+        if self._observer is not None:
+            self._observer.add_dense(layer, bundles, first)
         joined = self._join(layer, bundles, slice(first, first + len(bundles)))
         self._add(self._activate(joined, slice(None)), joined, slice(None))
 
@@ -305,7 +320,10 @@ class ReferenceExecutor:
     def add_sum(self, values: F32) -> None:
         self._y += values
 
+    @noted
     def end_ffn(self, layer: int) -> None:
+        if self._observer is not None:
+            self._observer.end_ffn(layer)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
 
     def expect(self, end: int) -> None:
@@ -321,6 +339,7 @@ class ReferenceExecutor:
         """See `pi2.backends.protocol.InputReader`."""
         return self._routes
 
+    @noted
     def logits(self, first: int) -> F32:
         head = EMBEDDING if self._model.tied_head else HEAD
         x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)

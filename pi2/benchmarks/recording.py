@@ -14,35 +14,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.benchmarks.profile import replace_parts
+from pi2.backends.observer import ExecutorObserver
+from pi2.benchmarks.profile import observe_parts
 from pi2.benchmarks.workloads import TokenSource
 from pi2.engine.loaded_model import LoadedModel, Parts
 from pi2.memory.flash import PendingRead
+from pi2.memory.observer import ReadObserver, WatchedRun
 from pi2.memory.requests import ReadBatch
 from pi2.tracing import Recorder
 
 DRIVER = "driver"
-_KERNELS = frozenset(
-    {
-        "embed",
-        "begin_step",
-        "attend",
-        "attend_step",
-        "begin_ffn",
-        "predict_low_rank",
-        "predict_gate",
-        "find_open",
-        "add_neurons",
-        "add_dense",
-        "end_ffn",
-        "logits",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +81,7 @@ class _Tape:
     def now(self) -> float:
         return time.perf_counter() - self.start_s
 
-    def add_kernel(self, name: str, start_s: float) -> None:
-        end = self.now()
+    def add_kernel(self, name: str, start_s: float, end: float) -> None:
         self.kernels_s += end - start_s
         self.recorder.add_slice(DRIVER, name, start_s, end)
         for lane, ready_s in self.arrivals:
@@ -129,35 +113,20 @@ class _Tape:
             return self.readers.setdefault(threading.get_ident(), f"read {len(self.readers)}")
 
 
-class _RecordingExecutor:
-    """Stands for an executor and records its calls."""
+class _KernelRecorder(ExecutorObserver):
+    """Records the kernels of an executor."""
 
-    def __init__(self, executor: object, tape: _Tape) -> None:
-        self._executor = executor
+    def __init__(self, tape: _Tape) -> None:
         self._tape = tape
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._executor, name)
-        if name in _KERNELS:
-            value = self._record(name, value)
-            self.__dict__[name] = value  # the next look-up does not come here
-        return value
-
-    def _record(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        tape, plain = self._tape, name in ("embed", "begin_step", "logits")
-
-        def recorded(*arguments: Any) -> Any:
-            start = tape.now()
-            try:
-                return function(*arguments)
-            finally:
-                tape.add_kernel(name if plain else f"{name} {arguments[0]}", start)
-
-        return recorded
+    def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        label = name if layer is None else f"{name} {layer}"
+        tape.add_kernel(label, start_s - tape.start_s, end_s - tape.start_s)
 
 
-class _RecordingReader:
-    """Stands for a reader and records reads and waits, and what the cache did until then."""
+class _ReadRecorder(ReadObserver):
+    """Records reads and waits, and what the cache did until then."""
 
     def __init__(self, parts: Parts, tape: _Tape) -> None:
         self._reader = parts.reader
@@ -165,23 +134,14 @@ class _RecordingReader:
         self._tape = tape
         self._submitted: dict[int, float] = {}
         self._exact: dict[tuple[int, int], tuple[str, float]] = {}
+        self._runs: dict[int, tuple[str, float]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def start(self, layer: int, *arguments: Any) -> PendingRead:
-        now = self._tape.now()
-        pending = self._reader.start(layer, *arguments)
+    def note_start(self, pending: PendingRead, start_s: float) -> None:
+        now = start_s - self._tape.start_s
         self._submitted[id(pending)] = now
-        self._count_hits(now)
-        return pending
-
-    def start_rest(self, *arguments: Any) -> PendingRead | None:
-        now = self._tape.now()
-        pending = self._reader.start_rest(*arguments)
-        if pending is not None:
-            self._submitted[id(pending)] = now
-        return pending
+        whole = pending.batch is None or pending.batch.content != "rest"
+        if whole:
+            self._count_hits(now)
 
     def _count_hits(self, now: float) -> None:
         hits = sum(counters.hits for counters in self._cache.counters)
@@ -190,55 +150,36 @@ class _RecordingReader:
         hot = sum(len(slots) for slots in self._cache.hot_slots)
         self._tape.recorder.add_counter("slots", now, hot=hot, cold=self._cache.cold_capacity)
 
-    def finish(self, pending: PendingRead, number: int) -> Any:
-        tape, start = self._tape, self._tape.now()
-        try:
-            slots = self._reader.finish(pending, number)
-        finally:
-            end = tape.now()
-            tape.wait_s += end - start
-            name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
-            tape.recorder.add_slice(DRIVER, name, start, end)
+    def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        start, end = start_s - tape.start_s, end_s - tape.start_s
+        tape.wait_s += end - start
+        name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
+        tape.recorder.add_slice(DRIVER, name, start, end)
         self._note_read(pending, number, end)
         read, saved = self._reader.read_bytes, self._reader.saved_bytes
         tape.recorder.add_counter("bytes read", end, **{"bytes": read, "left out": saved})
         if number + 1 == len(pending.clusters):
             self._submitted.pop(id(pending), None)
-        return slots
 
-    def start_run(self, layer: int, first: int, buffer: Any) -> Any:
-        tape, start = self._tape, self._tape.now()
-        future = self._reader.start_run(layer, first, buffer)
-        name = f"layer {layer}, {len(buffer)} neurons in a run"
-        places: list[tuple[str, float]] = []
-        noted = threading.Event()
+    def note_run(self, run: WatchedRun, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        name = f"layer {run.layer}, {run.neurons} neurons in a run"
+        end = end_s - tape.start_s
+        lane = tape.add_queued_read("read runs", name, start_s - tape.start_s, end)
+        self._runs[id(run)] = lane, end
 
-        def note(_: object) -> None:
-            end = tape.now()
-            places.append((tape.add_queued_read("read runs", name, start, end), end))
-            noted.set()
+    def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        start, end = start_s - tape.start_s, end_s - tape.start_s
+        tape.wait_s += end - start
+        tape.recorder.add_slice(DRIVER, f"wait for a run of {run.layer}", start, end)
+        # Whoever waits twice has seen the arrow.
+        place = self._runs.pop(id(run), None)
+        if place is not None:
+            tape.arrivals.append(place)
 
-        future.add_done_callback(note)
-        result = future.result
-
-        def wait(*arguments: Any) -> Any:
-            begin = tape.now()
-            try:
-                return result(*arguments)
-            finally:
-                end = tape.now()
-                tape.wait_s += end - begin
-                tape.recorder.add_slice(DRIVER, f"wait for a run of {layer}", begin, end)
-                # Who waits may be woken before who is to be told.
-                noted.wait(timeout=1.0)
-                tape.arrivals += places
-                places.clear()
-
-        vars(future)["result"] = wait
-        return future
-
-    def observe(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
-        """Called by the threads of an engine that reads with threads."""
+    def note_part(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
         lane, begin = self._tape.name_reader(), start_s - self._tape.start_s
         end = end_s - self._tape.start_s
         self._exact[id(batch), part] = (lane, end)
@@ -319,15 +260,8 @@ def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
 @contextmanager
 def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
     """Let everything that happens meanwhile be on the tape."""
-    undo: list[Callable[[], None]] = []
-    reader = _RecordingReader(parts, tape)
-    try:
-        replace_parts(parts, _RecordingExecutor(parts.executor, tape), reader, undo)
-        undo.append(parts.reader.observe_with(reader.observe))
+    with observe_parts(parts, _KernelRecorder(tape), _ReadRecorder(parts, tape)):
         yield
-    finally:
-        for step in reversed(undo):
-            step()
 
 
 def _measure_union(spans: list[tuple[float, float]]) -> float:

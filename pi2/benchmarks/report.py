@@ -97,7 +97,6 @@ def describe_profile(profile: Profile | None) -> dict[str, Any] | None:
         "kernels_s": profile.kernels_s,
         "io_wait_s": profile.io_wait_s,
         "python_s": profile.python_s,
-        "level": profile.level,
         "calls": {
             name: {"count": count, "seconds": seconds}
             for name, (count, seconds) in profile.calls.items()
@@ -163,7 +162,7 @@ def write_ratios(rows: Sequence[Row]) -> list[str]:
 
 def write_profiles(outcomes: Sequence[Outcome]) -> str:
     """Tables that show where the time of a token goes."""
-    heads = ["test", "ms/token", "kernels", "waiting for reads", "Python", "measured around"]
+    heads = ["test", "ms/token", "kernels", "waiting for reads", "Python"]
     cells, calls = [], []
     for item in outcomes:
         profile = item.profile
@@ -176,7 +175,6 @@ def write_profiles(outcomes: Sequence[Outcome]) -> str:
                 f"{profile.kernels_s / total:.1%}",
                 f"{profile.io_wait_s / total:.1%}",
                 f"{profile.python_s / total:.1%}",
-                profile.level,
             ]
         )
         calls += [
@@ -193,7 +191,7 @@ def write_profiles(outcomes: Sequence[Outcome]) -> str:
         ]
     tables = [_write_table(heads, cells, left=1)]
     if calls:
-        names = ["test", "executor call", "calls/token", "ms/token", "share"]
+        names = ["test", "kernel", "calls/token", "ms/token", "share"]
         tables.append(_write_table(names, calls, left=2))
     return "\n\n".join(tables)
 

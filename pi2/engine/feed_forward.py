@@ -23,7 +23,6 @@ from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.neuron_stream import NeuronStream
-from pi2.engine.observation import ObservedExecutor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
@@ -94,6 +93,7 @@ class FeedForward:
         balance: HotBalance | None = None,
         separate_scales: bool = False,
         shares: DenseShares | None = None,
+        in_order: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -102,15 +102,15 @@ class FeedForward:
         routing is known.  ``token_neurons``: those of a layer that may compute a token,
         if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
-        beside the executor compute.
+        beside the executor compute.  ``in_order``: dense layers are computed in stored order, for
+        those who look at them.
         """
         self._executor = executor
         self._cache = cache
         self._reader = reader
-        observed = isinstance(executor, ObservedExecutor)
         self.shares = shares or DenseShares(executor, {}, [None] * layers, cache.neurons)
         self._stream = NeuronStream(
-            cache, reader, staging, layers, first=self._count_owned, in_order=observed
+            cache, reader, staging, layers, first=self._count_owned, in_order=in_order
         )
         self._jobs: list[Jobs] = []
         """Jobs of units under way, of each chunk."""

@@ -1,4 +1,4 @@
-"""Looks over an executor's shoulder: what each FFN reads, and what its neurons answer.
+"""What each FFN reads while prompts are processed, and what its neurons answer.
 
 Any backend can be observed that shows its FFN's input (`pi2.backends.protocol.InputReader`): the
 activations are computed once more, in float32, from the bundles that pass by.  Only dense layers
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
+from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference.operators import activate
 from pi2.diagnostics import UserError
@@ -36,88 +36,59 @@ FfnObserver = Callable[[int, F32, F32, Routing | None], None]
 order, of the tokens of a chunk; and with who computed them in a mixture, else None."""
 
 
-class ObservedExecutor:
-    """An executor that tells ``observer`` of every dense layer; all else is the inner one's."""
+class DenseObserver(ExecutorObserver):
+    """Tells ``observer`` of every dense layer of an executor that it observes."""
 
     def __init__(
         self,
-        inner: Executor,
+        executor: Executor,
         request: BuildRequest,
         observer: FfnObserver,
         compute: Callable[[BuildRequest, F32, U8], F32] | None = None,
     ) -> None:
-        """``compute`` gives something else than activations of bundles, neurons in its last axis.
+        """``executor`` was built of ``request``; ``compute`` gives something else than activations
+        of bundles, neurons in its last axis.
 
         UserError P662 if the backend does not show its FFN's input.
         """
-        if not isinstance(inner, InputReader):
+        if not isinstance(executor, InputReader):
             raise UserError.of(
                 "P662",
                 "this backend does not show what its neurons do",
                 help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
             )
-        self._inner = inner
-        self._input: InputReader = inner
+        self._input: InputReader = executor
         self._request = request
         self._observer = observer
         self._compute = compute or compute_activations
         self._pieces: dict[int, list[F32]] = {}
         self._owners: dict[int, list[I32]] = {}
         self._chunk = 0
-        self.enabled = True
-        """Whether the observer is called."""
-
-    if TYPE_CHECKING:
-        select_sequence: Any
-        begin_step: Any
-        attend_step: Any
-        select_token: Any
-        embed: Any
-        attend: Any
-        list_experts: Any
-        predict_low_rank: Any
-        read_scores: Any
-        predict_gate: Any
-        find_open: Any
-        share_input: Any
-        add_sum: Any
-        add_neurons: Any
-        logits: Any
-        count_active: Any
-        close: Any
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
 
     def select_chunk(self, number: int) -> None:
         """Turn to another chunk."""
-        self._inner.select_chunk(number)
         self._chunk = number
 
     def begin_ffn(self, layer: int) -> None:
         """Begin a layer."""
-        self._inner.begin_ffn(layer)
         self._pieces.pop(self._chunk, None)
         self._owners.pop(self._chunk, None)
 
-    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
-        """Compute neurons, and compute their activations."""
-        if self.enabled:
-            whole, request = bundles, self._request
-            if request.scales is not None:
-                scales = request.scales[layer][first : first + len(bundles)]
-                whole = join_scales(bundles, scales, request.bundle)
-            values = self._compute(request, self._read_input(), whole)
-            if self._request.model.moe is not None:
-                owners = slice_experts(whole, request.whole_bundle)
-                values *= self._find_computing()[:, owners]
-                self._owners.setdefault(self._chunk, []).append(owners)
-            self._pieces.setdefault(self._chunk, []).append(values)
-        self._inner.add_dense(layer, bundles, first)
+    def add_dense(self, layer: int, bundles: U8, first: int) -> None:
+        """Compute the activations of neurons."""
+        whole, request = bundles, self._request
+        if request.scales is not None:
+            scales = request.scales[layer][first : first + len(bundles)]
+            whole = join_scales(bundles, scales, request.bundle)
+        values = self._compute(request, self._read_input(), whole)
+        if self._request.model.moe is not None:
+            owners = slice_experts(whole, request.whole_bundle)
+            values *= self._find_computing()[:, owners]
+            self._owners.setdefault(self._chunk, []).append(owners)
+        self._pieces.setdefault(self._chunk, []).append(values)
 
     def end_ffn(self, layer: int) -> None:
-        """End a layer; tell the observer of it if all its neurons were computed."""
+        """Tell the observer of a layer all of whose neurons were computed."""
         if pieces := self._pieces.pop(self._chunk, None):
             routing = None
             if owners := self._owners.pop(self._chunk, None):
@@ -125,7 +96,6 @@ class ObservedExecutor:
             # In stored order: `FeedForward` sees to it for executors that are observed.
             values = np.concatenate(pieces, axis=-1)
             self._observer(layer, self._read_input(), values, routing)
-        self._inner.end_ffn(layer)
 
     def _read_input(self) -> F32:
         return self._input.read_ffn_input()

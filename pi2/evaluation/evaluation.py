@@ -11,7 +11,7 @@ import numpy as np
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import ObservedExecutor
+from pi2.engine.observation import DenseObserver
 from pi2.evaluation.scores import Mode, Scores, score_windows
 from pi2.orchestrator import load
 from pi2.progress import Progress, ignore_progress
@@ -99,17 +99,15 @@ def evaluate_plan(
     """
     settings = dict(overrides or {})
     counter: RecallCounter | None = None
-    observed: ObservedExecutor | None = None
 
-    def observe(executor: Executor, request: BuildRequest) -> Executor:
-        nonlocal counter, observed
+    def observe(executor: Executor, request: BuildRequest) -> DenseObserver | None:
+        nonlocal counter
         if not with_layers or not can_compare(request):
-            return executor
+            return None
         counter = RecallCounter(request)
-        observed = ObservedExecutor(executor, request, counter)
-        return observed
+        return DenseObserver(executor, request, counter)
 
-    with load(plan, set=settings, progress=progress, wrap_executor=observe) as model:
+    with load(plan, set=settings, progress=progress, make_observer=observe) as model:
         cut = encode_windows(model, texts, context=context, stride=stride, count=windows)
         if counter is not None:
             counter.threshold = model.plan.plan.decode.threshold
@@ -117,8 +115,7 @@ def evaluate_plan(
         ids = [encode_text(model.tokenizer, text) for text in texts]
         text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
         runs = [_describe(model, "dense", "none", dense, text)]
-        if observed is not None:
-            observed.enabled = False
+        model._parts.executor.observe(None)
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
             runs.append(_run(model, _name_run(model), "decode", text, progress))

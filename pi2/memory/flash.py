@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from pi2.memory.io_engine import (
     EngineName,
     IoEngine,
     MappedEngine,
-    Observer,
     PreadEngine,
     make_readers,
     read_in_python,
 )
+from pi2.memory.observer import ReadObserver, WatchedRun
 from pi2.memory.requests import (
     Merging,
     ReadBatch,
@@ -123,6 +124,7 @@ class FlashReader:
         """Why the plan's engine was given up, if it was."""
         self.phases_fallback: str | None = None
         """Why gates are not read first, if the plan wants it."""
+        self._observer: ReadObserver | None = None
         self.read_bytes = 0
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
@@ -225,6 +227,7 @@ class FlashReader:
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
         their gates; what has not been checked yet is read whole."""
+        start_s = 0.0 if self._observer is None else time.perf_counter()
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
         batch = make_batch(
@@ -248,12 +251,16 @@ class FlashReader:
                 self.gate_reads += int(np.count_nonzero(gates))
             clusters, batch.parts = divide_requests(clusters, batch.requests)
             self._submit(batch)
-        return PendingRead(layer, indices, slots, clusters, batch, gates)
+        pending = PendingRead(layer, indices, slots, clusters, batch, gates)
+        if self._observer is not None:
+            self._observer.note_start(pending, start_s)
+        return pending
 
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
         """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
         open; None if there is nothing left to read."""
         assert pending.gates is not None
+        start_s = 0.0 if self._observer is None else time.perf_counter()
         cluster, file = pending.clusters[number], self._files[pending.layer]
         gates = pending.gates[cluster]
         self.saved_bytes += int(np.count_nonzero(gates & ~opened)) * self.rest_bytes
@@ -271,7 +278,10 @@ class FlashReader:
         )
         self._submit(batch)
         whole = (slice(0, len(indices)),)
-        return PendingRead(pending.layer, indices, slots, whole, batch, number=number)
+        rest = PendingRead(pending.layer, indices, slots, whole, batch, number=number)
+        if self._observer is not None:
+            self._observer.note_start(rest, start_s)
+        return rest
 
     @property
     def rest_bytes(self) -> int:
@@ -301,6 +311,7 @@ class FlashReader:
         slots = pending.slots[cluster]
         if len(slots) == 0:
             return slots
+        start_s = 0.0 if self._observer is None else time.perf_counter()
         self._engine.wait(batch, number)
         part = batch.parts[number]
         sizes = batch.sizes[part]
@@ -311,6 +322,8 @@ class FlashReader:
         self.read_bytes += int(sizes.sum())
         if self._checks is not None:
             self._verify(self._checks, pending.layer, pending.indices[cluster], self._arena, slots)
+        if self._observer is not None:
+            self._observer.note_wait(pending, number, start_s, time.perf_counter())
         return slots
 
     def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
@@ -349,7 +362,10 @@ class FlashReader:
         file = self._files[layer]
         offset = file.bundles_offset + first * file.stride
         self.read_bytes += buffer.size
-        return self._runs.submit(self._read_run, layer, first, buffer, offset)
+        run = self._runs.submit(self._read_run, layer, first, buffer, offset)
+        if self._observer is None:
+            return run
+        return WatchedRun(run, layer, len(buffer), self._observer)
 
     def _read_run(self, layer: int, first: int, buffer: U8, offset: int) -> None:
         with self._one_run:
@@ -375,18 +391,12 @@ class FlashReader:
                 )
             done += count
 
-    def observe_with(self, observer: Observer) -> Callable[[], None]:
-        """Tell ``observer`` of what threads read, where the engine has threads of its own; returns
-        what ends it."""
-        engine = self._engine
-        if not isinstance(engine, PreadEngine):
-            return lambda: None
-        engine.observer = observer
-
-        def forget() -> None:
-            engine.observer = None
-
-        return forget
+    def observe(self, observer: ReadObserver | None) -> None:
+        """Tell ``observer`` of what is read from now on; None ends it.  One at a time."""
+        assert self._observer is None or observer is None, "one observer at a time"
+        self._observer = observer
+        if isinstance(self._engine, PreadEngine):
+            self._engine.note_part = None if observer is None else observer.note_part
 
     def close(self) -> None:
         """Wait for reads that are on their way, stop the threads and close the files."""

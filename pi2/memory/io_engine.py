@@ -21,7 +21,7 @@ from pi2.memory.requests import ReadBatch
 
 EngineName = Literal["pread", "io_uring", "mmap"]
 
-Observer = Callable[[ReadBatch, int, float, float], None]
+NotePart = Callable[[ReadBatch, int, float, float], None]
 """Is told of every part that a thread has read: batch, number of the part, and from when to when
 (`time.perf_counter`)."""
 
@@ -96,7 +96,7 @@ class PreadEngine:
         self._read_runs = read_runs
         self._pool = make_readers(threads, "pi2-read")
         self._jobs: dict[int, list[Future[None]]] = {}
-        self.observer: Observer | None = None
+        self.note_part: NotePart | None = None
 
     def submit(self, batch: ReadBatch) -> None:
         """See `IoEngine`."""
@@ -105,7 +105,7 @@ class PreadEngine:
         ]
 
     def _read(self, batch: ReadBatch, number: int) -> None:
-        part, observer = batch.parts[number], self.observer
+        part, note = batch.parts[number], self.note_part
         start = time.perf_counter()
         self._read_runs(
             self._files[batch.file],
@@ -117,8 +117,8 @@ class PreadEngine:
             0,
             1,
         )
-        if observer is not None:
-            observer(batch, number, start, time.perf_counter())
+        if note is not None:
+            note(batch, number, start, time.perf_counter())
 
     def advance(self) -> None:
         """Its threads do."""

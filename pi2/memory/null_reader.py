@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
 
 from pi2.arrays import I32, U8, Bits
 from pi2.memory.flash import PendingRead
-from pi2.memory.io_engine import EngineName, Observer
+from pi2.memory.io_engine import EngineName
+from pi2.memory.observer import ReadObserver
 
 
 class NullReader:
@@ -63,9 +63,8 @@ class NullReader:
         done.set_result(None)
         return done
 
-    def observe_with(self, observer: Observer) -> Callable[[], None]:
+    def observe(self, observer: ReadObserver | None) -> None:
         """There is nothing to tell of."""
-        return lambda: None
 
     def close(self) -> None:
         """Nothing is open."""

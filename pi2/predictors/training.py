@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
-from pi2.engine.observation import ObservedExecutor
+from pi2.engine.observation import DenseObserver
 from pi2.evaluation.evaluation import Evaluation, evaluate_plan
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -72,7 +72,7 @@ def train_predictors(
     with tempfile.TemporaryDirectory(prefix=".pi2-predictors-", dir=parent) as folder:
         recorder = SampleRecorder(Path(folder))
 
-        def observe(executor: Executor, request: BuildRequest) -> Executor:
+        def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
             if request.model.is_smooth:
                 raise UserError.of(
                     "P665",
@@ -80,9 +80,9 @@ def train_predictors(
                     "are never exactly zero: there is nothing to predict",
                     help="use a model of the ReLU family",
                 )
-            return ObservedExecutor(executor, request, recorder)
+            return DenseObserver(executor, request, recorder)
 
-        with load(plan, set=overrides, progress=progress, wrap_executor=observe) as model:
+        with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
             resolved = model.plan
             cut = encode_windows(model, learned, context=context, stride=None, count=windows)
             samples = recorder.record(model, cut, lambda share: progress("recording", share))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
-from pi2.engine.observation import ObservedExecutor
+from pi2.engine.observation import DenseObserver
 from pi2.evaluation.scores import Scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -142,24 +142,20 @@ def _observe(
 ) -> _Observed:
     """Run the dense model over both parts of the texts.  It is gone before the next is loaded."""
     observer = MagnitudeObserver(goal.method)
-    observed: ObservedExecutor | None = None
 
-    def observe(executor: Executor, request: BuildRequest) -> Executor:
-        nonlocal observed
+    def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
         _check_model(request.model, goal)
-        observed = ObservedExecutor(executor, request, observer, compute_magnitudes)
-        return observed
+        return DenseObserver(executor, request, observer, compute_magnitudes)
 
     with load(
-        plan, set=settings, thresholds="none", progress=progress, wrap_executor=observe
+        plan, set=settings, thresholds="none", progress=progress, make_observer=observe
     ) as model:
-        assert observed is not None
         cut = encode_windows(model, learned, context=context, stride=None, count=windows)
         for number, window in enumerate(cut):
             for _ in model.iterate_logits(window.tokens):
                 pass
             progress("counting", (number + 1) / len(cut))
-        observed.enabled = False
+        model._parts.executor.observe(None)
         judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
         dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
         tokens = sum(len(window.tokens) for window in cut)

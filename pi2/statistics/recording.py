@@ -30,7 +30,7 @@ import numpy as np
 from pi2.arrays import I32, Raw
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
-from pi2.engine.observation import ObservedExecutor
+from pi2.engine.observation import DenseObserver
 from pi2.importing.activations import note_identity
 from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
@@ -109,7 +109,7 @@ def record_activations(
     chosen = options or RecordingOptions()
     counter: ActivationCounter | None = None
 
-    def observe(executor: Executor, request: BuildRequest) -> Executor:
+    def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
         nonlocal counter
         if request.model.is_smooth and chosen.largest is None:
             raise UserError.of(
@@ -122,9 +122,9 @@ def record_activations(
         width = shape.stored_hidden if chosen.moments else 0
         counts = Counts.make(shape.layers, request.neurons, chosen.samples, width)
         counter = ActivationCounter(counts, chosen.largest)
-        return ObservedExecutor(executor, request, counter)
+        return DenseObserver(executor, request, counter)
 
-    with load(plan, set=overrides, progress=progress, wrap_executor=observe) as model:
+    with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
         assert counter is not None
         windows = encode_windows(
             model, texts, context=chosen.context, stride=None, count=chosen.windows

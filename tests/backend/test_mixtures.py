@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pi2.backends.cpu.expert_groups import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import ObservedExecutor
+from pi2.engine.observation import DenseObserver
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.plan.resolve import load_plan
 from pi2.statistics.prediction import RecallCounter
@@ -115,14 +116,15 @@ def test_prompts_compute_what_the_reference_computes(
 def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Path) -> None:
     done = []
     with pi2.load(drelu, set={"prefill.chunk": 8}) as model:
-        chunk = model._parts.executor._now  # type: ignore[attr-defined]
-        kernel = chunk.neighbours.several
 
-        def count(size: int, tokens: int, *rest: Any) -> None:
+        def count(kernel: Callable[..., object], size: int, tokens: int, *rest: Any) -> None:
             done.append(size * tokens)
             kernel(size, tokens, *rest)
 
-        chunk.neighbours = replace(chunk.neighbours, several=count)
+        for chunk in model._parts.executor._chunks:  # type: ignore[attr-defined]
+            chunk.neighbours = [
+                replace(calls, several=partial(count, calls.several)) for calls in chunk.neighbours
+            ]
         model._parts.forward.prefill(np.array(LONG[:16], np.int32))
     # Two layers, 16 tokens, two experts of four, with 200 neurons each.
     assert sum(done) == 2 * 16 * 2 * 200
@@ -184,11 +186,11 @@ def test_a_higher_score_may_be_asked_of_neurons_that_are_not_in_memory(drelu: Pa
 def test_recall_is_that_of_the_experts_that_compute(drelu: Path) -> None:
     counters: list[RecallCounter] = []
 
-    def observe(executor: Executor, request: BuildRequest) -> Executor:
+    def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
         counters.append(RecallCounter(request))
-        return ObservedExecutor(executor, request, counters[0])
+        return DenseObserver(executor, request, counters[0])
 
-    with pi2.orchestrator.load(drelu, set=REFERENCE, wrap_executor=observe) as model:
+    with pi2.orchestrator.load(drelu, set=REFERENCE, make_observer=observe) as model:
         model._parts.forward.prefill(np.arange(40, dtype=np.int32))
     for layer in counters[0].describe_layers():
         assert layer.active == pytest.approx(0.3, rel=0.3)

@@ -105,7 +105,6 @@ def list_outcomes() -> Sequence[Outcome]:
         total_s=2.0,
         kernels_s=1.9,
         io_wait_s=0.06,
-        level="kernels",
         calls={"attend": (30, 1.0)},
     )
     return [
