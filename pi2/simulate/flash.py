@@ -116,7 +116,7 @@ class Flash:
 
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
-    """Of figures that differ in the core only, keep that of the wanted core, else the fastest."""
+    """Among figures that differ in the core only, keep that of the wanted core, else the fastest."""
     kept: dict[tuple[object, ...], FlashPoint] = {}
     for item in points:
         key = (

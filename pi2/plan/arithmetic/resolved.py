@@ -26,7 +26,7 @@ class DenseShare:
     """What a unit beside the sparse one has of a layer: the first neurons in stored order."""
 
     unit: str
-    """Its name in the device."""
+    """Name of the unit in the device."""
     by_sequences: tuple[int, ...]
     """Neurons that it computes in steps of 1, 2, ... sequences."""
 

@@ -155,7 +155,7 @@ class Unit(Table):
     kind: UnitKind
     """Kind of unit; a plan's ``backends`` are by kind."""
     model: str = Field(default="", max_length=120, examples=["Adreno 750"])
-    """Its commercial name."""
+    """Commercial name of the unit."""
     architecture: (
         Literal["x86-64", "aarch64", "opencl", "cuda", "metal", "vulkan", "hexagon"] | None
     ) = None
@@ -247,4 +247,4 @@ class Device(Document):
     power: PowerFigure | None = None
     """Power of the whole device while all of its units work."""
     noise: ShareFigure | None = None
-    """By how much the time of the same work varies while nothing else is asked of the machine."""
+    """Variation of the time of the same work while nothing else is asked of the machine."""

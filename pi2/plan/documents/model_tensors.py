@@ -40,7 +40,7 @@ class Tensors(Table):
     fused_qkv_bias: str | None = Field(
         default=None, examples=["model.layers.{layer}.self_attn.qkv_proj.bias"]
     )
-    """Their biases in one tensor."""
+    """Biases of query, key and value in one tensor."""
     fused_order: Literal["stacked", "grouped"] = "stacked"
     """``stacked``: all query rows, all key rows, all value rows; ``grouped``: for every key head
     its queries, its key, its value."""
@@ -77,7 +77,7 @@ class Tensors(Table):
     final_norm: str = "model.norm.weight"
     """Norm after the last layer [hidden]."""
     final_norm_bias: str = "model.norm.bias"
-    """Its bias."""
+    """Bias of the norm after the last layer."""
     positions: str = "model.embed_positions.weight"
     """Learned position vectors [context + offset, hidden]."""
     head: str = "lm_head.weight"
