@@ -116,7 +116,7 @@ class Flash:
 
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
-    """Among figures that differ in the core only, keep that of the wanted core, else the fastest."""
+    """Where figures differ in the core only, keep the wanted core's, else the fastest."""
     kept: dict[tuple[object, ...], FlashPoint] = {}
     for item in points:
         key = (
