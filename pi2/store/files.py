@@ -16,12 +16,9 @@ import numpy as np
 
 from pi2.arrays import Raw
 from pi2.regular_file import open_stream
+from pi2.store.manifest import CHECKED_BYTES
 
 _READ_BYTES = 2**20
-
-
-CHECKED_BYTES = 1 << 20
-"""Every so many bytes of a file have a check of their own."""
 
 
 class HashedFile:

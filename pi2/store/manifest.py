@@ -19,7 +19,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
 from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
-from pi2.store.files import CHECKED_BYTES
 from pi2.store.identity import compute_digest
 from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
 
@@ -27,6 +26,8 @@ FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
+CHECKED_BYTES = 1 << 20
+"""Every so many bytes of a file have a check of their own."""
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """With ``CHAT_TEMPLATE``, how conversations become prompts; a store may have neither."""
