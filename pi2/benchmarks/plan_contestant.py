@@ -78,13 +78,18 @@ class PlanContestant:
     def run(self, workload: Workload) -> Sample:
         """See `pi2.benchmarks.contestant`."""
         self._prepare(workload)
-        before = self._model.stats
+        before, idle = self._model.stats, self._read_busy_s()
         seconds = self._time(workload)
         tokens = workload.tokens * self._count_sequences(workload)
         counters = self._model.stats - before
         self._named += counters.predicted_neurons
         self._different += counters.cache_hits + counters.cache_misses
-        return Sample(tokens=tokens, seconds=seconds, counters=counters)
+        busy_s = {name: busy - idle[name] for name, busy in self._read_busy_s().items()}
+        return Sample(tokens=tokens, seconds=seconds, counters=counters, busy_s=busy_s)
+
+    def _read_busy_s(self) -> dict[str, float]:
+        """Seconds that each unit beside the sparse one has worked since loading."""
+        return {unit.name: unit.busy_s for unit in self._model.units}
 
     def profile(self, workload: Workload) -> Profile | None:
         """See `pi2.benchmarks.contestant`."""

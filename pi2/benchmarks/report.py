@@ -82,6 +82,7 @@ def describe_row(row: Row) -> dict[str, Any]:
         "active_share": row.active_share,
         "predicted_share": row.predicted_share,
         "hit_rate": row.hit_rate,
+        "busy_shares": row.busy_shares,
         "flash_bytes_token": row.flash_bytes_token,
         "peak_rss_bytes": row.peak_rss_bytes,
     }
@@ -133,12 +134,15 @@ def write_speeds(rows: Sequence[Row]) -> str:
         "active": lambda row: _percent(row.active_share),
         "computed": lambda row: _percent(row.predicted_share),
         "hits": lambda row: _percent(row.hit_rate),
+        "busy": lambda row: _list_shares(row.busy_shares),
         "flash MB/token": lambda row: _scale(row.flash_bytes_token, 1e6, 2),
         "peak MiB": lambda row: _scale(row.peak_rss_bytes or None, 2**20, 0),
         "budget MiB": lambda row: _scale(row.description.budget_bytes, 2**20, 0),
     }
     if all(row.description.batch == 1 for row in rows):
         del columns["each"]
+    if not any(row.busy_shares for row in rows):
+        del columns["busy"]
     cells = [[write(row) for write in columns.values()] for row in rows]
     return _write_table(list(columns), cells, left=3)
 
@@ -241,6 +245,10 @@ def _scale(value: float | None, unit: float, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.1%}"
+
+
+def _list_shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) or UNKNOWN
 
 
 def _write_table(heads: Sequence[str], cells: Sequence[Sequence[str]], *, left: int) -> str:

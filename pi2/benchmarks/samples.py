@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import RunStatistics, divide
@@ -18,6 +18,8 @@ class Sample:
     seconds: float
     counters: RunStatistics | None = None
     """What the engine counted meanwhile, where it is ours."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each unit beside the sparse one has worked meanwhile, by its name."""
 
     @property
     def tokens_s(self) -> float:
@@ -161,6 +163,16 @@ class Row:
         if self.used_bytes_s is None or self.limit_bytes_s is None:
             return None
         return divide(self.used_bytes_s, self.limit_bytes_s)
+
+    @property
+    def busy_shares(self) -> dict[str, float]:
+        """Share of the measured time in which each unit beside the sparse one has worked."""
+        total_s = sum(sample.seconds for sample in self.samples)
+        names = dict.fromkeys(name for sample in self.samples for name in sample.busy_s)
+        return {
+            name: sum(sample.busy_s.get(name, 0.0) for sample in self.samples) / total_s
+            for name in names
+        }
 
     @property
     def active_share(self) -> float | None:

@@ -15,7 +15,7 @@ from pi2.cli.suggestions import suggest_files
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.authoring.difference import Change, LayerChange, SegmentChange
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
@@ -143,6 +143,7 @@ def _describe(
                 "last": item.last,
                 "split": [dict(item.before.split), dict(item.after.split)],
                 "hot": [item.before.hot, item.after.hot],
+                "dense": [_describe_dense(item.before), _describe_dense(item.after)],
                 "hot_neurons": [item.before.hot_neurons, item.after.hot_neurons],
                 "hot_bytes": list(item.hot_bytes),
                 "simulated_s": [_find_time(speed, item.first) for speed in speeds] or None,
@@ -162,6 +163,21 @@ def _describe(
         if speeds
         else None,
     }
+
+
+def _describe_dense(layer: ResolvedLayer) -> dict[str, Any] | None:
+    """What a dense unit has of a layer."""
+    if layer.dense is None:
+        return None
+    return {"unit": layer.dense.unit, "neurons": list(layer.dense.by_sequences)}
+
+
+def _show_dense(layer: ResolvedLayer) -> str:
+    from pi2.plan.arithmetic.ownership import describe_computed
+
+    if layer.dense is None:
+        return "(none)"
+    return f"{layer.dense.unit} with {describe_computed(layer.dense)}"
 
 
 def _find_time(speed: Speed, layer: int) -> float | None:
@@ -213,6 +229,8 @@ def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
     parts = []
     if dict(item.before.split) != dict(item.after.split):
         parts.append(f"split {_show(dict(item.before.split))} -> {_show(dict(item.after.split))}")
+    if item.before.dense != item.after.dense:
+        parts.append(f"dense unit {_show_dense(item.before)} -> {_show_dense(item.after)}")
     if item.before.hot != item.after.hot or item.before.hot_neurons != item.after.hot_neurons:
         neurons = f"{item.before.hot_neurons} -> {item.after.hot_neurons} neurons"
         parts.append(f"hot {item.before.hot:g} -> {item.after.hot:g}, {neurons}")
@@ -238,8 +256,9 @@ def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
     from pi2.plan.documents.quantities import approximate_bytes
 
     rows = [(item.name, item.needs, item.sizes) for item in segments]
-    needs = tuple(sum(row[1][side] for row in rows) for side in (0, 1))
-    sizes = tuple(sum(row[2][side] for row in rows) for side in (0, 1))
+    main = [item for item in segments if item.is_main]
+    needs = tuple(sum(item.needs[side] for item in main) for side in (0, 1))
+    sizes = tuple(sum(item.sizes[side] for item in main) for side in (0, 1))
     rows.append(("all", (needs[0], needs[1]), (sizes[0], sizes[1])))
     for name, (old, new), (size, other) in rows:
         shown = f"{approximate_bytes(old)} -> {approximate_bytes(new)}"

@@ -259,6 +259,7 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
 
 def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
     """What is known of the model that has run, and of what it did."""
+    from pi2.cli.unit_report import describe_units
     from pi2.engine.statistics import read_peak_rss_bytes
 
     return {
@@ -270,6 +271,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
+        "units": describe_units(model),
         "hot_grown": statistics.hot_grown,
         "hot_shrunk": statistics.hot_shrunk,
         "io_verify": model.plan.plan.io.verify,
@@ -312,6 +314,7 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
 
 
 def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
+    from pi2.cli.unit_report import summarise_units
     from pi2.plan.documents.quantities import approximate_bytes
 
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
@@ -324,6 +327,7 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
     ]
+    lines += summarise_units(run["units"])
     if model.is_dry:
         lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
     elif run["io_verify"] == "never":

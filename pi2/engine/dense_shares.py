@@ -30,6 +30,8 @@ class BesideUnit:
     """Whether it computes neurons of prompts that it does not keep."""
     lost: str | None = None
     """Why it is not there any more."""
+    computed: int = 0
+    """Neurons that it has computed in steps, summed over layers and tokens."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class Job:
     """Whether some of them are added to the job as they come."""
     number: int = -1
     """The unit's name of it."""
+    counted: int = 0
+    """Neurons of a step that it computes, summed over tokens; 0 in a prompt."""
 
 
 Jobs = tuple[Job, ...]
@@ -71,8 +75,11 @@ class DenseShares:
         streaming = [unit for unit in units.values() if unit.streams]
         self._streaming = streaming[0] if streaming else None
         self._owners = [None if share is None else units.get(share.unit) for share in layers]
-        self.computed = 0
+
+    @property
+    def computed(self) -> int:
         """Neurons that units have computed in steps, summed over layers and tokens."""
+        return sum(unit.computed for unit in self.units.values())
 
     def count_owned(self, layer: int, sequences: int = 0) -> int:
         """Neurons of ``layer`` that its unit computes in a step of so many sequences, or of a
@@ -99,9 +106,9 @@ class DenseShares:
         if not jobs:
             return ()
         inputs, routes = self._executor.share_input()
-        self.computed += owned * len(inputs) if sequences else 0
         for job in jobs:
             kept = owned if job.unit is owner else 0
+            job.counted = kept * len(inputs) if sequences else 0
             if job.unit.lost is None:
                 with self._guard(job.unit):
                     job.number = job.unit.unit.start(layer, inputs, routes, kept)
@@ -131,6 +138,7 @@ class DenseShares:
             if job.unit.lost is None:
                 with self._guard(job.unit):
                     self._executor.add_sum(job.unit.unit.finish(job.number))
+                    job.unit.computed += job.counted
             if job.unit.lost is not None:
                 missed.append(range(job.first, job.end))
         return missed

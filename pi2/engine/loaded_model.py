@@ -20,7 +20,7 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.generation import Generation, GenerationRequest
 from pi2.engine.sampling import SamplingOptions
-from pi2.engine.statistics import RunStatistics
+from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import TokenDecoder
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -115,10 +115,24 @@ class LoadedModel:
         return self._parts.reader.engine_fallback
 
     @property
+    def units(self) -> tuple[UnitUse, ...]:
+        """What each unit beside the sparse one has done since loading."""
+        plan = self.plan
+        return tuple(
+            UnitUse(
+                name=unit.name,
+                owned_share=plan.find_owned_share(unit.name),
+                computed_neurons=unit.computed,
+                busy_s=unit.unit.busy_s,
+                lost=unit.lost,
+            )
+            for unit in self._parts.feed_forward.shares.units.values()
+        )
+
+    @property
     def lost_units(self) -> Mapping[str, str]:
         """Units that the run goes on without, and why each was lost."""
-        units = self._parts.feed_forward.shares.units.values()
-        return {unit.name: unit.lost for unit in units if unit.lost is not None}
+        return {unit.name: unit.lost for unit in self.units if unit.lost is not None}
 
     @property
     def stats(self) -> RunStatistics:

@@ -82,6 +82,22 @@ class RunStatistics:
         return divide(self.cache_hits, self.cache_hits + self.cache_misses)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitUse:
+    """What a unit beside the sparse one has done since loading."""
+
+    name: str
+    """Its name in the device."""
+    owned_share: float
+    """Share of all neurons that it computes in steps of as many sequences as the plan has."""
+    computed_neurons: int
+    """Neurons that it has computed in steps, summed over layers and tokens."""
+    busy_s: float
+    """Seconds that it has worked, prompts included."""
+    lost: str | None
+    """Why the run has gone on without it, if it has."""
+
+
 def divide(part: float, whole: float) -> float | None:
     """``part / whole``, or None for an empty whole."""
     return part / whole if whole else None

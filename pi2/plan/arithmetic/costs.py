@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pi2.plan.arithmetic.ownership import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.toml.paths import KeyPath
 
 _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("kv",): ("kv", "workspace"),
     ("layers", "hot"): ("hot", "cold"),
+    ("layers", "split"): ("hot", "cold"),
+    ("layers", "batches"): ("hot", "cold"),
     ("layers", "overrides"): ("hot", "cold"),
     ("decode", "predictor"): ("predictor", "cold"),
     ("prefill", "chunk"): ("workspace",),
+    ("prefill", "unit"): ("hot",),
+    ("units",): ("hot", "cold"),
     ("bundle", "stride"): ("hot", "cold", "workspace"),
     ("bundle", "scales"): ("attention", "workspace"),
     ("threads",): ("workspace",),
@@ -45,15 +51,39 @@ def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
     """Costs of the value at ``path``; keys of the model begin with ``model``."""
     if path[:2] == ("memory", "segments") and len(path) == 3:
         yield _describe_segment(resolved, str(path[2]))
+    elif path[:2] == ("memory", "units"):
+        yield from _describe_units(resolved, path[2:3])
     elif path[:1] == ("memory",):
         yield _describe_budget(resolved)
     elif path[:1] == ("layers",) and len(path) > 1 and isinstance(path[1], int):
         yield from _describe_layer(resolved, path[1])
     else:
+        names: dict[str, None] = {}
         for prefix, segments in _SEGMENTS.items():
             if path[: len(prefix)] == prefix or prefix[: len(path)] == path:
-                for name in segments:
-                    yield _describe_segment(resolved, name)
+                names |= dict.fromkeys(segments)
+        for name in names:
+            yield _describe_segment(resolved, name)
+        if path[:1] == ("units",):
+            yield from _describe_units(resolved, path[1:2])
+        elif path[:1] == ("layers",) or path == ("prefill", "unit"):
+            yield from _describe_units(resolved, ())
+
+
+def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[Cost]:
+    """What dense units need of memory that is counted apart, or one of them; what the others need
+    is part of the segment ``hot``."""
+    for name, need in count_unit_needs(resolved).items():
+        segment = resolved.name_segment(name)
+        if segment == "hot" and names[:1] != (name,):
+            continue
+        if not names or names == (name,):
+            memory = resolved.plan.memory.units.get(name)
+            text = f"{name}: needs {approximate_bytes(need.bytes)} ({need.explanation}) of "
+            text += name_memory(resolved, name)
+            if memory is not None:
+                text += f", which has {format_bytes(memory.budget)}"
+            yield Cost(segment, need.bytes, text)
 
 
 def _describe_segment(resolved: ResolvedPlan, name: str) -> Cost:
@@ -79,4 +109,5 @@ def _describe_layer(resolved: ResolvedPlan, number: int) -> Iterator[Cost]:
         size = neurons * resolved.bundle.stride
         share = f"layer {number}: {neurons} hot neurons"
         text = f"{share} of {resolved.bundle.stride} bytes, {approximate_bytes(size)}"
-        yield Cost("hot", size, text)
+        owners = describe_owners(resolved, resolved.layers[number])
+        yield Cost("hot", size, "; ".join([text, *owners]))

@@ -27,6 +27,8 @@ class DenseShare:
 
     unit: str
     """Name of the unit in the device."""
+    shares: tuple[float, ...]
+    """Share of the layer's neurons that it computes in steps of 1, 2, ... sequences."""
     by_sequences: tuple[int, ...]
     """Neurons that it computes in steps of 1, 2, ... sequences."""
 
@@ -55,6 +57,10 @@ class ResolvedLayer:
     """What a dense unit has of them; None where the sparse unit has all."""
     split_path: KeyPath
     hot_path: KeyPath
+
+    def find_dense_share(self, sequences: int) -> float:
+        """Share of its neurons that a dense unit computes in steps of so many sequences."""
+        return 0.0 if self.dense is None else self.dense.shares[sequences - 1]
 
     @property
     def own_hot(self) -> range:
@@ -105,6 +111,13 @@ class ResolvedPlan:
             names[self.plan.prefill.unit] = None
         names.pop(self.sparse_unit, None)
         return tuple(name for name in names if self.has_backend(name))
+
+    def find_owned_share(self, unit: str) -> float:
+        """Share of all neurons that a dense unit computes in steps of ``decode.batch``
+        sequences."""
+        batch = self.plan.decode.batch
+        owned = [item for item in self.layers if item.dense is not None and item.dense.unit == unit]
+        return sum(item.find_dense_share(batch) for item in owned) / len(self.layers)
 
     def name_backend(self, unit: str) -> str:
         """Name of the backend that serves a unit of the device."""
@@ -228,8 +241,9 @@ def _find_dense_share(
     others = [name for split in splits for name, share in split.items() if name in dense and share]
     if not others:
         return None
-    counts = tuple(round(split.get(others[0], 0.0) * neurons) for split in splits)
-    return DenseShare(unit=others[0], by_sequences=counts)
+    shares = tuple(split.get(others[0], 0.0) for split in splits)
+    counts = tuple(round(share * neurons) for share in shares)
+    return DenseShare(unit=others[0], shares=shares, by_sequences=counts)
 
 
 def _path(*parts: str | int) -> KeyPath:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.documents.common import Document
 from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind
@@ -56,6 +57,8 @@ class SegmentChange:
     name: str
     sizes: tuple[int, int]
     needs: tuple[int, int]
+    is_main: bool = True
+    """Whether it is main memory, on both sides."""
 
 
 _IGNORED = {"name", "description", "schema_version"}
@@ -136,8 +139,8 @@ def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChang
     return changes
 
 
-def _describe(layer: ResolvedLayer) -> tuple[Mapping[str, float], float, int]:
-    return dict(layer.split), layer.hot, layer.hot_neurons
+def _describe(layer: ResolvedLayer) -> tuple[object, ...]:
+    return dict(layer.split), layer.hot, layer.hot_neurons, layer.dense
 
 
 def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentChange]:
@@ -149,4 +152,27 @@ def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentC
         old, new = getattr(sizes[0], name), getattr(sizes[1], name)
         needed = (needs[0].get(name, old), needs[1].get(name, new))
         changes.append(SegmentChange(name=name, sizes=(old, new), needs=needed))
-    return changes
+    return [*changes, *_compare_units(before, after)]
+
+
+def _compare_units(before: ResolvedPlan, after: ResolvedPlan) -> Iterator[SegmentChange]:
+    """What dense units have and need, where that is no part of the segment ``hot``."""
+    sides = []
+    for item in (before, after):
+        needs = {item.name_segment(name): need for name, need in count_unit_needs(item).items()}
+        sizes = {f"units.{name}": unit.budget for name, unit in item.plan.memory.units.items()}
+        main = {
+            f"units.{name}": item.shares_main_memory(name)
+            for name in item.plan.memory.units
+            if name in item.device.units
+        }
+        sides.append((needs, sizes, main))
+    for name in dict.fromkeys([*sides[0][1], *sides[1][1]]):
+        needed = [needs[name].bytes if name in needs else 0 for needs, _, _ in sides]
+        sized = [sizes.get(name, 0) for _, sizes, _ in sides]
+        yield SegmentChange(
+            name=name,
+            sizes=(sized[0], sized[1]),
+            needs=(needed[0], needed[1]),
+            is_main=all(main.get(name, True) for _, _, main in sides),
+        )

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pi2.plan.arithmetic.ownership import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.fields import find_type
 from pi2.plan.documents.quantities import approximate_bytes
@@ -67,9 +68,20 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         f"{approximate_bytes(hot_bytes)} hot, {approximate_bytes(cold_bytes)} of cold cache"
     )
     numbered = list(enumerate(resolved.layers))
-    for _, group in groupby(numbered, key=lambda item: (dict(item[1].split), item[1].hot)):
+    for _, group in groupby(numbered, key=lambda item: _find_settings(item[1])):
         items = list(group)
         yield _describe_layers(items[0][0], items[-1][0], items[0][1])
+        yield from (f"  {line}" for line in describe_owners(resolved, items[0][1]))
+    for name, need in count_unit_needs(resolved).items():
+        yield (
+            f"{name}: needs {approximate_bytes(need.bytes)} of {name_memory(resolved, name)}: "
+            f"{need.explanation}"
+        )
+
+
+def _find_settings(layer: ResolvedLayer) -> tuple[object, ...]:
+    """What layers that are described together have in common."""
+    return dict(layer.split), layer.hot, layer.dense
 
 
 def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
