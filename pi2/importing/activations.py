@@ -9,6 +9,7 @@ import numpy as np
 from pi2.arrays import I32, I64
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
+from pi2.regular_file import check_regular
 from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
 
@@ -36,6 +37,7 @@ def read_counts(path: Path, layers: int, neurons: int) -> I64:
 
     columns = ("layer", "neuron", "count")
     try:
+        check_regular(path)
         table = pq.read_table(path, columns=list(columns))
         if any(table.column(name).null_count for name in columns):
             raise ValueError("a value is missing")

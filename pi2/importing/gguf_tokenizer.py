@@ -103,7 +103,9 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if not isinstance(template, str):
         return {}
     listed = metadata.get("tokenizer.ggml.tokens")
-    tokens = listed if isinstance(listed, list) else []
+    # What is no text is refused where the tokenizer is made.
+    texts = isinstance(listed, list) and all(isinstance(token, str) for token in listed)
+    tokens = listed if texts and isinstance(listed, list) else []
     special = {}
     for name in ("bos", "eos", "unk", "pad"):
         key = {"unk": "unknown", "pad": "padding"}.get(name, name)

@@ -21,6 +21,7 @@ from pi2.arrays import F64
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.planning.counted import make_counted, read_counts
+from pi2.regular_file import read_regular
 from pi2.simulate.activations import (
     CLASSES,
     Hotness,
@@ -324,7 +325,7 @@ class LayerStatistics:
 def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | None:
     """Layers of ``statistics.json``; None where there is no such file, or not for this model."""
     try:
-        document = json.loads((store / "statistics.json").read_text("utf-8"))
+        document = json.loads(read_regular(store / "statistics.json"))
         found = [
             LayerStatistics(
                 active=float(item["active"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.importing.activations import MODEL_NOTE, WEIGHTS_NOTE
+from pi2.regular_file import check_regular
 from pi2.statistics.recording import read_statistics
 from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
@@ -43,6 +44,7 @@ def _read_notes(file: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
 
     try:
+        check_regular(file)
         found = pq.read_schema(file).metadata or {}
     except (OSError, pa.ArrowException):
         return {}

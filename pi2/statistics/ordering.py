@@ -21,6 +21,7 @@ import numpy as np
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.importing.activations import check_experts, group_experts, order_neurons, read_counts
+from pi2.regular_file import check_regular
 from pi2.statistics.identity import check_identity
 from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
 from pi2.store.reader import NeuronStore
@@ -182,6 +183,7 @@ def _read_pairs(path: Path, layers: int, neurons: int) -> list[tuple[I32, I64]]:
     import pyarrow.parquet as pq
 
     try:
+        check_regular(path)
         table = pq.read_table(path, columns=["layer", "first", "second", "count"])
         columns = [table.column(name).cast(pa.int64()).to_numpy() for name in table.column_names]
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:

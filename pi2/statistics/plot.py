@@ -9,6 +9,7 @@ import numpy as np
 from pi2.diagnostics import UserError
 from pi2.importing.activations import read_counts
 from pi2.pictures import add_legend, make_figure, pick_colours, pick_styles, save_figure
+from pi2.regular_file import check_regular
 from pi2.statistics.recording import ACTIVATIONS, Statistics
 
 
@@ -51,6 +52,7 @@ def count_rows(file: Path) -> int:
     import pyarrow.parquet as pq
 
     try:
+        check_regular(file)
         return int(pq.read_metadata(file).num_rows)
     except (OSError, pa.ArrowException) as error:
         raise UserError.of("P540", f"{file} is not a Parquet file: {error}") from None

@@ -36,6 +36,7 @@ from pi2.importing.quantizers.quantizer import MOMENTS, name_moments
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
+from pi2.regular_file import read_regular
 from pi2.statistics.counting import BATCHES, ActivationCounter, Counts, measure_skew
 from pi2.statistics.texts import encode_windows
 
@@ -188,7 +189,7 @@ def summarise_counts(counts: Counts, model: Model, job: str) -> Statistics:
 def read_statistics(folder: Path) -> Statistics | None:
     """The summary in ``folder``; None if there is none that can be read."""
     try:
-        found: dict[str, Any] = json.loads((folder / SUMMARY).read_bytes())
+        found: dict[str, Any] = json.loads(read_regular(folder / SUMMARY))
         layers = tuple(
             LayerStatistics(**{**layer, "batches": tuple(layer["batches"])})
             for layer in found.pop("layers")

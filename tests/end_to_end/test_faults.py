@@ -173,6 +173,21 @@ def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
     assert (done.returncode, "error[P506]" in done.stderr) == (2, True)
 
 
+def test_a_run_that_checks_nothing_says_so(plan: Path) -> None:
+    assert "checks" not in run(plan, "--max-tokens", "2").stderr
+    done = run(plan, "--max-tokens", "2", "--set", "io.verify=never")
+    assert done.returncode == 0
+    assert 'note: nothing was compared with its checks: the plan says io.verify = "never"' in (
+        done.stderr
+    )
+    with (store_of(plan) / LAYER).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(512 * 96))
+    # Wrong text without a word: why this is not the default.
+    assert run(plan, "--max-tokens", "2", "--set", "io.verify=never").returncode == 0
+    assert "error[P511]" in run(plan, "--max-tokens", "2").stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 KiB."""

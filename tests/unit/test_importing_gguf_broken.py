@@ -19,7 +19,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_file import read_gguf
-from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import translate, write_gguf
@@ -364,3 +364,15 @@ def test_a_weight_that_is_a_signalling_nan(job: Job) -> None:
     job.tensors[GATE] = weights
     job.save()
     job.expect("P539", GATE)
+
+
+def test_tokens_that_are_lists(job: Job) -> None:
+    metadata = {
+        "tokenizer.chat_template": "{{ messages }}",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [np.zeros(2, np.uint8), "a"],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    assert read_chat_files(metadata)["tokenizer_config.json"] == b"{}"
+    with pytest.raises(UserError, match="P543"):
+        make_tokenizer(job.file, metadata)

@@ -16,10 +16,14 @@ import pytest
 
 import pi2
 from pi2.diagnostics import UserError
+from pi2.importing.activations import read_counts
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
+from pi2.planning import activity
 from pi2.regular_file import check_regular, open_regular, read_regular
+from pi2.statistics import recording
+from pi2.statistics.plot import count_rows
 from pi2.store.reordering import repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
@@ -112,6 +116,20 @@ def test_no_command_waits_for_a_store(
     except UserError as error:
         findings = list(error.diagnostics)
     assert len(findings) == 1
+
+
+@pytest.mark.parametrize("put", PUTTING)
+def test_counts_and_statistics_that_are_no_files_are_none(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    for name in ("statistics.json", "activations.parquet"):
+        put(tmp_path / name)
+    assert activity.read_statistics(tmp_path, 2) is None
+    assert recording.read_statistics(tmp_path) is None
+    with pytest.raises(UserError, match="P540"):
+        read_counts(tmp_path / "activations.parquet", 2, 96)
+    with pytest.raises(UserError, match="P540"):
+        count_rows(tmp_path / "activations.parquet")
 
 
 def test_a_store_written_anew_takes_nothing_from_where_links_lead(

@@ -122,7 +122,7 @@ def spoil_document(random: Random, document: Any, more: Sequence[Any] = ()) -> A
             holder[last] = copy.deepcopy(source)
         elif kind <= 3 and more:
             holder[last] = copy.deepcopy(random.choice(more))
-        elif kind == 4 and isinstance(holder[last], (int, float)) and holder[last]:
+        elif kind == 4 and isinstance(holder[last], (int, float)) and abs(holder[last]) < 1e300:
             factor = random.choice((-1, 2, 0.5, 1024, 1 / 3))
             holder[last] = type(holder[last])(holder[last] * factor)
         else:

@@ -327,7 +327,8 @@ class Pipeline(Table):
     """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
     open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which
     share a request, are read whole in either case, and so are neurons whose gates are known, with
-    ``predictor = "gate"``.  2 reads fewer bytes in more requests."""
+    ``predictor = "gate"``, and those that ``io.verify`` has not compared yet.  2 reads fewer bytes
+    in more requests."""
     cluster: Count = 64
     """Minimum number of neurons that are read and computed together."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
