@@ -12,6 +12,7 @@ Order of calls::
         add(job, bundles, first)            any number of times: more neurons of the layer
         wait(job)                           before the memory of added bundles is changed
         finish(job)                         -> the sum [T, hidden]
+    give_up()                               after an error or an interrupt, wherever it came
 
 Memory.  What a unit keeps lies in its own memory, in whatever layout it likes; ``allocate`` counts
 it in the plan's ``memory.units``.  A unit whose memory the host can write may offer it
@@ -113,6 +114,10 @@ class DenseUnit(Protocol):
     def finish(self, job: int) -> F32:
         """Wait for the job; return the sum [T, hidden] of its neurons, valid until the next call
         of ``start``."""
+
+    def give_up(self) -> None:
+        """Forget all jobs, after an error or an interrupt in the midst of any call; return when
+        nothing is read from the caller's memory any more.  The unit can be used again then."""
 
     def observe(self, observer: UnitObserver | None) -> None:
         """Tell ``observer`` of each piece of work when its job is finished; None ends it."""

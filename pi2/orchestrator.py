@@ -113,7 +113,6 @@ def build(
             store, tokenizer = open_store(resolved, cleanup)
             hashes = begin_hashes(resolved, store, cleanup)
         budget = make_budget(resolved)
-        cache = allocate_cache(resolved, budget, by_hotness=is_by_hotness(store))
         rows = open_embedding(resolved, store, budget)
         if rows is not None:
             cleanup.callback(rows.close)
@@ -122,12 +121,13 @@ def build(
         observer = None if make_observer is None else make_observer(executor, request)
         if observer is not None:
             executor.observe(observer)
+        # Whoever looks at neurons wants to see them all: then the executor computes them.
+        alone = observer is not None
+        cache = allocate_cache(resolved, budget, by_hotness=is_by_hotness(store), alone=alone)
         if store is not None:
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
-        # Whoever looks at neurons wants to see them all: then the executor computes them.
-        alone = observer is not None
         shares = build_shares(resolved, executor, request.scales, budget, alone=alone)
         cleanup.callback(shares.close)
         if store is not None:

@@ -41,6 +41,10 @@ class NullUnit:
         """Return zeros."""
         return self._jobs.pop(job)
 
+    def give_up(self) -> None:
+        """Forget all jobs."""
+        self._jobs.clear()
+
     def observe(self, observer: UnitObserver | None) -> None:
         """There is nothing to tell of."""
 

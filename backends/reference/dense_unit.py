@@ -91,8 +91,9 @@ class ThreadUnit:
 
     def finish(self, job: int) -> F32:
         """Return the job's sum."""
-        found = self._jobs.pop(job)
+        found = self._jobs[job]
         wait(found.pieces)
+        del self._jobs[job]
         for piece in found.pieces:
             try:
                 name, start_s, end_s = piece.result()
@@ -102,6 +103,17 @@ class ThreadUnit:
             if self._observer is not None:
                 self._observer(name, start_s, end_s)
         return found.total
+
+    def give_up(self) -> None:
+        """Forget all jobs, when the piece that is being computed has ended."""
+        if not self._jobs:
+            return
+        for job in self._jobs.values():
+            for piece in job.pieces:
+                piece.cancel()
+        # Pieces are computed in their order, also one that an interrupt has kept out of the lists.
+        self._pool.submit(int).result()
+        self._jobs.clear()
 
     def observe(self, observer: UnitObserver | None) -> None:
         """Tell ``observer`` of every piece of work."""

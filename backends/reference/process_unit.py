@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,8 +76,9 @@ class ProcessUnit:
         self._jobs: dict[int, _Job] = {}
         self._next = 0
         self._asked = self._answered = 0
-        self._names: deque[str] = deque()
-        """What the messages without a reply are about."""
+        """Numbers of the last message and of the last reply."""
+        self._names: dict[int, str] = {}
+        """What the messages without a reply are about, by their numbers."""
         self._observer: UnitObserver | None = None
         self._busy_s = 0.0
 
@@ -95,6 +95,8 @@ class ProcessUnit:
             [sys.executable, "-P", "-m", "pi2.backends.reference.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # A message is written whole or not at all: an interrupt leaves no part of one.
+            bufsize=0,
             env=environment,
             pass_fds=[file],
             # Ctrl-C is for the engine, which ends this process.
@@ -165,9 +167,11 @@ class ProcessUnit:
     def _ask(self, job: _Job, bundles_at: int, count: int, kind: str) -> None:
         at = self._places[job.place]
         routes_at = at.routes if job.has_routes else -1
-        self._write(MESSAGE.pack(job.tokens, at.inputs, routes_at, at.total, bundles_at, count))
         self._asked += 1
-        self._names.append(f"layer {job.layer}: {count} {kind} neurons")
+        self._names[self._asked] = f"layer {job.layer}: {count} {kind} neurons"
+        self._write(
+            MESSAGE.pack(self._asked, job.tokens, at.inputs, routes_at, at.total, bundles_at, count)
+        )
 
     def wait(self, job: int) -> None:
         """Return at once: whatever was added has been copied."""
@@ -179,26 +183,38 @@ class ProcessUnit:
         return self._view_floats(self._places[found.place].total, found.tokens, self._hidden)
 
     def _read_replies(self, until: int) -> None:
-        """Read the replies to the first ``until`` messages."""
+        """Read replies up to that to message number ``until``."""
         while self._answered < until:
             assert self._process.stdout is not None
             reply = self._process.stdout.read(REPLY.size)
             if len(reply) < REPLY.size:
                 raise UnitFailed(f"its process has ended with exit code {self._process.wait()}")
-            failed, start_s, end_s, text = REPLY.unpack(reply)
+            number, failed, start_s, end_s, text = REPLY.unpack(reply)
             if failed:
                 raise UnitFailed(text.rstrip(b"\0").decode())
-            self._answered += 1
+            self._answered = number
             self._busy_s += end_s - start_s
-            name = self._names.popleft()
-            if self._observer is not None:
+            name = self._names.pop(number, None)
+            if self._observer is not None and name is not None:
                 self._observer(name, start_s, end_s)
+
+    def give_up(self) -> None:
+        """Forget all jobs, when the other process has done what it was asked for."""
+        if not self._jobs:
+            return
+        # An interrupt may have kept back messages and replies, so that these cannot be counted: a
+        # message that asks for nothing is answered after all others.
+        self._asked += 1
+        self._write(MESSAGE.pack(self._asked, *[0] * 6))
+        self._read_replies(self._asked)
+        self._names.clear()
+        self._jobs.clear()
 
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            while data:
+                data = data[self._process.stdin.write(data) :]
         except OSError as error:
             raise UnitFailed(f"its process has ended: {error.strerror}") from error
 
@@ -221,19 +237,20 @@ class ProcessUnit:
 
     def close(self) -> None:
         """End the process."""
-        self._jobs.clear()
         process = self._process
-        for stream in (process.stdin, process.stdout):
-            try:
-                if stream is not None:
-                    stream.close()
-            except OSError:  # it has ended, and something was not written
-                pass
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        if self._jobs:
+            process.kill()
         try:
             process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # Not before it has ended: it would complain that nobody reads its replies.
+        process.stdout.close()
+        self._jobs.clear()
         self._memory = np.zeros(0, np.uint8)
 
 

@@ -19,12 +19,12 @@ import numpy as np
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.plan.documents.model import Model
 
-MESSAGE = struct.Struct("<6q")
-"""Tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the sum, and
-bundles; and neurons."""
-REPLY = struct.Struct("<q2d200s")
-"""0, or 1 after a failure; when the work began and ended, in seconds of `time.perf_counter`; and
-what failed, in UTF-8."""
+MESSAGE = struct.Struct("<7q")
+"""Its number; tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the
+sum, and bundles; and neurons, of which 0 ask for nothing but a reply."""
+REPLY = struct.Struct("<2q2d200s")
+"""The message's number; 0, or 1 after a failure; when the work began and ended, in seconds of
+`time.perf_counter`; and what failed, in UTF-8."""
 
 
 def run_worker(source: BinaryIO, sink: BinaryIO) -> None:
@@ -40,21 +40,26 @@ def run_worker(source: BinaryIO, sink: BinaryIO) -> None:
         return np.frombuffer(memory, np.float32, count, place).reshape(shape)
 
     while len(message := source.read(MESSAGE.size)) == MESSAGE.size:
-        tokens, inputs_at, routes_at, total_at, bundles_at, count = MESSAGE.unpack(message)
+        number, tokens, inputs_at, routes_at, total_at, bundles_at, count = MESSAGE.unpack(message)
         start_s, failure = time.perf_counter(), ""
         try:
-            size = count * layout.stride
-            bundles = np.frombuffer(memory, np.uint8, size, bundles_at).reshape(count, -1)
-            routes = None if routes_at < 0 else view(routes_at, tokens, experts)
-            inputs = view(inputs_at, tokens, hidden)
-            active = compute_activations(model, layout, inputs, bundles, routes)
-            view(total_at, tokens, hidden)[:] += multiply_down(layout, active, bundles)
+            if count:
+                size = count * layout.stride
+                bundles = np.frombuffer(memory, np.uint8, size, bundles_at).reshape(count, -1)
+                routes = None if routes_at < 0 else view(routes_at, tokens, experts)
+                inputs = view(inputs_at, tokens, hidden)
+                active = compute_activations(model, layout, inputs, bundles, routes)
+                view(total_at, tokens, hidden)[:] += multiply_down(layout, active, bundles)
         except MemoryError:
             failure = "it has no memory left"
         text = failure.encode()[:200]
-        sink.write(REPLY.pack(bool(failure), start_s, time.perf_counter(), text))
-        sink.flush()
+        reply = REPLY.pack(number, bool(failure), start_s, time.perf_counter(), text)
+        try:
+            sink.write(reply)
+        except BrokenPipeError:  # whoever asked has ended
+            return
 
 
 if __name__ == "__main__":
-    run_worker(sys.stdin.buffer, sys.stdout.buffer)
+    with open(sys.stdout.fileno(), "wb", buffering=0, closefd=False) as output:
+        run_worker(sys.stdin.buffer, output)

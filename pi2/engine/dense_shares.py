@@ -89,10 +89,19 @@ class DenseShares:
             return 0
         return share.by_sequences[sequences - 1] if sequences else share.kept
 
-    def start(self, layer: int, sequences: int = 0) -> Jobs:
+    def check(self) -> None:
+        """UserError P614 if a unit is lost that the run does not go on without."""
+        for unit in self.units.values():
+            if unit.lost is not None and not unit.goes_on:
+                raise _explain_loss(unit)
+
+    def start(self, layer: int, owned: int, sequences: int = 0) -> Jobs:
         """Let units begin with what the executor's FFN reads now; to be called after
-        ``begin_ffn``."""
-        owned = self.count_owned(layer, sequences)
+        ``begin_ffn``.
+
+        ``owned``: what ``count_owned`` said before the first chunk of the layer: also where the
+        unit has been lost since then, somebody has to compute them for this chunk.
+        """
         owner = self._owners[layer] if owned else None
         streaming = None if sequences else self._streaming
         if streaming is not None and streaming.lost is not None:
@@ -143,14 +152,14 @@ class DenseShares:
                 missed.append(range(job.first, job.end))
         return missed
 
-    def abandon(self, jobs: Jobs) -> None:
-        """Forget jobs after an error or an interrupt, when they have ended."""
-        for job in jobs:
-            if job.unit.lost is None and job.number >= 0:
+    def abandon(self) -> None:
+        """Forget all jobs after an error or an interrupt, when none is under way any more."""
+        for unit in self.units.values():
+            if unit.lost is None:
                 try:
-                    job.unit.unit.finish(job.number)
+                    unit.unit.give_up()
                 except UnitFailed as error:
-                    job.unit.lost = str(error)
+                    self._note_loss(unit, error)
 
     @contextmanager
     def _guard(self, unit: BesideUnit) -> Iterator[None]:
@@ -161,18 +170,26 @@ class DenseShares:
 
     def _lose(self, unit: BesideUnit, error: UnitFailed) -> None:
         """Go on without a unit; UserError P614 where the plan does not say so."""
+        self._note_loss(unit, error)
+        if not unit.goes_on:
+            raise _explain_loss(unit) from None
+
+    def _note_loss(self, unit: BesideUnit, error: UnitFailed) -> None:
         unit.lost = str(error)
         unit.unit.close()
-        if not unit.goes_on:
-            raise UserError.of(
-                "P614",
-                f"the unit {unit.name!r} has failed: {error}",
-                help=f'set units.{unit.name}.on_failure = "cpu" to go on without it, or give its '
-                "share of layers.split to another unit",
-            ) from None
-        self._on_lost(unit)
+        if unit.goes_on:
+            self._on_lost(unit)
 
     def close(self) -> None:
         """Give back what the units have."""
         for unit in self.units.values():
             unit.unit.close()
+
+
+def _explain_loss(unit: BesideUnit) -> UserError:
+    return UserError.of(
+        "P614",
+        f"the unit {unit.name!r} has failed: {unit.lost}",
+        help=f'set units.{unit.name}.on_failure = "cpu" to go on without it, or give its '
+        "share of layers.split to another unit",
+    )

@@ -138,10 +138,12 @@ class FeedForward:
 
     def begin_step(self, tokens: int) -> None:
         """Let what follows be about so many tokens, each of another sequence."""
+        self.shares.check()
         self._tokens = self._sequences = tokens
 
     def begin_prompt(self) -> None:
         """Let what follows be about chunks of a prompt."""
+        self.shares.check()
         self._sequences = 0
 
     def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
@@ -153,11 +155,12 @@ class FeedForward:
         """
         executor, shares = self._executor, self.shares
         self._stream.begin(layer)
-        others = range(self._count_owned(layer), self._cache.neurons)
+        owned = self._count_owned(layer)
+        others = range(owned, self._cache.neurons)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.begin_ffn(layer)
-            self._jobs.append(shares.start(layer, self._sequences))
+            self._jobs.append(shares.start(layer, owned, self._sequences))
         for stretch in self._stream.give(layer, others):
             for chunk, jobs in enumerate(self._jobs):
                 if not shares.add(jobs, stretch.bundles, stretch.first):
@@ -219,7 +222,7 @@ class FeedForward:
         neurons that has."""
         self._executor.begin_ffn(layer)
         owned = self._count_owned(layer)
-        self._jobs.append(self.shares.start(layer, self._sequences))
+        self._jobs.append(self.shares.start(layer, owned, self._sequences))
         return owned
 
     def _find_named(
@@ -449,8 +452,8 @@ class FeedForward:
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
-        while self._jobs:
-            self.shares.abandon(self._jobs.pop())
+        self._jobs.clear()
+        self.shares.abandon()
         if self._wave is not None:
             wave, self._wave = self._wave, None
             self._abandon_wave(wave)

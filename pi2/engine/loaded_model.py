@@ -380,8 +380,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give back threads, files and memory."""
-        self._parts.feed_forward.abandon()
-        self._parts.release.close()
+        with self._parts.release:
+            self._parts.feed_forward.abandon()
 
     def __enter__(self) -> Self:
         return self

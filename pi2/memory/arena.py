@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from pi2.arrays import U8
+from pi2.diagnostics import UserError
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
@@ -14,7 +15,7 @@ from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
 from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import MIN_COLD_NEURONS, STAGED_NEURONS
 from pi2.plan.weights.layout import round_up
 
@@ -23,18 +24,29 @@ BANDS = 64
 
 
 def allocate_cache(
-    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False
+    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False, alone: bool = False
 ) -> NeuronCache:
-    """One arena for hot and cold neurons; the cold cache takes all of its segment.
+    """Make one arena for hot and cold neurons; the cold cache takes all of its segment.
+
+    ``alone``: the sparse unit computes what dense units own, too, which lies here then instead of
+    there, if they use main memory.  UserError P610 where there is no room for it.
 
     Where hot regions may grow, the arena has room for all neurons of every layer, and memory for as
     many as before: addresses cost nothing.
     """
     stride = resolved.bundle.stride
-    hot = [len(layer.own_hot) for layer in resolved.layers]
-    first = [layer.own_hot.start for layer in resolved.layers]
+    ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
+    hot, first = [len(own) for own in ranges], [own.start for own in ranges]
     neurons = resolved.model.layer_neurons
     cold_slots, most_slots = count_cold_slots(resolved)
+    if not cold_slots and any(first) and alone and resolved.plan.decode.predictor != "none":
+        raise UserError.of(
+            "P610",
+            "neurons of units with memory of their own are computed by "
+            f"{resolved.sparse_unit!r} to be observed, and segment 'cold' has no room for them",
+            help="raise memory.segments.cold, or give all of layers.split to "
+            f"{resolved.sparse_unit!r}",
+        )
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
     reserved, spare = most_slots - cold_slots, count_spare_slots(resolved)
     if spare:
@@ -54,6 +66,13 @@ def allocate_cache(
         cold=most_slots - spare if spare else None,
         give_back=partial(budget.give_back, small_pages=spare > 0),
     )
+
+
+def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
+    """Stored indices of the layer's hot neurons that lie in the arena."""
+    if alone and layer.dense is not None and resolved.name_segment(layer.dense.unit) == "hot":
+        return range(layer.hot_neurons)
+    return layer.own_hot
 
 
 def count_spare_slots(resolved: ResolvedPlan) -> int:

@@ -221,6 +221,62 @@ def test_a_unit_without_memory_is_a_failure(
         unit.finish(unit.start(0, draw_inputs(neurons, 1)))
 
 
+def test_it_can_be_used_again_when_jobs_are_given_up(
+    kind: UnitKind, units: list[DenseUnit]
+) -> None:
+    neurons = make_neurons()
+    unit = begin(kind, units, neurons, (30, 30))
+    inputs = draw_inputs(neurons, 5)
+    for _ in range(3):
+        jobs = [unit.start(0, draw_inputs(neurons, 9)) for _ in range(3)]
+        buffer = neurons.stored[0][30:37].copy()
+        unit.add(jobs[0], buffer, 30)
+        unit.give_up()
+        buffer[:] = 255
+        unit.give_up()
+    job = unit.start(1, inputs)
+    unit.add(job, neurons.stored[1][30:], 30)
+    check(kind, unit.finish(job), neurons.compute(1, inputs, None, range(37)))
+
+
+def test_a_process_goes_on_after_an_interrupt_in_the_midst_of_a_message(
+    units: list[DenseUnit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neurons = make_neurons()
+    unit = ProcessUnit(neurons.request((30, 30)))
+    units.append(unit)
+    neurons.fill(unit, (30, 30))
+    inputs, write = draw_inputs(neurons, 2), unit._write
+
+    def write_and_stop(data: bytes) -> None:
+        write(data)
+        raise KeyboardInterrupt
+
+    def stop(data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    for broken in (write_and_stop, stop):
+        with monkeypatch.context() as patch:
+            patch.setattr(unit, "_write", broken)
+            with pytest.raises(KeyboardInterrupt):
+                unit.start(0, inputs)
+        unit.give_up()
+        expected = neurons.compute(1, inputs, None, range(30))
+        np.testing.assert_allclose(unit.finish(unit.start(1, inputs)), expected, atol=1e-5)
+
+
+def test_a_process_that_is_closed_says_nothing(
+    units: list[DenseUnit], capfd: pytest.CaptureFixture[str]
+) -> None:
+    neurons = make_neurons()
+    unit = ProcessUnit(neurons.request((30, 30)))
+    units.append(unit)
+    for _ in range(3):
+        unit.start(0, draw_inputs(neurons, 9))
+    unit.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_jobs_that_are_given_up_leave_nothing_behind(
     kind: UnitKind, units: list[DenseUnit]
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 import pi2
 from pi2.arrays import F32
 from pi2.backends.dense_unit import UnitFailed
+from pi2.backends.observer import ExecutorObserver
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.store.reordering import repack_store
@@ -241,16 +243,86 @@ def test_a_unit_may_be_lost_while_a_prompt_is_sent_to_it(
         assert model.lost_units
 
 
-def test_a_lost_unit_ends_the_run_unless_the_plan_says_otherwise(plan: Path) -> None:
-    with pi2.load(plan, set={**TWO, "decode.predictor": "gate"}) as model:
-        Failing(model, "finish", 4)
-        with pytest.raises(UserError) as caught:
-            model.logits(IDS, mode="decode")
-        (finding,) = caught.value.diagnostics
-        assert (finding.code, "the device is lost" in finding.message) == ("P614", True)
-        assert finding.help is not None
-        assert 'units.second.on_failure = "cpu"' in finding.help
-        check_at_rest(model)
+@pytest.mark.parametrize("prompts", ["cpu", "second"])
+@pytest.mark.parametrize(("method", "after"), [("start", 0), ("start", 4), ("finish", 1)])
+def test_what_a_lost_unit_owned_is_computed_for_every_chunk_of_a_prompt(
+    plan: Path, alone: tuple[F32, F32], method: str, after: int, prompts: str
+) -> None:
+    settings = {
+        **TWO,
+        "units": {"second": {"on_failure": "cpu"}},
+        "prefill.unit": prompts,
+        "pipeline.prefill": "layers-first",
+    }
+    with pi2.load(plan, set=settings) as model:
+        Failing(model, method, after)
+        ids = np.array(IDS, np.int32)
+        found = model._parts.forward.prefill(ids, all_logits=True)
+        assert float(np.abs(found - alone[0]).max()) <= SAME * float(np.abs(alone[0]).max())
+        assert model.lost_units
+
+
+EVERYTHING_BESIDE: Mapping[str, Any] = {
+    **TWO,
+    "layers.hot": 1.0,
+    "layers.split": {"second": 1, "cpu": 0},
+    "decode.predictor": "gate",
+}
+
+
+@pytest.mark.parametrize("settings", [{**TWO, "decode.predictor": "gate"}, EVERYTHING_BESIDE])
+def test_a_lost_unit_ends_this_run_and_later_ones_unless_the_plan_says_otherwise(
+    plan: Path, settings: Mapping[str, Any]
+) -> None:
+    with pi2.load(plan, set=settings) as model:
+        Failing(model, "finish", 2)
+        for mode in ("decode", "decode", "prefill"):
+            with pytest.raises(UserError) as caught:
+                model.logits(IDS, mode=mode)
+            (finding,) = caught.value.diagnostics
+            assert (finding.code, "the device is lost" in finding.message) == ("P614", True)
+            assert finding.help is not None
+            assert 'units.second.on_failure = "cpu"' in finding.help
+            check_at_rest(model)
+
+
+def test_an_executor_that_is_observed_computes_everything(
+    plan: Path, alone: tuple[F32, F32]
+) -> None:
+    def observe(executor: Executor, request: BuildRequest) -> ExecutorObserver:
+        return ExecutorObserver()
+
+    with pi2.load(plan, set=EVERYTHING_BESIDE, make_observer=observe) as model:
+        assert not model._parts.feed_forward.shares.units
+        check(compute(model), alone)
+
+
+@pytest.mark.parametrize("process", ["same", "own"])
+@pytest.mark.parametrize("method", ["start", "finish", "add"])
+def test_a_run_may_be_interrupted_in_any_call_of_a_unit(
+    plan: Path, alone: tuple[F32, F32], method: str, process: str
+) -> None:
+    settings = {
+        **TWO,
+        "units": {"second": {"process": process}},
+        "prefill.unit": "second",
+        "decode.predictor": "gate",
+    }
+    with pi2.load(plan, set=settings) as model:
+        unit: Any = model._parts.feed_forward.shares.units["second"].unit
+        call = getattr(unit, method)
+
+        def interrupt(*arguments: Any) -> Any:
+            setattr(unit, method, call)
+            if method != "finish":
+                call(*arguments)
+            raise KeyboardInterrupt
+
+        for _ in range(3):
+            setattr(unit, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model.logits(IDS)
+        check(compute(model), alone)
 
 
 def test_an_interrupt_leaves_nothing_under_way(plan: Path, alone: tuple[F32, F32]) -> None:
