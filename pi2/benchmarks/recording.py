@@ -4,16 +4,18 @@ The driving thread has one lane: kernels, waiting for reads, and in between Pyth
 on all compute threads at once, so each of them has a lane with the kernels that it took part in.
 Every thread that reads has a lane; a queue of the system (io_uring), and the thread of long reads,
 have as many as reads are under way at a time, from the submission of each until its end was
-noticed.  An arrow goes from the end of a read to the first kernel after it.
+noticed.  An arrow goes from the end of a read to the first kernel after it.  A unit beside the
+executor has a lane with the work that it told of.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.benchmarks.profile import observe_parts
 from pi2.benchmarks.workloads import TokenSource
 from pi2.engine.loaded_model import LoadedModel, Parts
+from pi2.engine.share_observer import ShareObserver
 from pi2.memory.flash import PendingRead
 from pi2.memory.observer import ReadObserver, WatchedRun
 from pi2.memory.requests import ReadBatch
@@ -42,23 +45,44 @@ class TraceSummary:
     read_bytes: int
     reading_s: float
     """Time in which at least one read was on its way."""
+    unit_wait_s: float = 0.0
+    """Time of waiting for units beside the executor."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """Time in which each unit beside the executor worked, by its name."""
+    overlap_s: float = 0.0
+    """Time in which at least two units computed; the executor, while a kernel ran, is one."""
+    hidden_s: float = 0.0
+    """Time in which a unit beside the executor worked, and nobody waited for it."""
 
     @property
     def overhead_s(self) -> float:
         """Time of everything else: Python."""
-        return self.total_s - self.kernels_s - self.wait_s
+        return self.total_s - self.kernels_s - self.wait_s - self.unit_wait_s
 
     def describe(self) -> str:
         """Describe the trace in a paragraph."""
         total = self.total_s or 1.0
         reading = min(self.reading_s / total, 1.0)
+        waiting = units = ""
+        if self.busy_s:
+            waiting = f"waiting for units {self.unit_wait_s / total:.1%}, "
+            busy = [f"{name} busy {busy_s / total:.1%}" for name, busy_s in self.busy_s.items()]
+            units = (
+                f"; {', '.join(busy)}, {self.hidden_s / total:.1%} without anybody waiting for it, "
+                f"{self.overlap_s / total:.1%} beside kernels"
+            )
         return (
             f"{self.tokens} token{'s' if self.tokens != 1 else ''} in {self.total_s:.3f} s: "
             f"kernels {self.kernels_s / total:.1%}, "
-            f"waiting for reads {self.wait_s / total:.1%}, Python {self.overhead_s / total:.1%}; "
+            f"waiting for reads {self.wait_s / total:.1%}, {waiting}"
+            f"Python {self.overhead_s / total:.1%}; "
             f"{self.read_bytes / 1e6 / max(self.tokens, 1):.1f} MB read per token, reads on their "
-            f"way in {reading:.1%} of the time"
+            f"way in {reading:.1%} of the time{units}"
         )
+
+
+Span = tuple[float, float]
+"""When something began and ended, in seconds."""
 
 
 @dataclass(slots=True)
@@ -70,7 +94,10 @@ class _Tape:
     start_s: float
     kernels_s: float = 0.0
     wait_s: float = 0.0
-    read_spans: list[tuple[float, float]] = field(default_factory=list)
+    read_spans: list[Span] = field(default_factory=list)
+    kernel_spans: list[Span] = field(default_factory=list)
+    unit_wait_spans: list[Span] = field(default_factory=list)
+    unit_spans: dict[str, list[Span]] = field(default_factory=dict)
     readers: dict[int, str] = field(default_factory=dict)
     queues: dict[str, list[float]] = field(default_factory=dict)
     """When the last read of every lane of a queue ended."""
@@ -83,6 +110,7 @@ class _Tape:
 
     def add_kernel(self, name: str, start_s: float, end: float) -> None:
         self.kernels_s += end - start_s
+        self.kernel_spans.append((start_s, end))
         self.recorder.add_slice(DRIVER, name, start_s, end)
         for lane, ready_s in self.arrivals:
             self.recorder.add_flow(lane, ready_s, DRIVER, start_s)
@@ -107,6 +135,17 @@ class _Tape:
         self.add_read(lane, name, start_s, end_s)
         return lane
 
+    def forget_sums(self) -> None:
+        """Let what the summary says be about what follows."""
+        self.kernels_s = self.wait_s = 0.0
+        for spans in (
+            self.read_spans,
+            self.kernel_spans,
+            self.unit_wait_spans,
+            *self.unit_spans.values(),
+        ):
+            spans.clear()
+
     def name_reader(self) -> str:
         """Name of the calling thread's lane."""
         with self.lock:
@@ -123,6 +162,25 @@ class _KernelRecorder(ExecutorObserver):
         tape = self._tape
         label = name if layer is None else f"{name} {layer}"
         tape.add_kernel(label, start_s - tape.start_s, end_s - tape.start_s)
+
+
+class _UnitRecorder(ShareObserver):
+    """Records what units beside the executor do, and waiting for them."""
+
+    def __init__(self, tape: _Tape) -> None:
+        self._tape = tape
+
+    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        span = start_s - tape.start_s, end_s - tape.start_s
+        tape.unit_spans.setdefault(unit, []).append(span)
+        tape.recorder.add_slice(unit, name, *span)
+
+    def note_unit_wait(self, unit: str, layer: int, start_s: float, end_s: float) -> None:
+        tape = self._tape
+        start, end = start_s - tape.start_s, end_s - tape.start_s
+        tape.unit_wait_spans.append((start, end))
+        tape.recorder.add_slice(DRIVER, f"wait for {unit} {layer}", start, end)
 
 
 class _ReadRecorder(ReadObserver):
@@ -231,19 +289,26 @@ def record_run(
     tape.start_s += time.perf_counter() - paused
     with _recording(parts, tape):
         before, begun = parts.reader.read_bytes, tape.now()
-        tape.kernels_s = tape.wait_s = 0.0
-        spans = len(tape.read_spans)
+        tape.forget_sums()
         for _ in range(tokens):
             chosen = [choose(row, 0) for row in forward.step(chosen, sequences)]
         total = tape.now() - begun
         read_bytes = parts.reader.read_bytes - before
+    of_units = list(chain.from_iterable(tape.unit_spans.values()))
+    waited_s = measure_overlap([of_units, tape.unit_wait_spans], at_once=2)
     return tape.recorder, TraceSummary(
         tokens=tokens * len(sequences),
         total_s=total,
         kernels_s=tape.kernels_s,
         wait_s=tape.wait_s,
         read_bytes=read_bytes,
-        reading_s=_measure_union(tape.read_spans[spans:]),
+        reading_s=measure_overlap([tape.read_spans], at_once=1),
+        unit_wait_s=measure_overlap([tape.unit_wait_spans], at_once=1),
+        busy_s={
+            name: measure_overlap([spans], at_once=1) for name, spans in tape.unit_spans.items()
+        },
+        overlap_s=measure_overlap([tape.kernel_spans, *tape.unit_spans.values()], at_once=2),
+        hidden_s=measure_overlap([of_units], at_once=1) - waited_s,
     )
 
 
@@ -260,14 +325,23 @@ def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
 @contextmanager
 def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
     """Let everything that happens meanwhile be on the tape."""
-    with observe_parts(parts, _KernelRecorder(tape), _ReadRecorder(parts, tape)):
+    reads = _ReadRecorder(parts, tape)
+    with observe_parts(parts, _KernelRecorder(tape), reads, _UnitRecorder(tape)):
         yield
 
 
-def _measure_union(spans: list[tuple[float, float]]) -> float:
-    """Seconds that at least one of ``spans`` covers."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+def measure_overlap(lanes: Sequence[Sequence[Span]], *, at_once: int) -> float:
+    """Seconds in which at least ``at_once`` of ``lanes`` are busy; spans of a lane may overlap."""
+    changes: list[tuple[float, int, int]] = []
+    for number, spans in enumerate(lanes):
+        for start, end in spans:
+            changes += [(start, 1, number), (end, -1, number)]
+    depths, busy, total, before = [0] * len(lanes), 0, 0.0, 0.0
+    for time_s, change, number in sorted(changes):
+        if busy >= at_once:
+            total += time_s - before
+        was = depths[number] > 0
+        depths[number] += change
+        busy += (depths[number] > 0) - was
+        before = time_s
     return total

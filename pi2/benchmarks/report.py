@@ -97,6 +97,7 @@ def describe_profile(profile: Profile | None) -> dict[str, Any] | None:
         "total_s": profile.total_s,
         "kernels_s": profile.kernels_s,
         "io_wait_s": profile.io_wait_s,
+        "unit_wait_s": profile.unit_wait_s,
         "python_s": profile.python_s,
         "calls": {
             name: {"count": count, "seconds": seconds}
@@ -167,6 +168,9 @@ def write_ratios(rows: Sequence[Row]) -> list[str]:
 def write_profiles(outcomes: Sequence[Outcome]) -> str:
     """Tables that show where the time of a token goes."""
     heads = ["test", "ms/token", "kernels", "waiting for reads", "Python"]
+    with_units = any(item.profile is not None and item.profile.unit_wait_s for item in outcomes)
+    if with_units:
+        heads.insert(4, "waiting for units")
     cells, calls = [], []
     for item in outcomes:
         profile = item.profile
@@ -178,6 +182,7 @@ def write_profiles(outcomes: Sequence[Outcome]) -> str:
                 f"{total / profile.tokens * 1e3:.2f}",
                 f"{profile.kernels_s / total:.1%}",
                 f"{profile.io_wait_s / total:.1%}",
+                *([f"{profile.unit_wait_s / total:.1%}"] if with_units else []),
                 f"{profile.python_s / total:.1%}",
             ]
         )

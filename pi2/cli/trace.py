@@ -45,9 +45,10 @@ def command(
 ) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
-    The trace has a lane for each compute thread and each thread or queue that reads, arrows from
-    reads to the kernels that waited for them, and counters of the neuron cache.  Open it at
-    ui.perfetto.dev or chrome://tracing.  A summary of where the time went is printed.
+    The trace has a lane for each compute thread, each unit beside the CPU, and each thread or queue
+    that reads, arrows from reads to the kernels that waited for them, and counters of the neuron
+    cache.  Open it at ui.perfetto.dev or chrome://tracing.  A summary of where the time went, and
+    of how long units worked at the same time, is printed.
     """
     from pi2.benchmarks.recording import record_run
     from pi2.cli.progress import ProgressBar

@@ -7,14 +7,17 @@ found, cached and read like any other neuron.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from pi2.arrays import U8
 from pi2.backends.dense_unit import DenseUnit, UnitFailed
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
+from pi2.engine.share_observer import ShareObserver
 from pi2.plan.arithmetic.resolved import DenseShare
 
 
@@ -39,6 +42,7 @@ class Job:
     """What a unit computes of a layer for a chunk or a step."""
 
     unit: BesideUnit
+    layer: int
     first: int
     end: int
     """Stored indices of the neurons that it computes: from ``first`` to before ``end``."""
@@ -72,6 +76,7 @@ class DenseShares:
         self._layers = layers
         self._neurons = neurons
         self._on_lost = on_lost
+        self._observer: ShareObserver | None = None
         streaming = [unit for unit in units.values() if unit.streams]
         self._streaming = streaming[0] if streaming else None
         self._owners = [None if share is None else units.get(share.unit) for share in layers]
@@ -80,6 +85,16 @@ class DenseShares:
     def computed(self) -> int:
         """Neurons that units have computed in steps, summed over layers and tokens."""
         return sum(unit.computed for unit in self.units.values())
+
+    def observe(self, observer: ShareObserver | None) -> None:
+        """Tell ``observer`` what units do, and of waiting for them; None ends it."""
+        assert self._observer is None or observer is None, "one observer at a time"
+        self._observer = observer
+        for unit in self.units.values():
+            if unit.lost is None:
+                unit.unit.observe(
+                    None if observer is None else partial(observer.note_work, unit.name)
+                )
 
     def count_owned(self, layer: int, sequences: int = 0) -> int:
         """Neurons of ``layer`` that its unit computes in a step of so many sequences, or of a
@@ -109,9 +124,9 @@ class DenseShares:
         jobs = []
         if owner is not None:
             end = self._neurons if owner is streaming else owned
-            jobs.append(Job(owner, 0, end, owner is streaming))
+            jobs.append(Job(owner, layer, 0, end, owner is streaming))
         if streaming is not None and streaming is not owner:
-            jobs.append(Job(streaming, owned, self._neurons, True))
+            jobs.append(Job(streaming, layer, owned, self._neurons, True))
         if not jobs:
             return ()
         inputs, routes = self._executor.share_input()
@@ -136,7 +151,7 @@ class DenseShares:
         """Return when the memory of what was added may be changed."""
         for job in jobs:
             if job.streams and job.unit.lost is None:
-                with self._guard(job.unit):
+                with self._guard(job.unit), self._note_wait(job):
                     job.unit.unit.wait(job.number)
 
     def finish(self, jobs: Jobs) -> list[range]:
@@ -146,7 +161,9 @@ class DenseShares:
         for job in jobs:
             if job.unit.lost is None:
                 with self._guard(job.unit):
-                    self._executor.add_sum(job.unit.unit.finish(job.number))
+                    with self._note_wait(job):
+                        total = job.unit.unit.finish(job.number)
+                    self._executor.add_sum(total)
                     job.unit.computed += job.counted
             if job.unit.lost is not None:
                 missed.append(range(job.first, job.end))
@@ -160,6 +177,17 @@ class DenseShares:
                     unit.unit.give_up()
                 except UnitFailed as error:
                     self._note_loss(unit, error)
+
+    @contextmanager
+    def _note_wait(self, job: Job) -> Iterator[None]:
+        """Tell the observer how long the caller waits for a job."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._observer is not None:
+                end_s = time.perf_counter()
+                self._observer.note_unit_wait(job.unit.name, job.layer, start_s, end_s)
 
     @contextmanager
     def _guard(self, unit: BesideUnit) -> Iterator[None]:

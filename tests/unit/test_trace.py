@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pi2.benchmarks.recording import _measure_union, record_run
+from pi2.backends.reference.dense_unit import add_neurons
+from pi2.benchmarks.recording import measure_overlap, record_run
 from pi2.cli.main import run
 from pi2.orchestrator import load
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
+
+TWO_UNITS = Path(__file__).parents[2] / "plans" / "demo-two-units.plan.toml"
 
 
 def trace(folder: Path, *settings: str, tiny: TinyModel | None = None) -> dict[str, Any]:
@@ -110,8 +114,74 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(
 
 
 def test_time_covered_by_reads_is_counted_once() -> None:
-    assert _measure_union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.6)]) == pytest.approx(4.0)
-    assert _measure_union([]) == 0.0
+    reads = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.6)]
+    assert measure_overlap([reads], at_once=1) == pytest.approx(4.0)
+    assert measure_overlap([[]], at_once=1) == 0.0
+
+
+def test_time_in_which_units_work_together_is_counted() -> None:
+    first, second = [(0.0, 2.0), (1.0, 3.0)], [(2.5, 4.0), (10.0, 11.0)]
+    assert measure_overlap([first, second], at_once=2) == pytest.approx(0.5)
+    assert measure_overlap([first], at_once=2) == 0.0
+    assert measure_overlap([first, second, [(2.6, 2.7), (3.5, 5.0)]], at_once=2) == 1.0
+    assert measure_overlap([first, [(3.0, 4.0)]], at_once=2) == 0.0
+
+
+def test_a_trace_has_a_lane_for_a_unit_that_is_another_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "trace.json"
+    arguments = ["trace", str(TWO_UNITS), "-o", str(output), "-p", "def ", "-n", "4"]
+    assert run(arguments) == 0, capsys.readouterr().err
+    lanes = list_lanes(json.loads(output.read_text("utf-8")))
+    work = [item for item in sorted(lanes["second"]) if "kept neurons" in item[2]]
+    assert len(work) == (1 + 4) * 8, "a prompt and four tokens of eight layers"
+    # Both processes read the same clock: work begins when the layer's input is known, and has ended
+    # when the engine has waited for it.
+    begun, waited = (
+        sorted(item for item in lanes["driver"] if item[2].startswith(name))
+        for name in ("begin_ffn", "wait for second")
+    )
+    tokens = work[-4 * 8 :]
+    for place, begin, wait in zip(tokens, begun[-4 * 8 :], waited[-4 * 8 :], strict=True):
+        assert begin[0] <= place[0]
+        assert place[0] + place[1] <= wait[0] + wait[1]
+    printed = capsys.readouterr().out
+    assert "waiting for units" in printed and "second busy" in printed
+
+
+def test_a_trace_shows_that_two_units_work_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "device": "host-two-units",
+        "backends": {"cpu": "reference", "npu": "reference"},
+        "layers.split": {"second": 0.3, "cpu": 0.7},
+        "layers.hot": 0.4,
+    }
+
+    def compute_slowly(*arguments: Any) -> None:
+        time.sleep(0.01)
+        add_neurons(*arguments)
+
+    monkeypatch.setattr("pi2.backends.reference.dense_unit.add_neurons", compute_slowly)
+    with load(write_plan(tmp_path, make_tiny(tmp_path)), set=settings) as model:
+        recorder, summary = record_run(model, [5, 6, 7], 4)
+        assert record_run(model, [5, 6, 7], 1)[1].busy_s, "it can be observed once more"
+    work = [item for item in recorder.slices if item.lane == "second"]
+    assert len(work) == (1 + 4) * 3
+    kernels = [
+        item for item in recorder.slices if item.lane == "driver" and "wait" not in item.name
+    ]
+    assert any(
+        kernel.start_s < item.end_s and item.start_s < kernel.end_s
+        for item in work
+        for kernel in kernels
+    )
+    assert 4 * 3 * 0.01 <= summary.busy_s["second"] < summary.total_s
+    assert 0.0 < summary.overlap_s <= summary.hidden_s < summary.busy_s["second"]
+    assert summary.unit_wait_s > 0.0
+    assert summary.overhead_s > 0.0
 
 
 @pytest.mark.parametrize("engine", ["pread", "io_uring"])
