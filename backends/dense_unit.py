@@ -12,6 +12,7 @@ Order of calls::
         add(job, bundles, first)            any number of times: more neurons of the layer
         wait(job)                           before the memory of added bundles is changed
         finish(job)                         -> the sum [T, hidden]
+    multiply(name, inputs)                  -> a job with rows of a matrix, finished as others
     give_up()                               after an error or an interrupt, wherever it came
 
 Memory.  What a unit keeps lies in its own memory, in whatever layout it likes; ``allocate`` counts
@@ -29,8 +30,8 @@ unit is then closed, and nothing else is asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pi2.arrays import F32, U8
@@ -38,7 +39,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout
 
 if TYPE_CHECKING:
-    pass
+    from pi2.backends.protocol import Tensor
 
 
 UnitObserver = Callable[[str, float, float], None]
@@ -63,6 +64,9 @@ class UnitRequest:
     where they do not lie in the bundles."""
     neurons: Sequence[int]
     """Neurons that the unit owns of each layer."""
+    matrices: Mapping[str, Tensor] = field(default_factory=dict)
+    """The rows that the unit has of projections and of the head, by the tensors' names, in main
+    memory while the unit is made; it copies them."""
     chunk: int
     """Most tokens of a job."""
     jobs: int = 1
@@ -103,6 +107,10 @@ class DenseUnit(Protocol):
         compute a token.
         """
 
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Begin to multiply ``inputs`` [T, length] with the rows of a matrix that the unit has;
+        return the job's number.  ``finish`` gives [T, rows]."""
+
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Let the job compute ``bundles`` [n, stride] too, the neurons of its layer from stored
         index ``first`` on, which are not kept; they may not change until ``wait`` or ``finish``
@@ -112,8 +120,8 @@ class DenseUnit(Protocol):
         """Return when nothing that was added to the job is read from the caller's memory."""
 
     def finish(self, job: int) -> F32:
-        """Wait for the job; return the sum [T, hidden] of its neurons, valid until the next call
-        of ``start``."""
+        """Wait for the job; return the sum [T, hidden] of its neurons, or the products [T, rows],
+        valid until the next job begins."""
 
     def give_up(self) -> None:
         """Forget all jobs, after an error or an interrupt in the midst of any call; return when

@@ -31,7 +31,7 @@ alone; weights are read once for all where that is quicker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.backends.observer import ExecutorObserver
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pi2.arrays import F16, F32, I32, U8, Bits, Raw
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.arithmetic.rows import DividedRows
     from pi2.plan.arithmetic.sizes import Need
     from pi2.progress import Progress
 
@@ -63,6 +64,14 @@ class Tensor:
     precision: Precision | None
     weights: Raw
     scales: F16 | None = None
+
+    def take_rows(self, first: int, end: int | None = None) -> Tensor:
+        """Return the rows from ``first`` to ``end``, by default the last, not copied."""
+        rows = slice(first, self.rows if end is None else end)
+        count = rows.stop - rows.start
+        weights = self.weights.reshape(self.rows, -1)[rows]
+        scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
+        return replace(self, rows=count, weights=weights, scales=scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +119,9 @@ class BuildRequest:
     expert_neurons: Sequence[I32] | None = None
     """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to predict only."""
+    rows: DividedRows | None = None
+    """First rows of projections and of the head that another unit computes; the executor is a
+    `RowDivider` then, and multiplies with the others."""
     threads: int
     """Compute threads."""
     features: frozenset[str]
@@ -243,6 +255,48 @@ class InputReader(Protocol):
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do
         not compute a token; valid until the next call."""
+
+
+@runtime_checkable
+class RowDivider(Protocol):
+    """An executor that leaves rows of its projections and of its head to another unit; a backend
+    need not have it.  ``attend``, or ``attend_step`` in a step, is divided into::
+
+        begin_attention(layer, position)    -> u [T, hidden], what the projection reads
+        project(layer)                      its own rows, while the other unit computes the first
+        put_projected(layer, values)        the first rows [T, n]
+        mix(layer, position)                -> what attention has mixed [T, heads x head_dim]
+        project_output(layer), put_output(layer, values)
+
+    and ``logits(first)`` comes between ``read_head_input(first)`` and ``put_logits(values)``.
+    Positions are those of ``begin_step`` in a step.  Arrays are valid until the next call.
+    """
+
+    def begin_attention(self, layer: int, position: int) -> F32:
+        """Normalise x for the attention of ``layer``, as the other unit reads it."""
+
+    def project(self, layer: int) -> None:
+        """Multiply with its own rows of the projection to queries, keys and values."""
+
+    def put_projected(self, layer: int, values: F32) -> None:
+        """Take the products [T, n] with the first rows, biases not added."""
+
+    def mix(self, layer: int, position: int) -> F32:
+        """Keep keys and values; return what every query has mixed."""
+
+    def project_output(self, layer: int) -> None:
+        """Add the products of what was mixed with its own rows to x."""
+
+    def put_output(self, layer: int, values: F32) -> None:
+        """Add the products [T, n] with the first rows to x."""
+
+    def read_head_input(self, first: int) -> F32:
+        """What the head reads of the tokens from ``first`` on [n, hidden], of as many as
+        ``logits`` gives."""
+
+    def put_logits(self, values: F32) -> F32:
+        """Complete the logits [n, vocab] of the last call with the products [n, m] with the first
+        rows; return them."""
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from pi2.engine.loading import (
     open_reader,
     read_tokenizer,
 )
-from pi2.engine.unit_loading import build_shares, load_shares
+from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.fit import find_plan_misfits, locate_findings
 from pi2.logging import get_logger
 from pi2.machine import (
@@ -117,6 +118,10 @@ def build(
         if rows is not None:
             cleanup.callback(rows.close)
         request = describe_build(resolved, machine, store, rows, budget, progress)
+        # Whoever looks at neurons wants to see them all: then the executor computes everything.
+        seen = make_observer is not None
+        if seen:
+            request = replace(request, rows=None)
         executor = build_executor(backend, request, resolved, cleanup)
         observer = None if make_observer is None else make_observer(executor, request)
         if observer is not None:
@@ -128,7 +133,7 @@ def build(
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
-        shares = build_shares(resolved, executor, request.scales, budget, alone=alone)
+        shares = build_shares(resolved, executor, request, budget, alone=seen)
         cleanup.callback(shares.close)
         if store is not None:
             store.check_unchanged()
@@ -162,6 +167,7 @@ def build(
             chunks=count_chunks(resolved),
             context=resolved.plan.kv.context,
             sequences=resolved.plan.decode.batch,
+            rows=make_rows(resolved, executor, shares),
             loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
         )
@@ -299,6 +305,7 @@ def describe_build(
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
         expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
         expert_neurons=expert_neurons,
+        rows=resolved.divided_rows,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,

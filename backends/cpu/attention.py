@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pi2.arrays import F32
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.workspace import Views, Workspace
@@ -28,12 +29,13 @@ _WEIGHTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StepCalls:
-    """The three parts of a layer's attention block in a step of several sequences."""
+class PartCalls:
+    """The three parts of a layer's attention block: in a step of several sequences, and where
+    another unit computes rows of its projections."""
 
     project: BoundCall
     mix: tuple[BoundCall, ...]
-    """By sequence."""
+    """By sequence: of one token in a step, else of all tokens."""
     output: BoundCall
 
 
@@ -61,18 +63,24 @@ class Attention:
         for layer in self._layers:
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
             turned = tables[model.find_rope(layer) is model.other_rope]
-            self._weights.append(space.wrap_tensors(**names) | turned)
+            own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
+            own |= space.wrap_own_rows("output", names["output"], spec.other_output)
+            self._weights.append(space.wrap_tensors(**names) | own | turned)
             self._sees_all.append(spec.some_full and model.find_window(layer) is None)
         self._caches = [
             [_make_cache(space, spec, self.context) for _ in self._layers]
             for _ in range(request.sequences)
         ]
+        self.mixed: F32 = space.make("float32", tokens, spec.width)
+        """What the queries have mixed [tokens, width]."""
         self._room = space.make_activations(
-            "mixed", tokens, spec.width, spec.most_planes, pairs=spec.isa.pairs
+            "mixed", tokens, spec.width, spec.most_planes, self.mixed, pairs=spec.isa.pairs
         )
         if spec.isa.pairs:
             self._room |= space.make_tiles("mixed", spec.threads, spec.width)
-        self._room["qkv"] = space.wrap(space.make("float32", tokens, spec.qkv_rows))
+        self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
+        """Queries, keys and values [tokens, rows]."""
+        self._room["qkv"] = space.wrap(self.qkv)
         for name, *size in (("sums", spec.head_dim), ("tops",), ("totals",)):
             array = space.make("float32", spec.heads, SPANS, *size)
             self._room[f"span_{name}"] = space.wrap(array)
@@ -87,7 +95,22 @@ class Attention:
             for caches in self._caches
         ]
 
-    def bind_step(self, views: Views) -> list[StepCalls]:
+    def bind_parts(self, views: Views) -> list[PartCalls]:
+        """Return the calls of each layer where rows are divided, of a chunk with ``views``."""
+        parts = []
+        for layer in self._layers:
+            mix = "attend_mix_tokens_all" if self._sees_all[layer] else "attend_mix_tokens"
+            caches = [caches[layer] for caches in self._caches]
+            parts.append(
+                PartCalls(
+                    self._bind("attend_own_project", layer, caches[0], views),
+                    tuple(self._bind(mix, layer, cache, views) for cache in caches),
+                    self._bind("attend_own_output", layer, caches[0], views),
+                )
+            )
+        return parts
+
+    def bind_step(self, views: Views) -> list[PartCalls]:
         """Return the calls of each layer in a step; none for a single sequence."""
         if not self._spec.sequences:
             return []
@@ -96,7 +119,7 @@ class Attention:
             mix = "attend_mix_all" if self._sees_all[layer] else "attend_mix"
             caches = [caches[layer] for caches in self._caches]
             steps.append(
-                StepCalls(
+                PartCalls(
                     self._bind("attend_project", layer, caches[0], views),
                     tuple(self._bind(mix, layer, cache, views, "token") for cache in caches),
                     self._bind("attend_output", layer, caches[0], views),

@@ -42,6 +42,9 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
+    rows, norm = facts.resolved.divided_rows, facts.resolved.model.norm
+    if rows is not None and rows.output and norm.outputs:
+        return ["cannot divide projections whose results are normalised (norm.outputs)"]
     return []
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pi2.backends.compiler.runtime import BoundCall
 from pi2.backends.cpu.arrays import Arrays
+from pi2.backends.cpu.attention import PartCalls
 from pi2.backends.cpu.neurons import NeighbourCalls
 
 
@@ -19,7 +20,9 @@ class ChunkState:
     positions: BoundCall | None
     """Adds learned position vectors, where there are any."""
     attend: list[list[BoundCall]]
-    """By sequence and layer."""
+    """By sequence and layer; empty where rows are divided."""
+    parts: list[PartCalls]
+    """By layer, where rows of the attention block are divided; else empty."""
     begin: list[BoundCall]
     """By layer."""
     neighbours: list[NeighbourCalls]

@@ -9,8 +9,9 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import Arrays, count_tokens, make_arrays
-from pi2.backends.cpu.attention import Attention
+from pi2.backends.cpu.attention import Attention, PartCalls
 from pi2.backends.cpu.chunk_state import ChunkState
+from pi2.backends.cpu.divided import DividedEnds
 from pi2.backends.cpu.lanes import order_by_lanes
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
@@ -43,6 +44,7 @@ class CpuExecutor:
         self._spec = spec
         self._library = library
         self._lanes = order_by_lanes(spec.hidden, spec.ffn)
+        self._ends = DividedEnds(request)
         self._ids = space.make("int32", chunk)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
@@ -84,9 +86,10 @@ class CpuExecutor:
             table=POSITIONS,
             norm=FINAL_NORM,
             norm_bias=f"{FINAL_NORM}_bias",
-            head=EMBEDDING if model.tied_head else HEAD,
             head_bias=HEAD_BIAS,
         )
+        head = EMBEDDING if model.tied_head else HEAD
+        self._vocabulary |= space.wrap_own_rows("head", head, spec.other_head)
         self._vocabulary["ids"] = space.wrap(self._ids)
         self._vocabulary["logits"] = space.wrap(self._logits)
         self._chunks = [self._bind_chunk(own) for own in arrays]
@@ -112,7 +115,8 @@ class CpuExecutor:
             arrays=arrays,
             embed=bind("embed", "tokens", vocabulary, views),
             positions=self._bind_positions(views) if self._spec.positions else None,
-            attend=self._attention.bind_chunk(views),
+            attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
+            parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
             begin=self._bind_begin("begin_ffn", views),
             neighbours=[
                 self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
@@ -191,6 +195,58 @@ class CpuExecutor:
         if layer == 0 and now.positions is not None:
             now.positions(now.tokens, position)
         now.attend[self._sequence][layer](now.tokens, position, self._attention.context)
+
+    def begin_attention(self, layer: int, position: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        now = self._now
+        if layer == 0 and self._step is None and now.positions is not None:
+            now.positions(now.tokens, position)
+        elif layer == 0 and self._step is not None:
+            for add, place in zip(self._step_positions, self._step[1], strict=False):
+                add(1, place)
+        return self._ends.normalize_attention(now.arrays.x[: now.tokens], layer)
+
+    def project(self, layer: int) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._find_parts(layer).project(self._now.tokens, 0, self._attention.context)
+
+    def put_projected(self, layer: int, values: F32) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._ends.put_projected(self._attention.qkv[: len(values)], layer, values)
+
+    def mix(self, layer: int, position: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        count, context = self._now.tokens, self._attention.context
+        mix = self._find_parts(layer).mix
+        if self._step is None:
+            mix[self._sequence](count, position, context)
+        else:
+            for token, (sequence, place) in enumerate(zip(*self._step, strict=True)):
+                mix[sequence](token, place, context)
+        return self._attention.mixed[:count]
+
+    def project_output(self, layer: int) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._find_parts(layer).output(self._now.tokens, 0, self._attention.context)
+
+    def put_output(self, layer: int, values: F32) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._ends.put_output(self._now.arrays.x[: len(values)], layer, values)
+
+    def _find_parts(self, layer: int) -> PartCalls:
+        """The parts of the attention block for what is computed now."""
+        return (self._now.parts if self._step is None else self._attend_step)[layer]
+
+    def read_head_input(self, first: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        end = min(self._now.tokens, first + len(self._logits))
+        return self._ends.normalize_head(self._now.arrays.x[first:end])
+
+    def put_logits(self, values: F32) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        logits: F32 = self._logits[: len(values)]
+        self._ends.put_logits(logits, values)
+        return logits
 
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""

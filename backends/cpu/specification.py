@@ -46,6 +46,9 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         threads=request.threads,
         planes=PLANES[request.token_type],
         sequences=request.sequences > 1,
+        other_qkv=0 if request.rows is None else request.rows.qkv,
+        other_output=0 if request.rows is None else request.rows.output,
+        other_head=0 if request.rows is None else request.rows.head,
         chunk_planes=PLANES[request.chunk_type],
         # With gates that are known there is less to read in a row: measured in docs/lab/kernels.md.
         phases=request.passes or (1 if request.gate_rows is None else 2),

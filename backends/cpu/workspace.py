@@ -47,6 +47,16 @@ class Workspace:
         """
         return self.wrap_parts(0, 1, **tensors)
 
+    def wrap_own_rows(self, parameter: str, name: str, first: int) -> Views:
+        """Return views of a packed tensor's rows from ``first`` on."""
+        tensor = self._request.tensors[name].take_rows(first)
+        weights = self.wrap(np.ascontiguousarray(tensor.weights).view(np.uint8))
+        views = {f"{parameter}_weights": weights, f"{parameter}_scales": weights}
+        if tensor.scales is not None:
+            scales = np.ascontiguousarray(tensor.scales).view(np.uint8)
+            views[f"{parameter}_scales"] = self.wrap(scales)
+        return views
+
     def wrap_parts(self, part: int, parts: int, **tensors: str) -> Views:
         """Return views of a part of the rows of tensors."""
         views: Views = {}

@@ -1,6 +1,7 @@
 """The functions of a layer's attention block, from norm to residual.
 
-Of a chunk of one sequence it is one function.  A step of several sequences takes three, each with
+Of a chunk of one sequence it is one function, or three where another unit computes rows of its
+projections.  A step of several sequences takes three, each with
 the same parameters: ``project`` for all tokens, ``mix`` for every token with the keys and values of
 its own sequence, ``output`` for all.
 """
@@ -40,15 +41,14 @@ from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 def emit_attend(schedule: Schedule, take: Parameters) -> None:
     """Add the attention block to x; keys and values of the tokens are kept."""
     block = _take_block(schedule, take, "tokens")
-    tokens = block.tokens
     block.emit_project()
-    emit_each_token(tokens, lambda token: block.emit_keep(token, token))
-    with T.If(tokens == 1):
-        with T.Then():
-            block.emit_mix(T.int32(0))
-        with T.Else():
-            block.emit_mix_chunk()
+    block.emit_keep_and_mix()
     block.emit_output()
+
+
+def emit_attend_mix_tokens(schedule: Schedule, take: Parameters) -> None:
+    """Keep keys and values of the tokens of one sequence, and mix for each of them."""
+    _take_block(schedule, take, "tokens").emit_keep_and_mix()
 
 
 def emit_attend_project(schedule: Schedule, take: Parameters) -> None:
@@ -97,7 +97,8 @@ class _Block:
         spec, isa = self.schedule.spec, self.schedule.isa
         qkv, bias = self.qkv, self.bias
 
-        def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        def store_qkv(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
+            row = v.let(own + spec.other_qkv) if spec.other_qkv else own
             total = value if bias is None else value + bias[row]
             v.store(qkv, token * spec.qkv_rows + row, total, 1)
 
@@ -118,6 +119,16 @@ class _Block:
         at = v.let(self.position + offset)
         emit_rope(spec, qkv, *self.tables, cache.once, token, at)
         emit_append(spec, qkv, cache, token, at)
+
+    def emit_keep_and_mix(self) -> None:
+        """Keep keys and values of all tokens, which are of one sequence, and mix for each."""
+        tokens = self.tokens
+        emit_each_token(tokens, lambda token: self.emit_keep(token, token))
+        with T.If(tokens == 1):
+            with T.Then():
+                self.emit_mix(T.int32(0))
+            with T.Else():
+                self.emit_mix_chunk()
 
     def emit_mix(self, token: v.Expr) -> None:
         """Attention of ``token`` alone, at the position."""
@@ -157,7 +168,8 @@ class _Block:
         x, hidden, mixed, tokens = self.x, self.hidden, self.mixed, self.tokens
         bias, norm = self.output_bias, self.output_norm
 
-        def add_residual(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        def add_residual(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
+            row = v.let(own + spec.other_output) if spec.other_output else own
             place = v.let(token * spec.hidden + row)
             total = value if bias is None else value + bias[row]
             if norm is not None:
@@ -186,13 +198,15 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
     norm = schedule.take_norm(take)
-    project = take_matrix(take, "qkv", spec.qkv_rows, spec.hidden, spec.attention)
+    project = take_matrix(take, "qkv", spec.qkv_rows - spec.other_qkv, spec.hidden, spec.attention)
     bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
     head_norms = None
     if spec.head_norm:
         query_norm = take.take_array("query_norm", "float32", spec.head_dim)
         head_norms = (query_norm, take.take_array("key_norm", "float32", spec.head_dim))
-    output = take_matrix(take, "output", spec.hidden, spec.width, spec.attention)
+    output = take_matrix(
+        take, "output", spec.hidden - spec.other_output, spec.width, spec.attention
+    )
     output_bias = (
         take.take_array("output_bias", "float32", spec.hidden) if spec.output_bias else None
     )

@@ -31,6 +31,7 @@ from pi2.backends.compiler.target import make_target
 from pi2.backends.kernels.attention_block import (
     emit_attend,
     emit_attend_mix,
+    emit_attend_mix_tokens,
     emit_attend_output,
     emit_attend_project,
 )
@@ -73,12 +74,13 @@ class Program:
         schedule = Schedule(spec, self.isa)
         functions: dict[str, Callable[[Schedule, Parameters], None]] = {
             "embed": emit_embed,
-            "attend": emit_attend,
             "begin_ffn": emit_begin_ffn,
             "add_dense": emit_add_dense,
             "end_ffn": emit_end_ffn,
             "logits": emit_logits,
         }
+        if not spec.divides_attention:
+            functions["attend"] = emit_attend
         if spec.has_gathered_ffn:
             functions["add_neurons"] = emit_add_neurons
         if spec.closes_gates:
@@ -92,8 +94,14 @@ class Program:
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
-        if spec.some_full:
-            everything = Schedule(replace(spec, window=None), self.isa)
+        everything = Schedule(replace(spec, window=None), self.isa)
+        if spec.divides_attention:
+            bound["attend_own_project"] = partial(emit_attend_project, schedule)
+            bound["attend_mix_tokens"] = partial(emit_attend_mix_tokens, schedule)
+            bound["attend_own_output"] = partial(emit_attend_output, schedule)
+            if spec.some_full:
+                bound["attend_mix_tokens_all"] = partial(emit_attend_mix_tokens, everything)
+        elif spec.some_full:
             bound["attend_all"] = partial(emit_attend, everything)
         # Of several sequences, every token is computed as it would be alone.
         step = schedule.for_step()

@@ -82,6 +82,12 @@ class KernelSpec:
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
+    other_qkv: int = 0
+    """First rows of the projection to queries, keys and values that another unit computes."""
+    other_output: int = 0
+    """First rows of the projection of what attention has mixed that another unit computes."""
+    other_head: int = 0
+    """First rows of the head that another unit computes."""
     sequences: bool = False
     """Whether tokens of several sequences are decoded together: there are functions for it."""
     phases: Literal[1, 2] = 1
@@ -124,6 +130,11 @@ class KernelSpec:
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
         assert {self.planes, self.chunk_planes} <= {1, 2, 4} and self.threads >= 1
         assert list(self.features) == sorted(set(self.features))
+
+    @property
+    def divides_attention(self) -> bool:
+        """Whether another unit computes rows of the attention block's projections."""
+        return self.other_qkv > 0 or self.other_output > 0
 
     @property
     def width(self) -> int:

@@ -63,7 +63,7 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
     norm = schedule.take_norm(take)
-    head = take_matrix(take, "head", spec.vocab, spec.hidden, spec.head)
+    head = take_matrix(take, "head", spec.vocab - spec.other_head, spec.hidden, spec.head)
     bias = take.take_array("head_bias", "float32", spec.vocab) if spec.head_bias else None
     # All of them in two planes, however the chunk was computed.
     hidden = take_activations(
@@ -71,7 +71,8 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     )
     logits = take.take_array("logits", "float32", "logits", spec.vocab)
 
-    def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+    def keep(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
+        row = v.let(own + spec.other_head) if spec.other_head else own
         if bias is not None:
             value = value + bias[row]
         if spec.logit_factor != 1.0:

@@ -14,6 +14,7 @@ class NullUnit:
     busy_s = 0.0
 
     def __init__(self, request: UnitRequest) -> None:
+        self._rows = {name: tensor.rows for name, tensor in request.matrices.items()}
         self._jobs: dict[int, F32] = {}
         self._next = 0
 
@@ -29,6 +30,12 @@ class NullUnit:
         """Note how large the sum is."""
         number, self._next = self._next, self._next + 1
         self._jobs[number] = np.zeros(inputs.shape, np.float32)
+        return number
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Note how many products there are."""
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = np.zeros((len(inputs), self._rows[name]), np.float32)
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:

@@ -4,17 +4,18 @@ NPU or a GPU would, on the processor, in a thread (`ThreadUnit`)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.protocol import Tensor
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import join_scales
+from pi2.plan.weights.packing import dequantize, join_scales
 
 
 @dataclass(slots=True)
@@ -35,6 +36,9 @@ class ThreadUnit:
         self._kept = [
             request.allocate(count * stride).reshape(count, stride) for count in request.neurons
         ]
+        self._matrices = {
+            name: copy_tensor(tensor, request.allocate) for name, tensor in request.matrices.items()
+        }
         self._jobs: dict[int, _Job] = {}
         self._next = 0
         self._observer: UnitObserver | None = None
@@ -68,6 +72,20 @@ class ThreadUnit:
         if len(kept):
             self._submit(job, kept, 0, f"layer {layer}: {len(kept)} kept neurons")
         return number
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Begin to multiply with rows of a matrix."""
+        number, self._next = self._next, self._next + 1
+        total = np.zeros((len(inputs), self._matrices[name].rows), np.float32)
+        job = _Job(-1, inputs.copy(), None, total)
+        self._jobs[number] = job
+        job.pieces.append(self._pool.submit(self._multiply, job, name))
+        return number
+
+    def _multiply(self, job: _Job, name: str) -> tuple[str, float, float]:
+        start_s = time.perf_counter()
+        job.total[:] = job.inputs @ widen(self._matrices[name]).T
+        return f"{name}: {job.total.shape[1]} rows", start_s, time.perf_counter()
 
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Add a stretch of neurons to the job."""
@@ -146,6 +164,26 @@ def add_neurons(
     whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
     active = compute_activations(request.model, layout, inputs, whole, routes)
     total += multiply_down(layout, active, whole)
+
+
+def copy_tensor(tensor: Tensor, allocate: Callable[[int], U8]) -> Tensor:
+    """The tensor in memory that ``allocate`` gives."""
+    weights = np.asarray(tensor.weights).view(np.uint8)
+    kept = allocate(weights.nbytes)[: weights.nbytes].reshape(weights.shape)
+    kept[:] = weights
+    if tensor.scales is None:
+        return replace(tensor, weights=kept)
+    scales = allocate(tensor.scales.nbytes)[: tensor.scales.nbytes].view(np.float16)
+    scales = scales.reshape(tensor.scales.shape)
+    scales[:] = tensor.scales
+    return replace(tensor, weights=kept, scales=scales)
+
+
+def widen(tensor: Tensor) -> F32:
+    """Rows of a quantised tensor in float32 [rows, length]."""
+    assert tensor.precision is not None, tensor.name
+    weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
+    return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
 
 
 def join_layer_scales(

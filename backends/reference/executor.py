@@ -15,12 +15,12 @@ from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize, rotate
 from pi2.backends.rope import RopeTables
+from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
-    HEAD,
     HEAD_BIAS,
     POSITIONS,
     name_layer_tensor,
@@ -50,7 +50,10 @@ class ReferenceExecutor(ObservableExecutor):
         self._routes = self._x
         self._y = self._x
         self._chunk = self._sequence = self._token = 0
-        self._step: tuple[Sequence[int], Sequence[int]] = ((), ())
+        self._step: tuple[Sequence[int], Sequence[int]] | None = None
+        """Sequences and positions of a step; None in a chunk."""
+        self._divided = request.rows or DividedRows(unit="")
+        self._read = self._qkv = self._mixed = self._output = self._products = self._x
         self._others: dict[int, tuple[F32, ...]] = {}
         """What belongs to other chunks."""
         self._active = 0
@@ -98,14 +101,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._step = sequences, positions
 
     def attend_step(self, layer: int) -> None:
-        x = self._x
-        rows = []
-        for row, sequence, position in zip(x, *self._step, strict=True):
-            self._x = row[None]
-            self._sequence = sequence
-            self.attend(layer, position)
-            rows.append((self._x, self._input))
-        self._x, self._input = (np.concatenate(part) for part in zip(*rows, strict=True))
+        self._attend(layer, 0)
 
     @noted
     def embed(self, tokens: I32) -> None:
@@ -116,17 +112,63 @@ class ReferenceExecutor(ObservableExecutor):
         self._x = dequantize(weights, scales, tensor.length, tensor.precision)
         self._x = self._x * np.float32(self._model.multipliers.embedding)
         self._token = 0
+        self._step = None
 
     @noted
     def attend(self, layer: int, position: int) -> None:
-        shape, attention = self._model.shape, self._model.attention
-        count = len(self._x)
-        end = position + count
+        self._attend(layer, position)
+
+    def _attend(self, layer: int, position: int) -> None:
+        self.begin_attention(layer, position)
+        self.project(layer)
+        self.mix(layer, position)
+        self.project_output(layer)
+
+    def _list_parts(self, position: int) -> list[tuple[slice, int, int]]:
+        """Tokens of each sequence, the sequence, and the position of the first of them."""
+        if self._step is None:
+            return [(slice(0, len(self._x)), self._sequence, position)]
+        return [
+            (slice(row, row + 1), sequence, own)
+            for row, (sequence, own) in enumerate(zip(*self._step, strict=True))
+        ]
+
+    def begin_attention(self, layer: int, position: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
         if layer == 0 and self._model.positions is not None:
-            self._x = self._x + self._matrix(POSITIONS)[position:end]
+            table = self._matrix(POSITIONS)
+            self._x = self._x.copy()
+            for tokens, _, first in self._list_parts(position):
+                self._x[tokens] += table[first : first + tokens.stop - tokens.start]
         self._input = self._x
-        u = self._normalize(self._x, name_layer_tensor(layer, "attention_norm"))
-        qkv = u @ self._layer(layer, "qkv").T + self._bias(layer, "qkv_bias", attention.qkv_bias)
+        self._read = self._normalize(self._x, name_layer_tensor(layer, "attention_norm"))
+        return self._read
+
+    def project(self, layer: int) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        first = self._divided.qkv
+        weights = self._layer(layer, "qkv")
+        products = np.zeros((len(self._read), len(weights)), np.float32)
+        products[:, first:] = self._read @ weights[first:].T
+        self._qkv = products + self._bias(layer, "qkv_bias", self._model.attention.qkv_bias)
+
+    def put_projected(self, layer: int, values: F32) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._qkv[:, : values.shape[1]] += values
+
+    def mix(self, layer: int, position: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        parts = self._list_parts(position)
+        mixed = [self._mix(layer, self._qkv[tokens], *place) for tokens, *place in parts]
+        self._mixed = np.concatenate(mixed)
+        return self._mixed
+
+    def _mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
+        """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
+        kept from ``position`` on."""
+        shape, attention = self._model.shape, self._model.attention
+        count = len(qkv)
+        end = position + count
         kv_width = shape.kv_heads * shape.head_dim
         query, key, value = np.split(qkv, [shape.query, shape.query + kv_width], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
@@ -138,10 +180,10 @@ class ReferenceExecutor(ObservableExecutor):
         other = self._model.find_rope(layer) is self._model.other_rope
         cos, sin = (table[position:end] for table in self._ropes[other].arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        self._kv.keep(self._sequence, 0, layer, position, key)
+        self._kv.keep(sequence, 0, layer, position, key)
         value = value.reshape(count, shape.kv_heads, shape.head_dim)
-        self._kv.keep(self._sequence, 1, layer, position, value)
-        keys, values = (self._kv.read(self._sequence, kind, layer, end) for kind in (0, 1))
+        self._kv.keep(sequence, 1, layer, position, value)
+        keys, values = (self._kv.read(sequence, kind, layer, end) for kind in (0, 1))
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]
@@ -160,10 +202,23 @@ class ReferenceExecutor(ObservableExecutor):
             weights /= weights.sum(axis=-1, keepdims=True)
             mixed[:, head] = weights @ values[:, kv_head]
         padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
-        mixed = np.concatenate([mixed.reshape(count, -1), padding], axis=1)
-        output = mixed @ self._layer(layer, "output").T
-        output = output + self._bias(layer, "output_bias", attention.output_bias)
-        self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
+        return np.concatenate([mixed.reshape(count, -1), padding], axis=1)
+
+    def project_output(self, layer: int) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        first = self._divided.output
+        weights = self._layer(layer, "output")
+        output = np.zeros((len(self._mixed), len(weights)), np.float32)
+        output[:, first:] = self._mixed @ weights[first:].T
+        output = output + self._bias(layer, "output_bias", self._model.attention.output_bias)
+        self._output = output
+        if first == 0:
+            self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
+
+    def put_output(self, layer: int, values: F32) -> None:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._output[:, : values.shape[1]] += values
+        self._add_output(self._output, name_layer_tensor(layer, "attention_output_norm"))
 
     def _add_output(self, output: F32, norm: str) -> None:
         """Add what attention or the FFN gives to x."""
@@ -339,11 +394,26 @@ class ReferenceExecutor(ObservableExecutor):
         """See `pi2.backends.protocol.InputReader`."""
         return self._routes
 
+    def read_head_input(self, first: int) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        return self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
+
     @noted
     def logits(self, first: int) -> F32:
-        head = EMBEDDING if self._model.tied_head else HEAD
-        x = self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
-        logits = x @ self._matrix(head).T
+        own = self._divided.head
+        head = self._matrix(name_head(self._model))
+        x = self.read_head_input(first)
+        self._products = np.zeros((len(x), len(head)), np.float32)
+        self._products[:, own:] = x @ head[own:].T
+        return self._finish_logits()
+
+    def put_logits(self, values: F32) -> F32:
+        """See `pi2.backends.protocol.RowDivider`."""
+        self._products[:, : values.shape[1]] = values
+        return self._finish_logits()
+
+    def _finish_logits(self) -> F32:
+        logits = self._products
         if self._model.head_bias:
             logits = logits + self._matrix(HEAD_BIAS)
         logits = logits * np.float32(self._model.multipliers.logits)

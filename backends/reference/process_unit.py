@@ -15,9 +15,11 @@ import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
-from pi2.backends.reference.worker import MESSAGE, REPLY
-from pi2.plan.weights.layout import round_up
+from pi2.backends.reference.worker import MESSAGE, PRECISIONS, REPLY
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
 
 _BUFFERS = 2
 """One stretch is copied while another is computed."""
@@ -31,7 +33,9 @@ class _Job:
     layer: int
     place: int
     tokens: int
-    has_routes: bool
+    width: int
+    """Floats of the result for each token."""
+    has_routes: bool = False
 
 
 @dataclass(slots=True)
@@ -54,12 +58,15 @@ class ProcessUnit:
         self._bytes = 0
         stride = self._layout.stride
         self._kept_at = [self._reserve(count * stride, _PAGE) for count in request.neurons]
-        floats = 4 * request.chunk
+        self._matrices_at = {
+            name: self._reserve(_count_bytes(tensor)) for name, tensor in request.matrices.items()
+        }
+        inputs, results = count_floats(request)
         self._places = [
             _Place(
-                inputs=self._reserve(floats * self._hidden),
-                routes=self._reserve(floats * max(1, self._experts)),
-                total=self._reserve(floats * self._hidden),
+                inputs=self._reserve(4 * inputs),
+                routes=self._reserve(4 * request.chunk * max(1, self._experts)),
+                total=self._reserve(4 * results),
             )
             for _ in range(request.jobs)
         ]
@@ -73,6 +80,8 @@ class ProcessUnit:
             self._process = self._begin(file)
         finally:
             os.close(file)
+        for name, tensor in request.matrices.items():
+            self._copy_matrix(tensor, self._matrices_at[name])
         self._jobs: dict[int, _Job] = {}
         self._next = 0
         self._asked = self._answered = 0
@@ -131,14 +140,9 @@ class ProcessUnit:
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
         """Begin a job with the neurons that are kept."""
-        used = {job.place for job in self._jobs.values()}
-        free = [place for place in range(len(self._places)) if place not in used]
-        assert free, "more jobs than were asked for"
-        number, self._next = self._next, self._next + 1
-        job = _Job(layer, free[0], len(inputs), routes is not None)
-        self._jobs[number] = job
+        number, job = self._begin_job(layer, inputs, self._hidden)
+        job.has_routes = routes is not None
         at = self._places[job.place]
-        self._view_floats(at.inputs, *inputs.shape)[:] = inputs
         self._view_floats(at.total, *inputs.shape)[:] = 0
         if routes is not None:
             self._view_floats(at.routes, *routes.shape)[:] = routes
@@ -147,6 +151,40 @@ class ProcessUnit:
         if count:
             self._ask(job, self._kept_at[layer], count, "kept")
         return number
+
+    def _begin_job(self, layer: int, inputs: F32, width: int) -> tuple[int, _Job]:
+        """Find a place for a job, and copy its inputs there."""
+        used = {job.place for job in self._jobs.values()}
+        free = [place for place in range(len(self._places)) if place not in used]
+        assert free, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        job = _Job(layer, free[0], len(inputs), width)
+        self._jobs[number] = job
+        self._view_floats(self._places[job.place].inputs, *inputs.shape)[:] = inputs
+        return number, job
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Begin to multiply with rows of a matrix."""
+        tensor = self._request.matrices[name]
+        assert tensor.precision is not None, name
+        number, job = self._begin_job(-1, inputs, tensor.rows)
+        at, kind = self._places[job.place], PRECISIONS.index(tensor.precision)
+        place = self._matrices_at[name]
+        self._asked += 1
+        self._names[self._asked] = f"{name}: {tensor.rows} rows"
+        places = (at.inputs, -1, at.total, place)
+        self._write(
+            MESSAGE.pack(self._asked, job.tokens, *places, tensor.rows, tensor.length, kind)
+        )
+        return number
+
+    def _copy_matrix(self, tensor: Tensor, place: int) -> None:
+        weights = np.asarray(tensor.weights).view(np.uint8).reshape(-1)
+        self._memory[place : place + weights.nbytes] = weights
+        if tensor.scales is not None:
+            first = round_up(place + weights.nbytes, _ALIGNMENT)
+            scales = np.ascontiguousarray(tensor.scales).view(np.uint8).reshape(-1)
+            self._memory[first : first + scales.nbytes] = scales
 
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Copy a stretch of neurons, and let the job compute it."""
@@ -169,9 +207,8 @@ class ProcessUnit:
         routes_at = at.routes if job.has_routes else -1
         self._asked += 1
         self._names[self._asked] = f"layer {job.layer}: {count} {kind} neurons"
-        self._write(
-            MESSAGE.pack(self._asked, job.tokens, at.inputs, routes_at, at.total, bundles_at, count)
-        )
+        places = (at.inputs, routes_at, at.total, bundles_at)
+        self._write(MESSAGE.pack(self._asked, job.tokens, *places, count, 0, 0))
 
     def wait(self, job: int) -> None:
         """Return at once: whatever was added has been copied."""
@@ -180,7 +217,7 @@ class ProcessUnit:
         """Return the job's sum."""
         self._read_replies(self._asked)
         found = self._jobs.pop(job)
-        return self._view_floats(self._places[found.place].total, found.tokens, self._hidden)
+        return self._view_floats(self._places[found.place].total, found.tokens, found.width)
 
     def _read_replies(self, until: int) -> None:
         """Read replies up to that to message number ``until``."""
@@ -205,7 +242,7 @@ class ProcessUnit:
         # An interrupt may have kept back messages and replies, so that these cannot be counted: a
         # message that asks for nothing is answered after all others.
         self._asked += 1
-        self._write(MESSAGE.pack(self._asked, *[0] * 6))
+        self._write(MESSAGE.pack(self._asked, *[0] * 8))
         self._read_replies(self._asked)
         self._names.clear()
         self._jobs.clear()
@@ -252,6 +289,27 @@ class ProcessUnit:
         process.stdout.close()
         self._jobs.clear()
         self._memory = np.zeros(0, np.uint8)
+
+
+def count_floats(request: UnitRequest) -> tuple[int, int]:
+    """Floats of the largest inputs and of the largest results of a job."""
+    hidden = request.bundle.hidden
+    inputs = results = request.chunk * hidden
+    for name, tensor in request.matrices.items():
+        # Logits are computed for a few tokens at a time.
+        tokens = request.chunk if name.startswith("layers.") else min(request.chunk, LOGIT_ROWS)
+        inputs = max(inputs, tokens * tensor.length)
+        results = max(results, tokens * tensor.rows)
+    return inputs, results
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Bytes of packed weights, and of scales at the next multiple of `_ALIGNMENT`."""
+    assert tensor.precision is not None, tensor.name
+    weights = tensor.rows * weight_bytes(tensor.length, tensor.precision)
+    return round_up(weights, _ALIGNMENT) + tensor.rows * scale_bytes(
+        tensor.length, tensor.precision
+    )
 
 
 def _open_shared_file(size: int) -> int:

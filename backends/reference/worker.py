@@ -16,12 +16,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from pi2.arrays import F32
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.packing import dequantize
 
-MESSAGE = struct.Struct("<7q")
+MESSAGE = struct.Struct("<9q")
 """Its number; tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the
-sum, and bundles; and neurons, of which 0 ask for nothing but a reply."""
+sum, and bundles; neurons, of which 0 ask for nothing but a reply; and for rows of a matrix their
+length and the place of their precision in `PRECISIONS`, else 0.  Rows lie in the place of bundles,
+with their scales behind them."""
+PRECISIONS: tuple[Precision, ...] = ("int4", "int8", "fp16")
 REPLY = struct.Struct("<2q2d200s")
 """The message's number; 0, or 1 after a failure; when the work began and ended, in seconds of
 `time.perf_counter`; and what failed, in UTF-8."""
@@ -40,12 +46,17 @@ def run_worker(source: BinaryIO, sink: BinaryIO) -> None:
         return np.frombuffer(memory, np.float32, count, place).reshape(shape)
 
     while len(message := source.read(MESSAGE.size)) == MESSAGE.size:
-        number, tokens, inputs_at, routes_at, total_at, bundles_at, count = MESSAGE.unpack(message)
+        number, tokens, inputs_at, routes_at, total_at, place, count, length, kind = MESSAGE.unpack(
+            message
+        )
         start_s, failure = time.perf_counter(), ""
         try:
-            if count:
+            if length:
+                rows = view_rows(memory, place, count, length, PRECISIONS[kind])
+                view(total_at, tokens, count)[:] = view(inputs_at, tokens, length) @ rows.T
+            elif count:
                 size = count * layout.stride
-                bundles = np.frombuffer(memory, np.uint8, size, bundles_at).reshape(count, -1)
+                bundles = np.frombuffer(memory, np.uint8, size, place).reshape(count, -1)
                 routes = None if routes_at < 0 else view(routes_at, tokens, experts)
                 inputs = view(inputs_at, tokens, hidden)
                 active = compute_activations(model, layout, inputs, bundles, routes)
@@ -58,6 +69,17 @@ def run_worker(source: BinaryIO, sink: BinaryIO) -> None:
             sink.write(reply)
         except BrokenPipeError:  # whoever asked has ended
             return
+
+
+def view_rows(memory: mmap.mmap, place: int, count: int, length: int, precision: Precision) -> F32:
+    """Rows [count, length] of a matrix in float32, whose packed weights begin at ``place``, and
+    scales behind them at the next multiple of 64 bytes."""
+    weights = np.frombuffer(memory, np.uint8, count * weight_bytes(length, precision), place)
+    scales_at = round_up(place + weights.nbytes, 64)
+    scales = None
+    if size := count * scale_bytes(length, precision):
+        scales = np.frombuffer(memory, np.float16, size // 2, scales_at).reshape(count, -1)
+    return dequantize(weights.reshape(count, -1), scales, length, precision)
 
 
 if __name__ == "__main__":

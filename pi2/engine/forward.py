@@ -10,6 +10,7 @@ import numpy as np
 from pi2.arrays import F32, I32
 from pi2.backends.protocol import Executor, LengthAware
 from pi2.diagnostics import UserError
+from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.memory.lending import ContextLoan
 from pi2.store.embedding_rows import EmbeddingRows
@@ -28,15 +29,18 @@ class Forward:
         chunks: int = 1,
         context: int,
         sequences: int = 1,
+        rows: WholeRows | None = None,
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
-        each of the ``sequences`` that there is room for; ``loan``: memory of the contexts that is
+        each of the ``sequences`` that there is room for; ``rows``: who computes projections and
+        head, by default the executor; ``loan``: memory of the contexts that is
         lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory."""
         self._executor = executor
+        self._rows = rows or WholeRows(executor)
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
         self._feed_forward = feed_forward
         self._layers = layers
@@ -115,7 +119,7 @@ class Forward:
                     self._executor.select_chunk(number)
                     first = 0 if all_logits else len(chunk) - 1
                     while first < len(chunk):
-                        parts.append(self._executor.logits(first).copy())
+                        parts.append(self._rows.compute_logits(first).copy())
                         first += len(parts[-1])
         return np.concatenate(parts)
 
@@ -136,12 +140,12 @@ class Forward:
             self._check_room(sequence, 1)
         self._expect(max(self.positions[sequence] for sequence in sequences) + 1)
         self._run_step(np.array(tokens, np.int32), sequences)
-        logits = self._executor.logits(0)
+        logits = self._rows.compute_logits(0)
         if len(logits) == len(sequences):
             return logits
         parts = [logits.copy()]
         while (done := sum(map(len, parts))) < len(sequences):
-            parts.append(self._executor.logits(done).copy())
+            parts.append(self._rows.compute_logits(done).copy())
         return np.concatenate(parts)
 
     def _check_room(self, sequence: int, count: int) -> None:
@@ -168,13 +172,13 @@ class Forward:
             places = self.positions[sequence] + np.cumsum([0, *map(len, chunks)])
             for number in range(len(chunks)):
                 executor.select_chunk(number)
-                executor.attend(0, int(places[number]))
+                self._rows.attend(0, int(places[number]))
             feed_forward.begin_prompt()
             for layer in range(self._layers):
                 for number in feed_forward.run_dense(layer, len(chunks)):
                     # Other chunks may still be computed by another unit.
                     if layer + 1 < self._layers:
-                        executor.attend(layer + 1, int(places[number]))
+                        self._rows.attend(layer + 1, int(places[number]))
                 if len(chunks) > 1 or layer + 1 == self._layers:
                     progress((layer + 1) / self._layers)
         except BaseException:
@@ -205,9 +209,9 @@ class Forward:
                 if not is_dense:
                     feed_forward.prepare_sparse(layer)
                 if len(self.positions) == 1:
-                    executor.attend(layer, positions[0])
+                    self._rows.attend(layer, positions[0])
                 else:
-                    executor.attend_step(layer)
+                    self._rows.attend_step(layer)
                 if is_dense:
                     for _ in feed_forward.run_dense(layer):
                         pass

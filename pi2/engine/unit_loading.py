@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from pi2.arrays import U8
 from pi2.backends.dense_unit import DenseUnit, UnitFailed, UnitRequest
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares
+from pi2.engine.divided_rows import SharedRows, WholeRows
 from pi2.logging import get_logger
 from pi2.memory.budget import Budget
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.rows import list_matrices, name_head
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import find_unit_backend
@@ -25,7 +27,7 @@ Progress = Callable[[str, float], None]
 def build_shares(
     resolved: ResolvedPlan,
     executor: Executor,
-    scales: Sequence[U8] | None,
+    request: BuildRequest,
     budget: Budget,
     *,
     alone: bool = False,
@@ -38,7 +40,7 @@ def build_shares(
             settings = resolved.plan.units.get(name)
             units[name] = BesideUnit(
                 name=name,
-                unit=_build_unit(resolved, name, scales, budget),
+                unit=_build_unit(resolved, name, request, budget),
                 goes_on=settings is not None and settings.on_failure == "cpu",
                 streams=resolved.plan.prefill.unit == name,
             )
@@ -51,8 +53,28 @@ def build_shares(
     return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
 
 
+def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> WholeRows:
+    """Return what computes projections and the head."""
+    rows = resolved.divided_rows
+    if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
+        return WholeRows(executor)
+    return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
+
+
+def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
+    """Rows of projections and of the head that a unit has."""
+    rows = resolved.divided_rows
+    if rows is None or rows.unit != name:
+        return {}
+    return {
+        matrix: request.tensors[matrix].take_rows(0, count)
+        for matrix, (count, *_) in list_matrices(resolved.model, rows).items()
+        if matrix in request.tensors
+    }
+
+
 def _build_unit(
-    resolved: ResolvedPlan, name: str, scales: Sequence[U8] | None, budget: Budget
+    resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget
 ) -> DenseUnit:
     plan, model = resolved.plan, resolved.model
     backend = find_unit_backend(resolved.name_backend(name))
@@ -65,8 +87,9 @@ def _build_unit(
         name=name,
         model=model,
         bundle=resolved.bundle,
-        scales=scales,
+        scales=build.scales,
         neurons=kept,
+        matrices=_cut_matrices(resolved, name, build),
         chunk=max(plan.prefill.chunk, plan.decode.batch),
         jobs=count_chunks(resolved),
         stretch=min(model.layer_neurons, STAGED_NEURONS),

@@ -12,7 +12,11 @@ import pytest
 
 from pi2.arrays import F32
 from pi2.backends.dense_unit import DenseUnit, UnitFailed
+from pi2.backends.protocol import Tensor
+from pi2.backends.reference.dense_unit import widen
 from pi2.backends.reference.process_unit import ProcessUnit
+from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.packing import quantize
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
 
 MIXTURE = {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 9}}
@@ -153,6 +157,39 @@ def test_neurons_may_be_added_as_they_come(
     job = unit.start(1, inputs, None, 0)
     unit.add(job, neurons.stored[1][10:30], 10)
     check(kind, unit.finish(job), neurons.compute(1, inputs, None, range(10, 30)))
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_it_multiplies_with_rows_of_matrices(
+    kind: UnitKind, units: list[DenseUnit], precision: Precision
+) -> None:
+    """Of projections and of the head, for one token and for several, between jobs of neurons."""
+    neurons = make_neurons()
+    sizes = {"layers.0.qkv": (96, 64), "layers.1.output": (32, 96), "head": (160, 64)}
+    matrices = {name: draw_matrix(name, *size, precision) for name, size in sizes.items()}
+    unit = begin(kind, units, neurons, (20, 20), matrices=matrices)
+    for name, tensor in matrices.items():
+        weights = widen(tensor).astype(np.float64)
+        tensor.weights.view(np.uint8)[:] = 255  # the unit has copied them
+        for tokens in (1, 9):
+            given = np.random.default_rng(tokens).standard_normal((tokens, tensor.length))
+            inputs = given.astype(np.float32)
+            job = unit.multiply(name, inputs)
+            inputs[:] = np.nan
+            found = unit.finish(job)
+            check(kind, found, given.astype(np.float32).astype(np.float64) @ weights.T)
+    inputs = draw_inputs(neurons, 3)
+    expected = neurons.compute(1, inputs, None, range(20))
+    check(kind, unit.finish(unit.start(1, inputs)), expected)
+
+
+def draw_matrix(name: str, rows: int, length: int, precision: Precision) -> Tensor:
+    random = np.random.default_rng(rows)
+    values = random.standard_normal((rows, length), dtype=np.float32)
+    weights, scales = quantize(values, precision)
+    return Tensor(
+        name=name, rows=rows, length=length, precision=precision, weights=weights, scales=scales
+    )
 
 
 def test_several_jobs_are_under_way_and_finished_in_any_order(

@@ -149,6 +149,8 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "same-cluster-twice.device.toml": ("P252", 8, 12),
     "same-override-twice.plan.toml": ("P215", 33, 6),
     "same-reads-twice.device.toml": ("P256", 28, 1),
+    "rows-of-a-unit-that-may-be-lost.plan.toml": ("P267", 38, 14),
+    "rows-without-the-cpu.plan.toml": ("P267", 35, 8),
     "scales-of-halves.plan.toml": ("P223", 21, 10),
     "scales-unknown.plan.toml": ("P104", 21, 10),
     "scales-without-room.plan.toml": ("P202", 12, 13),

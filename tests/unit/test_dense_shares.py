@@ -122,8 +122,8 @@ def test_compiled_kernels_take_the_sum_of_another_unit(plan: Path, alone: tuple[
         "kv.type": "fp32",
         "backends": {"cpu": "cpu", "npu": "reference"},
     }
-    for predictor in ("none", "gate"):
-        found = run(plan, {**TWO, **exact, "decode.predictor": predictor})
+    for predictor, rows in (("none", {}), ("gate", {}), ("gate", ROWS)):
+        found = run(plan, {**TWO, **exact, **rows, "decode.predictor": predictor})
         for ours, truth in zip(found, alone, strict=True):
             assert float(np.abs(ours - truth).max()) <= 1e-5 * float(np.abs(truth).max())
 
@@ -159,33 +159,56 @@ def test_a_mixture_is_divided_too(tmp_path: Path, predictor: str) -> None:
         check(run(plan, settings), expected)
 
 
+ROWS = {
+    "projections.attention": {"second": 0.5, "cpu": 0.5},
+    "projections.head": {"second": 0.7, "cpu": 0.3},
+}
 BATCHES = [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}]
 
 
+@pytest.mark.parametrize("rows", [{}, ROWS], ids=["whole", "rows divided"])
 @pytest.mark.parametrize("batches", [[], BATCHES], ids=["one split", "a split by sequences"])
 def test_several_sequences_are_computed_as_each_alone(
-    plan: Path, batches: list[dict[str, Any]]
+    plan: Path, batches: list[dict[str, Any]], rows: dict[str, Any]
 ) -> None:
     prompts = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
     base = {"decode.predictor": "gate", "decode.batch": 3}
     found = []
-    for settings in (base, {**TWO, **base, "layers.batches": batches}):
-        rows = []
+    for settings in (base, {**TWO, **base, **rows, "layers.batches": batches}):
+        logits = []
         with pi2.load(plan, set=settings) as model:
             forward = model._parts.forward
             for place, ids in enumerate(prompts):
                 forward.reset(place)
                 forward.prefill(np.array(ids, np.int32), sequence=place)
             for members in ([0, 1, 2], [2, 0], [1]):
-                rows.append(forward.step([7 + place for place in members], members).copy())
+                logits.append(forward.step([7 + place for place in members], members).copy())
             check_at_rest(model)
             if settings is not base:
                 share = model.plan.layers[0].dense
                 assert share is not None
                 assert share.by_sequences == ((29, 10, 10) if batches else (29, 29, 29))
-        found.append(rows)
+        found.append(logits)
     for ours, truth in zip(*found, strict=True):
         assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+
+
+@pytest.mark.parametrize("process", ["same", "own"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        {"projections.head": {"second": 0.2, "cpu": 0.8}},
+        {**ROWS, "layers.split": {"second": 0.0, "cpu": 1.0}},
+        {"projections.attention": {"second": 0.99, "cpu": 0.01}},
+    ],
+    ids=["both", "head", "no neurons", "nearly all"],
+)
+def test_rows_of_projections_and_head_may_be_another_units(
+    plan: Path, alone: tuple[F32, F32], rows: dict[str, Any], process: str
+) -> None:
+    settings = {**TWO, "decode.predictor": "gate", "units": {"second": {"process": process}}}
+    check(run(plan, {**settings, **rows}), alone)
 
 
 class Failing:

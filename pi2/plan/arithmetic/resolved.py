@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -109,6 +110,8 @@ class ResolvedPlan:
         names = dict.fromkeys(layer.dense.unit for layer in self.layers if layer.dense is not None)
         if self.plan.prefill.unit is not None:
             names[self.plan.prefill.unit] = None
+        if self.divided_rows is not None:
+            names[self.divided_rows.unit] = None
         names.pop(self.sparse_unit, None)
         return tuple(name for name in names if self.has_backend(name))
 
@@ -118,6 +121,27 @@ class ResolvedPlan:
         batch = self.plan.decode.batch
         owned = [item for item in self.layers if item.dense is not None and item.dense.unit == unit]
         return sum(item.find_dense_share(batch) for item in owned) / len(self.layers)
+
+    @cached_property
+    def divided_rows(self) -> DividedRows | None:
+        """Rows of projections and of the head that a unit beside the sparse one computes."""
+        table, model = self.plan.projections, self.model
+        splits = {"attention": table.attention or {}, "head": table.head or {}}
+        units = [
+            name
+            for split in splits.values()
+            for name, share in split.items()
+            if share > 0 and name != self.sparse_unit and name in self.device.units
+        ]
+        if not units:
+            return None
+        attention, head = (split.get(units[0], 0.0) for split in splits.values())
+        return DividedRows(
+            unit=units[0],
+            qkv=count_rows(attention, count_qkv_rows(model)),
+            output=count_rows(attention, model.shape.stored_hidden),
+            head=count_rows(head, model.shape.vocab),
+        )
 
     def name_backend(self, unit: str) -> str:
         """Name of the backend that serves a unit of the device."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.arithmetic.rows import DividedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +19,15 @@ class UnitFacts:
     """The unit's name."""
     neurons: tuple[int, ...] | None
     """Neurons of each layer that it keeps beside an executor; None where it is the executor."""
+    rows: DividedRows | None
+    """Rows of projections and of the head that it has, if any."""
     streams: bool
     """Whether it is given neurons that come from flash, while a prompt is processed."""
 
 
 def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
     """What a unit of the plan has to do."""
-    kept = None
+    kept, rows = None, resolved.divided_rows
     if name != resolved.sparse_unit:
         kept = tuple(
             0 if layer.dense is None or layer.dense.unit != name else layer.dense.kept
@@ -34,5 +37,6 @@ def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
         resolved=resolved,
         unit=name,
         neurons=kept,
+        rows=rows if rows is not None and rows.unit == name else None,
         streams=resolved.plan.prefill.unit == name,
     )

@@ -33,6 +33,15 @@ def list_placed_splits(plan: Plan) -> Iterator[PlacedSplit]:
         yield from _list_batches(override.batches or (), path, subject)
 
 
+def list_row_splits(plan: Plan) -> Iterator[PlacedSplit]:
+    """Every split of rows of matrices."""
+    table = plan.projections
+    for name, split in (("attention", table.attention), ("head", table.head)):
+        if split is not None:
+            path: KeyPath = ("projections", name)
+            yield PlacedSplit(split=split, path=path, subject=f"projections.{name}")
+
+
 def _list_batches(
     batches: Sequence[BatchSplit], path: KeyPath, subject: str
 ) -> Iterator[PlacedSplit]:

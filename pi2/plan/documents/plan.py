@@ -181,6 +181,21 @@ class Io(Table):
     changes the text without notice."""
 
 
+class Projections(Table):
+    """Which unit computes which rows of the matrices beside the FFN.
+
+    The unit beside the sparse one has the first rows of each, and computes them while the sparse
+    unit computes the others.
+    """
+
+    attention: Annotated[Split, Field(examples=[{"npu": 0.5, "cpu": 0.5}])] | None = None
+    """Share of the rows of each layer's attention projections (query, key and value; output) that
+    each unit computes; adds up to 1.  Absent leaves them to the sparse unit."""
+    head: Annotated[Split, Field(examples=[{"npu": 0.5, "cpu": 0.5}])] | None = None
+    """Share of the rows of the head that each unit computes; adds up to 1.  Absent leaves them to
+    the sparse unit."""
+
+
 class Cache(Table):
     """The cache of cold neurons: the segment ``cold``."""
 
@@ -373,6 +388,8 @@ class Plan(Document):
     """Neuron bundles."""
     layers: Layers
     """Per-layer split."""
+    projections: Projections = Projections.default()
+    """Rows of projections and of the head."""
     cache: Cache = Cache.default()
     """Cold neurons in memory."""
     io: Io = Io.default()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.checking.splits import list_placed_splits
+from pi2.plan.checking.splits import list_placed_splits, list_row_splits
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P232"
@@ -25,7 +25,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Look up the kind of every unit with a share."""
     plan, device = facts.plan, facts.device
     paths: dict[str, KeyPath] = {}
-    for placed in list_placed_splits(plan):
+    for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
         for unit, share in placed.split.items():
             if share > 0:
                 paths.setdefault(unit, (*placed.path, unit))

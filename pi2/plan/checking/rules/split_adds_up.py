@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pi2.plan.checking.findings import Facts, Finding
-from pi2.plan.checking.splits import list_placed_splits
+from pi2.plan.checking.splits import list_placed_splits, list_row_splits
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P210"
@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Add up every split."""
-    for placed in list_placed_splits(facts.plan):
+    for placed in (*list_placed_splits(facts.plan), *list_row_splits(facts.plan)):
         yield from _check_split(placed.split, placed.path, placed.subject)
 
 

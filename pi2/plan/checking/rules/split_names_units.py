@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.checking.splits import list_placed_splits
+from pi2.plan.checking.splits import list_placed_splits, list_row_splits
 from pi2.plan.documents.fields import suggest
 from pi2.plan.toml.paths import KeyPath
 
@@ -26,7 +26,7 @@ NEEDS = ("plan", "device")
 def check(facts: Facts) -> Iterator[Finding]:
     """Look every name up in the device."""
     plan = facts.plan
-    for placed in list_placed_splits(plan):
+    for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
         yield from _check_names(facts, placed.split, placed.path)
     yield from _check_names(facts, plan.units, ("units",))
     yield from _check_names(facts, plan.memory.units, ("memory", "units"))
