@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from pi2.diagnostics import UserError, render
+from pi2.plan.arithmetic.fitting import MIB
 from pi2.plan.authoring.drafting import Wish as DraftWish
 from pi2.plan.authoring.drafting import draft_plan
 from pi2.plan.authoring.writing import write_document
@@ -44,7 +45,7 @@ from pi2.planning.cost_memory import count_memory
 from pi2.planning.cost_stream import PROMPT
 from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
-from pi2.planning.problem import MIB, Problem, pose_problem
+from pi2.planning.problem import Problem, pose_problem
 from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned

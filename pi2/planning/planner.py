@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import (
+    MIB,
+    Shortage,
+    add_runtime,
+    fit_plan,
+    round_share,
+    write_memory,
+)
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
-    format_bytes,
     round_size,
 )
 from pi2.plan.weights.layout import round_up
@@ -26,15 +34,13 @@ from pi2.planning.bundle_layout import (
     read_stored,
 )
 from pi2.planning.cost import Cost, cost_resolved
-from pi2.planning.problem import MIB, Problem, pose_problem, with_wish
+from pi2.planning.problem import Problem, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.rates import Rates, check_flash, check_power, read_rates
 from pi2.planning.refinement import Decision, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
-HOT_STEP = 1e-3
-"""Shares of hot neurons are multiples of it."""
 _TOLERANCE = 0.03
 """Speed below the one that was asked for at which a plan still counts as reaching it."""
 
@@ -78,7 +84,9 @@ def plan(wish: Wish) -> PlannedPlan:
                 choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
             )
             if solution is not None:
-                found.append(refine_plan(problem, finish_plan(problem, solution)))
+                # The program rounds otherwise: in a hair's breadth there may be no plan.
+                with suppress(Shortage):
+                    found.append(refine_plan(problem, finish_plan(problem, solution)))
         if found:
             best.append(min(found, key=lambda item: score_plan(wish, item)))
     if not best:
@@ -211,7 +219,7 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
     least, fastest = program.solve("memory"), program.solve("time")
     if least is None or fastest is None:
         raise _explain_impossible(problem, program)
-    low, high = least.memory_bytes, fastest.memory_bytes
+    low, high = _find_budget(problem, least), _find_budget(problem, fastest)
     if most_bytes is not None:
         if low > most_bytes:
             raise _explain_impossible(
@@ -221,7 +229,7 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
     found = []
     for number in range(points):
         limit = low + (high - low) * number / max(points - 1, 1)
-        size = round_up(int(limit) + 1, MIB)
+        size = round_up(int(limit), MIB)
         found.append(plan(replace(problem.wish, memory_bytes=size)))
     return found
 
@@ -246,41 +254,23 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         problem.groups, solution.resident, solution.dense, strict=True
     ):
         whole = mode.cache_share == 0.0 or resident >= 1.0 - 1e-6
-        hot = 1.0 if whole else _round_down(resident * (1.0 - mode.cache_share))
+        hot = 1.0 if whole else round_share(resident * (1.0 - mode.cache_share))
         for layer in group.layers:
             hots[layer] = hot
-            denses[layer] = _round_down(min(dense, hot))
+            denses[layer] = round_share(min(dense, hot))
     values["layers"] = _write_layers(problem, hots, denses)
     resolved = resolve_values(values, wish.device, wish.model)
-    needs = dict(resolved.needs.items())
-    segments = {"runtime": problem.runtime_bytes}
-    for name in ("attention", "kv", "predictor", "workspace"):
-        segments[name] = round_up(needs[name].bytes, MIB)
-    segments["hot"] = round_up(needs["hot"].bytes, MIB)
-    absent = sum(problem.neurons * (1.0 - hot) for hot in hots) * problem.stride
-    wanted = 0.0
-    if mode.predictor != "none":
+    budget = None if wish.memory_bytes is None else round_size(wish.memory_bytes)
+    cold_bytes = None
+    if budget is None or wish.objective == "memory":  # else what is left over helps
         resident_bytes = sum(
             share * group.count * problem.neurons * problem.stride
             for group, share in zip(problem.groups, solution.resident, strict=True)
         )
-        own_bytes = resident_bytes - needs["hot"].bytes - solution.lent_bytes
-        wanted = max(own_bytes, needs["cold"].bytes)
-    spent = sum(segments.values())
-    room = None if wish.memory_bytes is None else wish.memory_bytes - spent
-    if wish.memory_bytes is not None and wish.objective != "memory" and mode.predictor != "none":
-        wanted = max(wanted, float(wish.memory_bytes - spent))  # what is left over helps
-    cold = min(wanted, float(round_up(int(absent), MIB)))
-    if room is not None:
-        cold = min(cold, float(max(room, 0)))
-    segments["cold"] = int(cold) // MIB * MIB
-    if segments["cold"] < needs["cold"].bytes:
-        segments["cold"] = round_up(needs["cold"].bytes, MIB)
-    budget = round_size(wish.memory_bytes or 0) or sum(segments.values())
-    values["memory"] |= {
-        "budget": format_bytes(budget),
-        "segments": {name: format_bytes(size) for name, size in segments.items()},
-    }
+        cold_bytes = int(resident_bytes - resolved.needs.hot.bytes - solution.lent_bytes)
+    fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
+    values["memory"] |= write_memory(fitted)
+    values["layers"] = fitted.layers.model_dump(exclude_unset=True)
     values["io"] = {
         "engine": solution.io.engine,
         "threads": solution.io.threads,
@@ -334,10 +324,6 @@ def _write_ranges(layers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def _round_down(share: float) -> float:
-    return round(int(share / HOT_STEP + 1e-9) * HOT_STEP, 6)
-
-
 def _explain_impossible(problem: Problem, program: Program) -> UserError:
     """Finding P350: which limit is in the way, and the nearest possible requests; P351 where
     reads are unknown."""
@@ -359,7 +345,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     if memory is not None and memory < least.memory_bytes:
         if problem.rates.flash is None:
             check_flash(problem.rates, wish.device)
-        needed = round_up(int(least.memory_bytes) + 1, MIB)
+        needed = _find_budget(problem, least)
         return UserError.of(
             "P350",
             f"{approximate_bytes(memory)} is not enough: every plan needs at least "
@@ -376,7 +362,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     if memory is not None:
         enough = program.solve("memory", token_s=wish.batch / wish.tokens_s)
         if enough is not None:
-            needed = round_up(int(enough.memory_bytes) + 1, MIB)
+            needed = _find_budget(problem, enough)
             nearest.append(f"--memory '{needed // MIB} MiB'")
     return UserError.of(
         "P350",
@@ -385,6 +371,12 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         help=f"the nearest wishes are {' and '.join(nearest)}",
         notes=[_name_limit(problem, fastest)],
     )
+
+
+def _find_budget(problem: Problem, solution: Solution) -> int:
+    """Bytes of a plan's budget: what the program counts, and what the runtime takes of as much."""
+    other = int(solution.memory_bytes) - problem.runtime_bytes
+    return add_runtime(problem.wish.model, other + MIB)
 
 
 def _name_embedding(solution: Solution) -> str:

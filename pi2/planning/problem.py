@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 
 from pi2.memory.context import describe_context
+from pi2.plan.arithmetic.fitting import MIB, RUNTIME_BYTES
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.sizes import count_runtime, find_block_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -25,16 +26,13 @@ from pi2.planning.activity import LayerActivity, PredictorMode, describe_activit
 from pi2.planning.bundle_layout import find_range_bytes, read_stored
 from pi2.planning.cost import Activity
 from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
-from pi2.planning.cost_memory import POSITION, count_runtime
+from pi2.planning.cost_memory import POSITION
 from pi2.planning.cost_sizes import Sizes, measure_sizes
 from pi2.planning.rates import Rates, find_stream_rate
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.storage_choice import IoChoice, list_io_choices
 from pi2.planning.wish import Wish
 
-MIB = 1 << 20
-SPARE_BYTES = 32 * MIB
-"""Part of a budget that is left for what no formula knows."""
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""
 CACHE_SHARES = (0.1, 0.25, 0.5)
@@ -150,8 +148,8 @@ class Problem:
 
     @property
     def runtime_bytes(self) -> int:
-        """Python and libraries, with room for what no formula knows."""
-        return round_up(count_runtime(self.wish.model) + SPARE_BYTES, MIB)
+        """The segment ``runtime`` of the budget that is asked for, if any."""
+        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, RUNTIME_BYTES)
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:

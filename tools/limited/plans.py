@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from limited.rows import Row
+from pi2.plan.arithmetic.fitting import round_segment
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
-from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost_memory import count_runtime
 
@@ -40,7 +40,9 @@ def write_whole_plan(row: Row, store: Path, folder: Path) -> Path:
     return plan
 
 
-def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> None:
+def write_row_plan(
+    row: Row, store: Path, plan: Path, memory: int | None, runtime_bytes: int | None = None
+) -> None:
     """Write a plan for ``memory`` bytes, or with everything in memory."""
     from pi2.plan.checking.check import check_file
     from pi2.plan.documents.device import Device
@@ -61,7 +63,7 @@ def write_row_plan(row: Row, store: Path, plan: Path, memory: int | None) -> Non
         store=store,
         bundle=read_manifest(store).bundle.layout,
         store_bytes=count_bytes(store),
-        wish=PlanWish(memory=memory, context=CONTEXT),
+        wish=PlanWish(memory=memory, context=CONTEXT, runtime_bytes=runtime_bytes),
     )
 
 
@@ -83,25 +85,10 @@ def find_limit(row: Row, store: Path, whole: Path) -> int:
 
 def write_limited_plan(row: Row, store: Path, whole: Path, limit: int) -> Path:
     """Write a plan with a budget of ``limit`` bytes; ``whole``: the one with all in memory."""
-    resolved = load_plan(whole)
     plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
-    write_row_plan(row, store, plan, limit)
     # What this program's libraries take was measured; all else of a margin is for neurons.
-    written = load_plan(plan).plan.memory.segments
-    runtime = count_runtime(resolved.model) + limit // PAGE_TABLE_PART
-    runtime = -(-runtime >> 20) << 20
-    saved = written.runtime - runtime
-    absent = resolved.needs.hot.bytes - written.hot
-    cold = min(written.cold + saved, absent)
-    text = plan.read_text("utf-8")
-    for name, before, after in (
-        ("runtime", written.runtime, runtime),
-        ("cold", written.cold, cold),
-    ):
-        text = text.replace(
-            f'{name} = "{format_bytes(before)}"', f'{name} = "{format_bytes(after)}"'
-        )
-    plan.write_text(text, "utf-8")
+    runtime = count_runtime(load_plan(whole).model) + limit // PAGE_TABLE_PART
+    write_row_plan(row, store, plan, limit, round_segment(runtime))
     return plan
 
 

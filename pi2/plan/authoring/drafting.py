@@ -12,17 +12,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import (
-    ResolvedPlan,
-    has_packable_shape,
-    lay_out_plan_bundle,
-)
-from pi2.plan.arithmetic.sizes import (
-    count_ffn_bytes,
-    count_runtime,
-    find_block_bytes,
-    round_for_people,
-)
+from pi2.plan.arithmetic.fitting import MIB, Shortage, fit_plan, write_memory
+from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -30,16 +22,7 @@ from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
-MIB = 1 << 20
-RUNTIME_BYTES = 160 * MIB
-"""What Python and the libraries take with the cpu backend."""
-HOT_PART = 0.6
-"""Part of the memory for neurons that the draft gives to hot ones; the rest caches cold ones."""
 MOST_CONTEXT = 4096
-SHARE_STEP = 0.01
-"""Step of the shares of hot neurons: they are multiples of it."""
-
-
 COMPUTING: Mapping[UnitKind, str] = {"cpu": "cpu"}
 """Backend that computes on a kind of unit."""
 
@@ -71,7 +54,8 @@ class Wish:
     """Reference to the device, as the plan states it."""
     model: str
     store: str
-    budget_bytes: int
+    budget_bytes: int | None
+    """Maximum resident set size of the process; None for the least that keeps all in memory."""
     context: int | None = None
     """Tokens; None takes the model's, at most 4096."""
     name: str = ""
@@ -88,27 +72,21 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     if not has_packable_shape(model):
         raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
     values = _begin(wish, device, model)
-    least = _resolve(values, device, model, 0.0)
-    segments = _fit_segments(least)
-    rest = round_size(wish.budget_bytes) - sum(segments.values())
-    cold_bytes = round_up(least.needs.cold.bytes, MIB)
-    if rest < cold_bytes:
-        needed = sum(segments.values()) + cold_bytes
+    budget = None if wish.budget_bytes is None else round_size(wish.budget_bytes)
+    try:
+        fitted = fit_plan(_resolve(values, device, model), budget)
+    except Shortage as shortage:
+        assert budget is not None
         raise UserError.of(
             "P026",
-            f"{approximate_bytes(wish.budget_bytes)} is not enough: this plan needs at least "
-            f"{approximate_bytes(needed)}",
-            help=f"--memory '{round_up(needed, MIB) // MIB} MiB', or a shorter --context",
-            notes=[f"{name}: {approximate_bytes(size)}" for name, size in segments.items()],
-        )
-    hot = _choose_hot(rest, cold_bytes, least)
-    final = _resolve(values, device, model, hot)
-    hot_bytes = round_up(final.needs.hot.bytes, MIB)
-    absent = round_up(count_ffn_bytes(final) - final.needs.hot.bytes, MIB)
-    segments["hot"] = hot_bytes
-    segments["cold"] = max(0, min(rest - hot_bytes, absent)) // MIB * MIB
-    values["layers"]["hot"] = hot
-    return _write(wish, values, segments, final)
+            f"{approximate_bytes(budget)} is not enough: this plan needs at least "
+            f"{approximate_bytes(shortage.needed_bytes)}",
+            help=f"--memory '{shortage.needed_bytes // MIB} MiB', or a shorter --context",
+            notes=[f"{name}: {approximate_bytes(size)}" for name, size in shortage.sizes.items()],
+        ) from None
+    values["memory"] = write_memory(fitted.plan)
+    values["layers"]["hot"] = fitted.plan.layers.hot
+    return _write(wish, values, fitted)
 
 
 def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
@@ -131,49 +109,22 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "model": wish.model,
         "store": wish.store,
         "backends": choose_backends({"cpu"}),
-        "memory": {"budget": format_bytes(round_size(wish.budget_bytes)), "segments": {}},
+        "memory": {"budget": "0 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
         "bundle": {"stride": "1 B", "scales": wish.scales},
-        "layers": {"split": {unit: 1.0}, "hot": 0.0},
+        "layers": {"split": {unit: 1.0}, "hot": 1.0},
         "prefill": {"chunk": min(128, context)},
         "decode": {"predictor": predictor},
         "kv": {"context": context},
     }
-    layout = lay_out_plan_bundle(_make_plan(values), model)
-    stride = round_up(layout.used_bytes, find_block_bytes(device))
+    used = _resolve(values, device, model).bundle.used_bytes
+    stride = round_up(used, find_block_bytes(device))
     values["bundle"]["stride"] = format_bytes(stride)
     return values
 
 
-def _make_plan(values: Mapping[str, Any]) -> Plan:
-    """A plan with segments of no size."""
-    filled = dict.fromkeys(Segments.model_fields, "0 B")
-    memory = {**values["memory"], "segments": filled}
-    return Plan.model_validate_json(json.dumps({**values, "memory": memory}))
-
-
-def _resolve(values: dict[str, Any], device: Device, model: Model, hot: float) -> ResolvedPlan:
-    plan = _make_plan({**values, "layers": {**values["layers"], "hot": hot}})
+def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
+    plan = Plan.model_validate_json(json.dumps(values))
     return ResolvedPlan(plan=plan, device=device, model=model)
-
-
-def _fit_segments(resolved: ResolvedPlan) -> dict[str, int]:
-    """Sizes of the segments that do not depend on what is hot."""
-    needs = dict(resolved.needs.items())
-    budget = resolved.plan.memory.budget
-    sizes = {"runtime": count_runtime(resolved.model, budget, RUNTIME_BYTES)}
-    for name in ("attention", "kv", "predictor", "workspace"):
-        sizes[name] = round_for_people(needs[name].bytes)
-    return sizes
-
-
-def _choose_hot(rest: int, cold_bytes: int, resolved: ResolvedPlan) -> float:
-    """Share of hot neurons: all if they fit, else a part of the memory that is left."""
-    whole = count_ffn_bytes(resolved)
-    if round_up(whole, MIB) <= rest:
-        return 1.0
-    room = min(rest * HOT_PART, rest - cold_bytes) - MIB
-    steps = int(max(room, 0) / whole / SHARE_STEP)
-    return round(steps * SHARE_STEP, 4)
 
 
 SEGMENT_REMARKS = {
@@ -197,9 +148,7 @@ def _describe_units(device: Device) -> list[str]:
     return [f"# The cpu computes everything; `pi2 plan` divides the work with the {names}."]
 
 
-def _write(
-    wish: Wish, values: dict[str, Any], segments: Mapping[str, int], final: ResolvedPlan
-) -> str:
+def _write(wish: Wish, values: dict[str, Any], final: ResolvedPlan) -> str:
     whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
     lines = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
@@ -220,7 +169,7 @@ def _write(
         "[memory.segments]",
     ]
     for name, remark in SEGMENT_REMARKS.items():
-        lines.append(f'{name} = "{format_bytes(segments[name])}"  # {remark}')
+        lines.append(f"{name} = {write_value(values['memory']['segments'][name])}  # {remark}")
     used = final.bundle.used_bytes
     lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]
     lines[-1] += f"  # {used} bytes are used"

@@ -1,0 +1,322 @@
+"""A plan fitted to a memory budget: sizes of segments and units, and shares that stay in memory.
+
+Whoever writes a plan, or changes a plan's budget, asks `fit_plan`.  It takes a plan that states the
+most that may stay in memory, and spends the budget in this order:
+
+1. A unit with memory of its own owns as much of its shares as fit there.
+2. ``runtime``, ``attention``, ``kv``, ``predictor`` and ``workspace`` have what they need.
+3. Hot neurons, and units that use main memory, have what the plan states, if it fits beside the
+   smallest cache that works.  Else every share becomes smaller in proportion, so that they take
+   `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached.  What
+   a unit keeps in its own memory does not become less.
+4. The cache of cold neurons has the rest, and no more than the neurons that are not hot.
+
+More budget never makes fewer neurons hot, or less memory for neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil, floor
+from typing import Any, TypeVar
+
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_runtime, count_unit_needs
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import LayerOverride, Layers, Plan, Segments, UnitMemory
+from pi2.plan.toml.paths import KeyPath
+from pi2.plan.weights.layout import round_up
+
+MIB = 1 << 20
+RUNTIME_BYTES = 160 * MIB
+"""Least size of the segment ``runtime``: Python and the libraries with the cpu backend."""
+HOT_PART = Fraction(1, 2)
+"""Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
+SHARE_STEPS = 1000
+"""Shares that are computed are multiples of the inverse."""
+FIXED = ("attention", "kv", "predictor", "workspace")
+"""Segments besides ``runtime`` that do not depend on what is hot."""
+_LARGE_BYTES = 16 * MIB
+_PAGE_BYTES = 4096
+
+_Table = TypeVar("_Table", Layers, LayerOverride)
+
+
+class Shortage(Exception):
+    """A budget is too small for any plan of its kind."""
+
+    def __init__(self, sizes: Mapping[str, int], needed_bytes: int) -> None:
+        super().__init__(f"{needed_bytes} bytes are needed")
+        self.sizes = sizes
+        """Smallest sizes that work, by segment; ``units.NAME`` for a unit's memory."""
+        self.needed_bytes = needed_bytes
+        """Smallest budget that has room for them."""
+
+
+def round_segment(size_bytes: int) -> int:
+    """Round up to whole MiB, and small sizes to whole pages."""
+    return round_up(size_bytes, _find_step(size_bytes))
+
+
+def round_share(share: Fraction | float) -> float:
+    """Round down to a multiple of the smallest step; a hair below one counts as that step."""
+    return floor(share * SHARE_STEPS + 1e-9) / SHARE_STEPS
+
+
+def add_runtime(model: Model, other_bytes: int) -> int:
+    """Smallest budget, in whole MiB, with ``other_bytes`` beside the segment ``runtime``, which
+    grows with the budget itself."""
+    budget = 0
+    while True:
+        needed = round_up(other_bytes + count_runtime(model, budget, RUNTIME_BYTES), MIB)
+        if needed <= budget:
+            return budget
+        budget = needed
+
+
+def fit_plan(
+    resolved: ResolvedPlan,
+    budget_bytes: int | None,
+    *,
+    runtime_bytes: int | None = None,
+    cold_bytes: int | None = None,
+) -> ResolvedPlan:
+    """Fit a plan to a budget: its segments, units' memories, hot shares and splits are replaced.
+
+    ``resolved`` states the most that may be hot, and of units with memory of their own the most
+    that they may take (``memory.units``; else what the device says).  ``budget_bytes`` None stands
+    for the least budget that holds all of it.  ``runtime_bytes`` is by default what
+    `count_runtime` says; ``cold_bytes`` is the most that the cache of cold neurons is given, by
+    default all neurons that are not hot.  Raises `Shortage` where even the least does not fit.
+    """
+    model = resolved.model
+    resolved = _fit_own_memories(resolved)
+    fixed = _size_fixed(resolved)
+    if budget_bytes is None:
+        neurons = sum(_size_neurons(resolved, MIB).values())
+        neurons += _size_cold(resolved, cold_bytes, MIB)
+        budget_bytes = add_runtime(model, sum(fixed.values()) + neurons)
+    usable = budget_bytes
+    if counts_runtime := runtime_bytes is None:
+        usable = budget_bytes // MIB * MIB  # as coarse as what the runtime takes of it
+        runtime_bytes = count_runtime(model, usable, RUNTIME_BYTES)
+    room = find_room(resolved, usable, runtime_bytes)
+    step = _find_step(room)
+    room = room // step * step
+    fitted = _fit_neurons(resolved, room, step)
+    if fitted is None:
+        raise _find_shortage(resolved, {"runtime": runtime_bytes, **fixed}, counts_runtime)
+    sizes = _size_neurons(fitted, step)
+    sizes["cold"] = min(_size_cold(fitted, cold_bytes, step), room - sum(sizes.values()))
+    return _set_memory(fitted, budget_bytes, {"runtime": runtime_bytes, **fixed, **sizes})
+
+
+def find_room(resolved: ResolvedPlan, budget_bytes: int, runtime_bytes: int) -> int:
+    """Bytes of a budget that are left for neurons; negative where the other segments need more."""
+    return budget_bytes - runtime_bytes - sum(_size_fixed(resolved).values())
+
+
+def write_memory(plan: Plan) -> dict[str, Any]:
+    """The budget, segments and units of a plan as values of its table ``[memory]``."""
+    keys = {"budget", "segments"} | ({"units"} if plan.memory.units else set())
+    return plan.memory.model_dump(include=keys, exclude_none=True)
+
+
+def _find_step(size_bytes: int) -> int:
+    return MIB if size_bytes >= _LARGE_BYTES else _PAGE_BYTES
+
+
+def _keep_size(stated_bytes: int, need_bytes: int) -> int:
+    """A rounded size, or what is stated if that lies between."""
+    rounded = round_segment(need_bytes)
+    return min(stated_bytes, rounded) if stated_bytes >= need_bytes else rounded
+
+
+def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
+    """Sizes of the segments that do not depend on what is hot, ``runtime`` left out."""
+    needs = resolved.needs
+    return {
+        name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
+        for name in FIXED
+    }
+
+
+def _size_neurons(resolved: ResolvedPlan, step: int) -> dict[str, int]:
+    """Sizes of ``hot``, and of units in main memory that have an entry of their own."""
+    sizes = {"hot": round_up(resolved.needs.hot.bytes, step)}
+    needs = count_unit_needs(resolved)
+    for name in resolved.plan.memory.units:
+        if name in resolved.device.units and resolved.shares_main_memory(name):
+            sizes[f"units.{name}"] = round_up(needs[name].bytes, step) if name in needs else 0
+    return sizes
+
+
+def _size_cold(resolved: ResolvedPlan, most_bytes: int | None, step: int) -> int:
+    """Size of the cache that is wanted; none where nothing is put into it."""
+    if resolved.plan.decode.predictor == "none":
+        return 0
+    neurons = resolved.model.layer_neurons
+    size = sum(neurons - layer.hot_neurons for layer in resolved.layers) * resolved.bundle.stride
+    if most_bytes is not None:
+        size = min(size, max(most_bytes, resolved.needs.cold.bytes))
+    return round_up(size, step)
+
+
+def _fit_neurons(resolved: ResolvedPlan, room: int, step: int) -> ResolvedPlan | None:
+    """The plan with as many hot neurons as ``room`` allows; None if it is too small."""
+
+    def count(candidate: ResolvedPlan) -> int:
+        return sum(_size_neurons(candidate, step).values())
+
+    if count(resolved) + resolved.needs.cold.bytes <= room:
+        return resolved
+    least = _scale_hot(resolved, Fraction(0))
+    # Of no larger part does the cache need more.
+    most = room - least.needs.cold.bytes
+    if count(least) > most:
+        return None
+    if resolved.plan.decode.predictor != "none":
+        most = max(min(floor(room * HOT_PART), most), count(least))
+    part = _find_largest(most, lambda part: count(_scale_hot(resolved, part)))
+    return _scale_hot(resolved, part)
+
+
+def _fit_own_memories(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan with the shares of every unit with memory of its own made to fit there, and with
+    the sizes of these memories."""
+    units = dict(resolved.plan.memory.units)
+    for name in count_unit_needs(resolved):
+        if resolved.shares_main_memory(name):
+            continue
+        own = resolved.device.units[name].memory
+        limit = units[name].budget if name in units else own.capacity if own is not None else None
+        whole, part = resolved, Fraction(1)
+
+        def count(part: Fraction, name: str = name, whole: ResolvedPlan = whole) -> int:
+            need = count_unit_needs(_scale_splits(whole, {name: part})).get(name)
+            return 0 if need is None else need.bytes
+
+        if limit is not None and count(part) > limit:
+            if (least := count(Fraction(0))) > limit:
+                raise Shortage({f"units.{name}": least}, least)
+            part = _find_largest(limit, count)
+            resolved = _scale_splits(whole, {name: part})
+        if name not in units:
+            size = round_segment(count(part))
+            units[name] = UnitMemory.model_construct(budget=min(size, limit or size))
+    memory = resolved.plan.memory.model_copy(update={"units": units} if units else {})
+    return replace(resolved, plan=resolved.plan.model_copy(update={"memory": memory}))
+
+
+def _find_largest(most_bytes: int, count: Callable[[Fraction], int]) -> Fraction:
+    """The largest part below 1, in steps, of which there are no more bytes; 0 is taken to fit."""
+    low, high = 0, SHARE_STEPS
+    while high - low > 1:
+        middle = (low + high) // 2
+        if count(Fraction(middle, SHARE_STEPS)) <= most_bytes:
+            low = middle
+        else:
+            high = middle
+    return Fraction(low, SHARE_STEPS)
+
+
+def _scale_hot(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
+    """The plan with ``part`` of its hot shares, and of the shares of units in main memory; what a
+    unit has in its own memory stays."""
+    mine = [name for name in resolved.dense_units if resolved.shares_main_memory(name)]
+    kept: dict[KeyPath, float] = {}
+    for layer in resolved.layers:
+        share = 0.0
+        if layer.dense is not None and layer.dense.unit not in mine:
+            share = ceil(layer.dense.kept * SHARE_STEPS / resolved.model.layer_neurons)
+            share = min(layer.hot, share / SHARE_STEPS)
+        kept[layer.hot_path] = max(share, kept.get(layer.hot_path, 0.0))
+
+    def scale(hot: float, path: KeyPath) -> float:
+        least = kept.get(path, 0.0)
+        return round(least + round_share((hot - least) * part), 6)
+
+    smaller = _scale_splits(resolved, dict.fromkeys(mine, part))
+    layers = smaller.plan.layers
+    overrides = tuple(
+        item
+        if item.hot is None
+        else item.model_copy(
+            update={"hot": scale(item.hot, ("layers", "overrides", number, "hot"))}
+        )
+        for number, item in enumerate(layers.overrides)
+    )
+    hot = scale(layers.hot, ("layers", "hot"))
+    return _set_layers(smaller, layers.model_copy(update={"hot": hot}), overrides)
+
+
+def _scale_splits(resolved: ResolvedPlan, parts: Mapping[str, Fraction]) -> ResolvedPlan:
+    """The plan with these parts of the shares of dense units, by name; the sparse unit has what
+    they leave."""
+    if all(part == 1 for part in parts.values()):
+        return resolved
+    sparse = resolved.sparse_unit
+
+    def scale(split: Mapping[str, float]) -> dict[str, float]:
+        if not any(split.get(name) for name in parts):
+            return dict(split)
+        dense = {
+            name: round_share(share * parts[name]) if name in parts else share
+            for name, share in split.items()
+            if name != sparse
+        }
+        return {**dense, sparse: round(1.0 - sum(dense.values()), 6)}
+
+    def change(table: _Table) -> _Table:
+        changes: dict[str, Any] = {}
+        if table.split is not None:
+            changes["split"] = scale(table.split)
+        if table.batches:
+            changes["batches"] = tuple(
+                item.model_copy(update={"split": scale(item.split)}) for item in table.batches
+            )
+        return table.model_copy(update=changes)
+
+    layers = resolved.plan.layers
+    return _set_layers(resolved, change(layers), tuple(change(item) for item in layers.overrides))
+
+
+def _set_layers(
+    resolved: ResolvedPlan, layers: Layers, overrides: tuple[LayerOverride, ...]
+) -> ResolvedPlan:
+    if overrides:
+        layers = layers.model_copy(update={"overrides": overrides})
+    return replace(resolved, plan=resolved.plan.model_copy(update={"layers": layers}))
+
+
+def _set_memory(
+    resolved: ResolvedPlan, budget_bytes: int, sizes: Mapping[str, int]
+) -> ResolvedPlan:
+    """The plan with a budget, and sizes of segments and units."""
+    memory = resolved.plan.memory
+    names = Segments.model_fields
+    segments = memory.segments.model_copy(update={name: sizes[name] for name in names})
+    units = {
+        name: unit.model_copy(update={"budget": sizes.get(f"units.{name}", unit.budget)})
+        for name, unit in memory.units.items()
+    }
+    changes: dict[str, Any] = {"budget": budget_bytes, "segments": segments}
+    if units:
+        changes["units"] = units
+    plan = resolved.plan.model_copy(update={"memory": memory.model_copy(update=changes)})
+    return replace(resolved, plan=plan)
+
+
+def _find_shortage(
+    resolved: ResolvedPlan, fixed: Mapping[str, int], counts_runtime: bool
+) -> Shortage:
+    """What the least of a plan takes."""
+    least = _scale_hot(resolved, Fraction(0))
+    neurons = {name: size for name, size in _size_neurons(least, MIB).items() if size}
+    sizes = {**fixed, **neurons, "cold": least.needs.cold.bytes}
+    needed = sum(sizes.values())
+    if counts_runtime:
+        needed = add_runtime(resolved.model, needed - fixed["runtime"] + MIB)
+    return Shortage(sizes, needed)
