@@ -139,6 +139,8 @@ def make_loan(
         cold_slots=cold_slots - count_spare_slots(resolved),
         release=partial(budget.release, "kv"),
         balance=balance,
+        never_wanted=sum(layer.own_hot.start for layer in resolved.layers)
+        - count_neurons_at_risk(resolved),
     )
 
 

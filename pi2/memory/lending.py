@@ -29,22 +29,26 @@ class ContextLoan:
         cold_slots: int,
         release: Callable[[], None],
         balance: HotBalance | None = None,
+        never_wanted: int = 0,
     ) -> None:
         """``cold_slots`` that the cache has for itself with the hot neurons that it began with;
         ``balance``: what has let hot regions grow meanwhile; ``release`` lets the system have what
-        keys and values take."""
+        keys and values take; ``never_wanted``: neurons that nobody ever looks for in the cache,
+        because units keep them."""
         self._cache = cache
         self._memory = memory
         self._cold_slots = cold_slots
         self._release = release
         self._balance = balance
+        self._never_wanted = never_wanted
         self._claimed = 0
 
     def count_slots(self, tokens: int) -> int:
         """Cold slots while there are at most ``tokens``."""
         cache = self._cache
+        absent = cache.absent_capacity - self._never_wanted
         lent = self._memory.count_unused(tokens) // int(cache.arena.shape[1])
-        return min(cache.absent_capacity, self._cold_slots + lent - cache.hot_growth)
+        return min(absent, self._cold_slots + lent - cache.hot_growth)
 
     def claim(self, tokens: int) -> None:
         """Make room for the keys and values of ``tokens`` in all; nothing may be held."""

@@ -16,6 +16,8 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
+from pi2.plan.reading.references import find_shipped_folder
+from pi2.plan.resolve import load_plan
 from pi2.store.reordering import repack_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
@@ -108,6 +110,55 @@ def test_every_way_of_decoding_goes_with_two_units(
     plan: Path, alone: tuple[F32, F32], settings: Mapping[str, Any]
 ) -> None:
     check(run(plan, {**TWO, **settings}), alone)
+
+
+def test_several_chunks_go_with_a_unit_in_a_process(plan: Path, alone: tuple[F32, F32]) -> None:
+    settings = {
+        **TWO,
+        "units": {"second": {"process": "own"}},
+        "prefill.unit": "second",
+        "pipeline.prefill": "layers-first",
+        "decode.predictor": "gate",
+    }
+    with pi2.load(plan, set=settings) as model:
+        ids = np.array(IDS, np.int32)
+        found = model._parts.forward.prefill(ids, all_logits=True)
+        check((found, model.logits(IDS, mode="decode")), (alone[0], alone[1]))
+
+
+def test_what_changes_a_run_changes_the_digest(plan: Path) -> None:
+    base: dict[str, Any] = {**TWO, "decode.batch": 3}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"layers.batches": BATCHES},
+        {"layers.batches": [{**BATCHES[0], "sequences": 3}]},
+        {"prefill.unit": "second"},
+        {"units": {"second": {"process": "own"}}},
+        {"units": {"second": {"on_failure": "cpu"}}},
+    ]
+    digests = [load_plan(plan, overrides={**base, **change}).digest for change in changes]
+    assert len(set(digests)) == len(changes)
+    spelt = {"layers.batches": [*BATCHES, {**BATCHES[0], "sequences": 3}]}
+    assert load_plan(plan, overrides={**base, **spelt}).digest == digests[1]
+
+
+@pytest.mark.parametrize("rebalance", [{}, {"cache.rebalance": 2}], ids=["fixed", "rebalanced"])
+@pytest.mark.parametrize("hot", [0.5, 0.8])
+def test_the_context_lends_no_more_than_can_be_used(hot: float, rebalance: dict[str, Any]) -> None:
+    settings = {
+        "backends": {"cpu": "null", "npu": "null"},
+        "units": {"second": {"process": "same", "on_failure": "stop"}},
+        "kv.lend": True,
+        "layers.hot": hot,
+        "memory.segments.cold": "150 KiB",
+        **rebalance,
+    }
+    with pi2.load(find_shipped_folder() / "demo-two-units.plan.toml", set=settings) as model:
+        for _ in range(2):
+            list(model.generate([1, 2, 3], max_tokens=4))
+            cache = model._parts.cache
+            # All but the hot neurons, and the 307 of each layer that the unit keeps.
+            assert cache.cold_capacity <= cache.absent_capacity - 8 * 307
 
 
 def test_layers_may_be_divided_otherwise(plan: Path, alone: tuple[F32, F32]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from pi2.diagnostics import UserError
@@ -10,16 +13,17 @@ from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.refit import Refit, parse_budget, refit_plan
 
+TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
 DEMO = find_shipped_folder() / "demo.plan.toml"
 BAMBOO = find_shipped_folder() / "oneplus-12/bamboo-7b-half.plan.toml"
 MIB = 1 << 20
 
 
-def fit(budget: float, **overrides: object) -> tuple[Refit, ResolvedPlan]:
+def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[Refit, ResolvedPlan]:
     given = {key.replace("__", "."): value for key, value in overrides.items()}
-    refit = refit_plan(load_plan(DEMO, overrides=given), int(budget * MIB))
+    refit = refit_plan(load_plan(plan, overrides=given), int(budget * MIB))
     # Loading checks every rule: segments hold their needs and fit the budget.
-    return refit, load_plan(DEMO, overrides={**given, **refit.overrides})
+    return refit, load_plan(plan, overrides={**given, **refit.overrides})
 
 
 def find_least() -> float:
@@ -38,6 +42,46 @@ def test_segments_fit_every_budget_that_is_large_enough(beyond: float) -> None:
     assert used <= memory.budget
     for name, need in fitted.needs.items():
         assert getattr(memory.segments, name) >= need.bytes
+
+
+SEVERAL: dict[str, object] = {
+    "layers__hot": 0.5,
+    "layers__batches": [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}],
+    "decode__batch": 2,
+    "memory__segments__kv": "8 MiB",
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"memory__units__second__budget": "3 MiB", "memory__segments__hot": "1 MiB"},
+        {"pipeline__prefill": "layers-first"},
+        SEVERAL,
+    ],
+    ids=["part of hot", "a budget of its own", "several chunks", "several sequences"],
+)
+def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, Any]) -> None:
+    """Every budget is too small, or gives a plan that is sound."""
+    fitted, refused = {}, {}
+    for size in range(120 * 4, 136 * 4):
+        try:
+            refit, plan = fit(size / 4, TWO_UNITS, **settings)
+        except UserError as error:
+            refused[size] = [found.code for found in error.diagnostics]
+            continue
+        fitted[size] = plan
+        (dense,) = {layer.dense for layer in plan.layers}
+        if dense is None:
+            continue
+        if plan.layers[0].hot_neurons < 307:
+            assert "layers.split: cpu 0.7, second 0.3 -> " in "\n".join(refit.changes)
+    assert all(codes == ["P611"] for codes in refused.values())
+    assert max(refused) < min(fitted)
+    counts = [0 if p.layers[0].dense is None else p.layers[0].dense.kept for p in fitted.values()]
+    assert counts == sorted(counts)
+    assert counts[-1] == 307
 
 
 def test_the_cold_cache_gives_before_the_hot_neurons_do() -> None:

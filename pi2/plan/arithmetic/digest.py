@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 
 _COSMETIC = frozenset({"name", "description"})
 
@@ -35,6 +35,14 @@ def dump_plain(document: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _COSMETIC}
 
 
+def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
+    values: dict[str, Any] = {"split": dict(layer.split), "hot": layer.hot}
+    if layer.dense is not None and len(set(layer.dense.by_sequences)) > 1:
+        # Other splits for several sequences, which most plans do not have.
+        values["batches"] = [layer.dense.unit, *layer.dense.by_sequences]
+    return values
+
+
 def compute_digest(resolved: ResolvedPlan) -> str:
     """Digest of plan, device and model together.
 
@@ -52,7 +60,7 @@ def compute_digest(resolved: ResolvedPlan) -> str:
         if found.expert_limits is not None:
             limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
         plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
-    layers = [{"split": dict(layer.split), "hot": layer.hot} for layer in resolved.layers]
+    layers = [_dump_layer(layer) for layer in resolved.layers]
     return hash_json(
         {
             "plan": plan,

@@ -345,7 +345,7 @@ def count_chunks(resolved: ResolvedPlan) -> int:
         return 1
     backend = _find_sparse_backend(resolved)
     own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
-    room = plan.memory.segments.workspace - resolved.needs.workspace.bytes
+    room = plan.memory.segments.workspace - _need_workspace(resolved).bytes
     return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
 
 

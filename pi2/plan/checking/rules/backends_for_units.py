@@ -29,6 +29,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         for unit, share in placed.split.items():
             if share > 0:
                 paths.setdefault(unit, (*placed.path, unit))
+    if plan.prefill.unit is not None:
+        paths.setdefault(plan.prefill.unit, ("prefill", "unit"))
     for unit, path in paths.items():
         settings = plan.units.get(unit)
         has_own = settings is not None and settings.backend is not None
@@ -38,9 +40,9 @@ def check(facts: Facts) -> Iterator[Finding]:
         listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
         yield Finding(
             path=path,
-            at="key",
+            at="value" if path == ("prefill", "unit") else "key",
             message=f"no backend is named for units of kind `{kind}`, such as `{unit}`",
-            help=f"add a backend for {kind} to `backends`, or give the share to another unit",
+            help=f"add a backend for {kind} to `backends`, or give the work to another unit",
             origins=(
                 Origin(document="plan", path=("backends",), text=f"backends: {listed or 'none'}"),
             ),

@@ -11,23 +11,27 @@ Fix: give each layer to one unit beside the sparse one; other layers may have an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pi2.plan.arithmetic.resolved import find_sparse_unit
 from pi2.plan.checking.findings import Facts, Finding
 from pi2.plan.checking.splits import list_placed_splits
+from pi2.plan.documents.selectors import list_layers
+from pi2.plan.toml.paths import KeyPath
 
 CODE = "P262"
 SEVERITY = "error"
-NEEDS = ("plan", "device")
+NEEDS = ("resolved",)
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Count the units of every split, and of each split with those for several sequences."""
+    """Count the units of every split, and of each layer's split with those for several
+    sequences."""
     sparse = find_sparse_unit(facts.plan, facts.device)
-    of_layers: str | None = None
+    subjects = {}
     for placed in list_placed_splits(facts.plan):
-        dense = [name for name, share in placed.split.items() if share > 0 and name != sparse]
+        subjects[placed.path] = placed.subject
+        dense = _list_dense(placed.split, sparse)
         if len(dense) > 1:
             yield Finding(
                 path=placed.path,
@@ -35,12 +39,44 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"{', '.join(f'`{name}`' for name in dense)}",
                 help=f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
             )
-            continue
-        if "batches" not in placed.path:
-            of_layers = dense[0] if dense else None
-        elif dense and of_layers is not None and dense[0] != of_layers:
-            yield Finding(
-                path=placed.path,
-                message=f"{placed.subject} name `{dense[0]}`, and `{of_layers}` without batches",
-                help=f"name `{of_layers}` here, too: a unit keeps its neurons whatever the batch",
-            )
+    seen = set()
+    for layer, splits in enumerate(_list_splits_of_layers(facts)):
+        first: str | None = None
+        for path, split in splits.items():
+            dense = _list_dense(split, sparse)
+            if len(dense) != 1:
+                continue
+            if first is None:
+                first = dense[0]
+            elif dense[0] != first and path not in seen:
+                seen.add(path)
+                yield Finding(
+                    path=path,
+                    message=f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
+                    f"`{first}` otherwise",
+                    help=f"name `{first}` here, too: a unit keeps its neurons whatever the batch",
+                )
+
+
+def _list_dense(split: Mapping[str, float], sparse: str) -> list[str]:
+    return [name for name, share in split.items() if share > 0 and name != sparse]
+
+
+def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, float]]]:
+    """Every layer's splits by their places: that for one sequence, then those for several."""
+    plan, count = facts.plan, facts.resolved.model.shape.layers
+    base: KeyPath = ("layers",)
+    owners: list[tuple[KeyPath, Mapping[str, float]]] = [(base, plan.layers.split)] * count
+    tables = [(base, plan.layers.batches)] * count
+    for number, override in enumerate(plan.layers.overrides):
+        path: KeyPath = (*base, "overrides", number)
+        for layer in list_layers(override.select, count):
+            if override.split is not None:
+                owners[layer] = (path, override.split)
+            if override.batches is not None:
+                tables[layer] = (path, override.batches)
+    return [
+        {(*owner, "split"): split}
+        | {(*place, "batches", n, "split"): entry.split for n, entry in enumerate(table)}
+        for (owner, split), (place, table) in zip(owners, tables, strict=True)
+    ]
