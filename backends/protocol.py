@@ -13,6 +13,7 @@ Order of calls for a chunk of T tokens at ``position``::
         attend(layer, position)                     x += attention(norm(x)), keys and values kept
         begin_ffn(layer)                            u = norm(x), y = 0
         list_experts (T = 1)                        -> experts that the router chose, in a mixture
+        list_chunk_experts                          -> those that it chose for any of the tokens
         predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
         find_open, any number (T = 1)               -> of some neurons, those whose gates are open
         share_input                                 -> u, for units beside the executor
@@ -118,7 +119,7 @@ class BuildRequest:
     """Per layer of a mixture, the first limit of each expert [experts], instead of the layer's."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
-    ascending within each: of the rows of predictors and gates; needed to predict only."""
+    ascending within each: of the rows of predictors and gates; needed to name neurons only."""
     rows: DividedRows | None = None
     """First rows of projections and of the head that another unit computes; the executor is a
     `RowDivider` then, and multiplies with the others."""
@@ -179,6 +180,10 @@ class Executor(Protocol):
     def list_experts(self) -> I32:
         """Experts, ascending, that the router chose in the last ``begin_ffn`` (T = 1); none where
         the model is no mixture."""
+
+    def list_chunk_experts(self) -> I32:
+        """Experts, ascending, that the router chose in the last ``begin_ffn`` for any of the T
+        tokens; none where the model is no mixture."""
 
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from pi2.arrays import I32
 from pi2.backends.host import load_host_loops
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import Backend, BuildRequest, Executor
 from pi2.diagnostics import UserError
+from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel, Parts
@@ -29,6 +31,7 @@ from pi2.engine.loading import (
     open_reader,
     read_tokenizer,
 )
+from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.fit import find_plan_misfits, locate_findings
 from pi2.logging import get_logger
@@ -117,7 +120,8 @@ def build(
         rows = open_embedding(resolved, store, budget)
         if rows is not None:
             cleanup.callback(rows.close)
-        request = describe_build(resolved, machine, store, rows, budget, progress)
+        grouped = group_by_expert(resolved, store, budget)
+        request = describe_build(resolved, machine, store, rows, grouped, budget, progress)
         # Whoever looks at neurons wants to see them all: then the executor computes everything.
         seen = make_observer is not None
         if seen:
@@ -144,7 +148,8 @@ def build(
         if hashes is not None:
             hashes.finish()
         balance = make_balance(resolved, cache, reader)
-        feed_forward = FeedForward(
+        routed = resolved.plan.decode.predictor == "router"
+        feed_forward = (RoutedFeedForward if routed else FeedForward)(
             executor,
             cache,
             reader,
@@ -156,6 +161,7 @@ def build(
             separate_scales=request.scales is not None,
             shares=shares,
             in_order=observer is not None,
+            experts=make_experts(resolved, grouped),
         )
         bind_first_thread(request, cleanup)
         report_build(resolved, request, cache, reader, balance)
@@ -188,6 +194,11 @@ def build(
             release=release,
         )
     )
+
+
+def make_experts(resolved: ResolvedPlan, grouped: list[I32] | None) -> ExpertNeurons | None:
+    """What tells whose neurons are whose, in a mixture."""
+    return None if grouped is None else ExpertNeurons(grouped, resolved.model.expert_count)
 
 
 def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore, Tokenizer]:
@@ -266,16 +277,16 @@ def describe_build(
     machine: Machine,
     store: NeuronStore | None,
     rows: EmbeddingRows | None,
+    grouped: list[I32] | None,
     budget: Budget,
     progress: Progress,
 ) -> BuildRequest:
-    """Gather what the backend needs, and count the mapped tensors in their segments."""
+    """Gather what the backend needs, and count the mapped tensors in their segments; ``grouped``:
+    a mixture's neurons, expert by expert."""
     mode = resolved.plan.decode.predictor
     unit = resolved.device.units[resolved.sparse_unit]
     tensors = {} if store is None else load_dense(store, mode, rows, budget, progress)
-    gate_rows = gate_biases = expert_neurons = None
-    if mode != "none" and resolved.model.moe is not None and store is not None:
-        expert_neurons = [group_by_expert(layer, resolved.model, budget) for layer in store.layers]
+    gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
         if resolved.bundle.biases:
@@ -304,7 +315,7 @@ def describe_build(
         gate_biases=gate_biases,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
         expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
-        expert_neurons=expert_neurons,
+        expert_neurons=None if mode == "none" or store is None else grouped,
         rows=resolved.divided_rows,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),

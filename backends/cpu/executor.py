@@ -267,6 +267,12 @@ class CpuExecutor:
         """Return the experts that the router chose."""
         return list_chosen(self._now.arrays.routes[self._token]) if self._moe else _NONE
 
+    def list_chunk_experts(self) -> I32:
+        """Return the experts that the router chose for any token."""
+        if self._moe is None:
+            return _NONE
+        return np.flatnonzero(self.read_routes().any(axis=0)).astype(np.int32)
+
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         chosen = self.list_experts() if experts is None else experts

@@ -83,6 +83,17 @@ class NullExecutor(ObservableExecutor):
     def list_experts(self) -> I32:
         return np.sort(self._experts[self._token])
 
+    def list_chunk_experts(self) -> I32:
+        if self._moe is None:
+            return self._experts[0]
+        drawn = np.unique(np.concatenate(self._experts))
+        others = self._tokens[self._chunk] - len(self._experts)
+        if others <= 0:
+            return drawn
+        resting = (1 - self._moe.active_experts / self._moe.experts) ** others
+        chosen = np.flatnonzero(self._random.random(self._moe.experts) >= resting)
+        return np.union1d(drawn, chosen).astype(np.int32)
+
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         neurons = self._request.neurons

@@ -244,6 +244,10 @@ class ReferenceExecutor(ObservableExecutor):
     def list_experts(self) -> I32:
         return list_chosen(self._routes[self._token]) if self._model.moe else np.empty(0, np.int32)
 
+    def list_chunk_experts(self) -> I32:
+        any_routes = np.any(self._routes, axis=0) if self._model.moe else np.empty(0)
+        return np.flatnonzero(any_routes).astype(np.int32)
+
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         if self._model.moe is None:

@@ -32,7 +32,7 @@ def count_token_bytes(
     the store's predictors.  None where it is not known: in sparse decoding without a share.
     """
     plan, model = resolved.plan, resolved.model
-    dense = plan.decode.predictor == "none"
+    dense = plan.decode.predictor in ("none", "router")
     if active is None and not dense:
         return None
     shape, bundle = model.shape, resolved.bundle
@@ -44,7 +44,7 @@ def count_token_bytes(
     neurons = shape.layers * model.token_neurons
     part = vector_bytes(bundle.hidden, bundle.precision)
     match plan.decode.predictor:
-        case "none":
+        case "none" | "router":
             predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
         case "gate":
             assert active is not None

@@ -1,7 +1,8 @@
 """The FFN of a layer with its neurons in memory and on flash.
 
 Dense (prefill, and decode with ``predictor = "none"``): `pi2.engine.neuron_stream` gives all
-neurons, those on flash in long reads while others are computed.
+neurons, those on flash in long reads while others are computed; in a mixture those of the experts
+that any token chose.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
 while the missing ones are being read, and these, cluster by cluster, as they arrive.  In two phases
 (``pipeline.phases = 2``) gates are read first, and up and down of those that are open, a cluster's
@@ -22,12 +23,17 @@ import numpy as np
 from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
+from pi2.engine.experts import ExpertNeurons, unite_experts
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan import Decode
+
+MOST_EXPERTS = 0.9
+"""Share of a layer's experts from which the next layer of a prompt is read as a whole, before its
+routing is known."""
 
 
 @dataclass(slots=True)
@@ -44,7 +50,7 @@ class NeuronCounters:
 
 
 @dataclass(slots=True)
-class _Wave:
+class Wave:
     """Neurons of a layer that are in memory together: found, and on their way."""
 
     layer: int
@@ -60,6 +66,10 @@ class _Wave:
     """Which neurons [neurons] each of several tokens has named; None of one."""
     experts: list[I32] | None = None
     """Experts that they belong to, of each token, where these were guessed ahead."""
+    taken: int = 0
+    """Clusters that have been waited for."""
+    named: I32 | None = None
+    """Stored indices of all of them, of a wave that was begun ahead for chosen experts."""
     opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
     """In two phases, of each cluster: slots and stored indices of those whose gates are open, and
     what is still read of them."""
@@ -94,6 +104,7 @@ class FeedForward:
         separate_scales: bool = False,
         shares: DenseShares | None = None,
         in_order: bool = False,
+        experts: ExpertNeurons | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -102,16 +113,24 @@ class FeedForward:
         routing is known.  ``token_neurons``: those of a layer that may compute a token,
         if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
-        beside the executor compute.  ``in_order``: dense layers are computed in stored order, for
-        those who look at them.
+        beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
+        stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
+        mixture.
         """
         self._executor = executor
         self._cache = cache
         self._reader = reader
         self.shares = shares or DenseShares(executor, {}, [None] * layers, cache.neurons)
+        self._experts = experts
+        self._leaves_out = experts is not None and not in_order
+        """Whether experts that no token of a prompt has chosen are left out."""
+        # What is computed of chosen experts does not depend on what is in memory.
+        in_order = in_order or (experts is not None and decode.predictor in ("none", "router"))
         self._stream = NeuronStream(
             cache, reader, staging, layers, first=self._count_owned, in_order=in_order
         )
+        self._is_whole = False
+        """Whether all neurons of the next layer are taken, since nearly all experts compute."""
         self._jobs: list[Jobs] = []
         """Jobs of units under way, of each chunk."""
         self._layers = layers
@@ -122,7 +141,7 @@ class FeedForward:
         self._token_neurons = cache.neurons if token_neurons is None else token_neurons
         self.balance = balance
         self._separate_scales = separate_scales
-        self._wave: _Wave | None = None
+        self._wave: Wave | None = None
         self._tokens = 1
         self._sequences = 0
         """Sequences of a step; 0 in a prompt."""
@@ -140,11 +159,13 @@ class FeedForward:
         """Let what follows be about so many tokens, each of another sequence."""
         self.shares.check()
         self._tokens = self._sequences = tokens
+        self._is_whole = False
 
     def begin_prompt(self) -> None:
         """Let what follows be about chunks of a prompt."""
         self.shares.check()
         self._sequences = 0
+        self._is_whole = False
 
     def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
         """Compute all neurons of ``layer`` for the first ``chunks`` chunks that the executor keeps,
@@ -154,14 +175,17 @@ class FeedForward:
         others meanwhile.
         """
         executor, shares = self._executor, self.shares
-        self._stream.begin(layer)
+        if not self._leaves_out or self._is_whole:
+            self._stream.begin(layer)
         owned = self._count_owned(layer)
         others = range(owned, self._cache.neurons)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.begin_ffn(layer)
             self._jobs.append(shares.start(layer, owned, self._sequences))
-        for stretch in self._stream.give(layer, others):
+        wanted = self._list_wanted(layer, others, chunks)
+        reads_on = not self._leaves_out or self._is_whole
+        for stretch in self._stream.give(layer, wanted, reads_on=reads_on):
             for chunk, jobs in enumerate(self._jobs):
                 if not shares.add(jobs, stretch.bundles, stretch.first):
                     executor.select_chunk(chunk)
@@ -175,6 +199,23 @@ class FeedForward:
                     executor.add_dense(layer, stretch.bundles, stretch.first)
             executor.end_ffn(layer)
             yield chunk
+
+    def _list_wanted(self, layer: int, others: range, chunks: int) -> list[range]:
+        """Stretches of stored order, within ``others``, that the executor computes: all, or those
+        of the experts that any token has chosen."""
+        if not self._leaves_out:
+            return [others]
+        assert self._experts is not None
+        chosen = []
+        for chunk in range(chunks):
+            self._executor.select_chunk(chunk)
+            chosen.append(self._executor.list_chunk_experts())
+        united = unite_experts(chosen)
+        was_whole = self._is_whole
+        self._is_whole = len(united) >= MOST_EXPERTS * self._experts.experts
+        if was_whole:
+            return [others]
+        return self._experts.list_runs(layer, united, others, self._stream.shortest_gap)
 
     def prepare_sparse(self, layer: int) -> None:
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
@@ -227,13 +268,13 @@ class FeedForward:
 
     def _find_named(
         self, layer: int, owned: int, late: list[I32] | None = None, end: int | None = None
-    ) -> _Wave:
+    ) -> Wave:
         """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
         before ``end`` if it is given, and of experts that were found ``late``, if any."""
         named = self._predict(layer, owned, late, end)
         return self._begin_wave(layer, owned, *named)
 
-    def _begin_ahead(self, layer: int) -> _Wave:
+    def _begin_ahead(self, layer: int) -> Wave:
         """Predict and begin to read before the layer's own input is known."""
         self._executor.begin_ffn(layer)
         experts = self._list_experts()
@@ -255,7 +296,7 @@ class FeedForward:
             yield token
         self._executor.select_token(0)
 
-    def _list_unforeseen(self, wave: _Wave) -> list[I32]:
+    def _list_unforeseen(self, wave: Wave) -> list[I32]:
         """Experts of each token that looking ahead has not named."""
         late = []
         for chosen, guessed in zip(self._list_experts(), wave.experts or (), strict=False):
@@ -264,7 +305,7 @@ class FeedForward:
             self.counters.foreseen += len(chosen) - len(late[-1])
         return late
 
-    def _compute_waves(self, layer: int, waves: list[_Wave]) -> None:
+    def _compute_waves(self, layer: int, waves: list[Wave]) -> None:
         """Compute ``waves``, and what they have left for later."""
         try:
             while waves:
@@ -321,7 +362,7 @@ class FeedForward:
 
     def _begin_wave(
         self, layer: int, owned: int, indices: I32, by_token: Bits | None = None
-    ) -> _Wave:
+    ) -> Wave:
         """Find neurons, and begin to read those that are missing.
 
         Cold ones for which the cache has no slot now are left for later waves.
@@ -330,7 +371,7 @@ class FeedForward:
         if self.balance is None and cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
-            return _Wave(
+            return Wave(
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
         end = len(indices)
@@ -354,11 +395,11 @@ class FeedForward:
             cache.forget(layer, found.missing)
             raise
         rest = indices[end:].copy()
-        return _Wave(
+        return Wave(
             layer, found, pending=pending, rest=rest, held=True, owned=owned, by_token=by_token
         )
 
-    def _compute_wave(self, wave: _Wave) -> None:
+    def _compute_wave(self, wave: Wave) -> None:
         found, pending = wave.found, wave.pending
         try:
             if wave.in_phases and wave.is_ahead:
@@ -383,7 +424,7 @@ class FeedForward:
                 unread = self._reader.rest_bytes
                 self._cache.forget(wave.layer, closed, unread_bytes=unread)
 
-    def _open_gates(self, wave: _Wave) -> None:
+    def _open_gates(self, wave: Wave) -> None:
         """Compute the gates that have been read, and begin to read what follows the open ones."""
         pending, reader = wave.pending, self._reader
         if wave.opened:
@@ -398,7 +439,7 @@ class FeedForward:
             closed = pending.gates[cluster] & ~opened
             wave.closed.append(indices.compress(closed))
 
-    def _take_cluster(self, wave: _Wave, pending: PendingRead, number: int) -> tuple[I32, I32]:
+    def _take_cluster(self, wave: Wave, pending: PendingRead, number: int) -> tuple[I32, I32]:
         """Wait for a cluster; return the slots and stored indices of those of its neurons that may
         fire."""
         if pending.gates is None:
@@ -408,7 +449,7 @@ class FeedForward:
             self._reader.finish(rest, 0)
         return slots, indices
 
-    def _find_open(self, wave: _Wave, slots: I32, indices: I32) -> Bits:
+    def _find_open(self, wave: Wave, slots: I32, indices: I32) -> Bits:
         """Whether the gates of the neurons in ``slots`` are open, for any token that named them;
         ``indices`` are their stored indices."""
         arena = self._cache.arena
@@ -422,7 +463,7 @@ class FeedForward:
                 opened[own] |= found
         return opened
 
-    def _add_neurons(self, wave: _Wave, slots: I32, indices: I32 | None = None) -> None:
+    def _add_neurons(self, wave: Wave, slots: I32, indices: I32 | None = None) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
         ``indices``: their stored indices, where they are at hand."""
         cache, layer, by_token = self._cache, wave.layer, wave.by_token
@@ -441,7 +482,7 @@ class FeedForward:
             if len(mine):
                 self._executor.add_neurons(layer, cache.arena, mine, indices.compress(own), known)
 
-    def _abandon_wave(self, wave: _Wave) -> None:
+    def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:
             self._cache.release(wave.found)
         if wave.pending is not None:

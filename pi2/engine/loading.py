@@ -19,7 +19,6 @@ from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
-from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING
@@ -28,7 +27,7 @@ from pi2.regular_file import read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
-from pi2.store.reader import NeuronStore, StoredLayer
+from pi2.store.reader import NeuronStore
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -44,11 +43,30 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def group_by_expert(layer: StoredLayer, model: Model, budget: Budget) -> I32:
-    """Stored indices [neurons] of a layer's neurons, expert by expert."""
-    grouped = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
-    grouped[:] = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
-    return grouped
+def group_by_expert(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
+) -> list[I32] | None:
+    """Stored indices [neurons] of every layer's neurons, expert by expert; None of a model without
+    experts.
+
+    Without a store, stored order is by expert.  Where neurons are only streamed, these numbers are
+    a part of the runtime, which counts more for every neuron of a cache.
+    """
+    model = resolved.model
+    if model.moe is None:
+        return None
+    if store is None:
+        return [np.arange(model.layer_neurons, dtype=np.int32)] * len(resolved.layers)
+    found = []
+    for layer in store.layers:
+        grouped = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
+        if resolved.plan.decode.predictor == "none":
+            found.append(grouped.astype(np.int32))
+        else:
+            room = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
+            room[:] = grouped
+            found.append(room)
+    return found
 
 
 def open_embedding(

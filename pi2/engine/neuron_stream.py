@@ -6,12 +6,15 @@ the cold cache is computed where it is.  Any other is put together in a staging 
 that are missing are read, others are copied out of the cache.  There are two buffers: one is
 filled while the other is computed with, also across layers.  What needs no buffer is given in
 between, in even parts, so that the drive is busy all the time.
+
+Where the order of additions may not depend on what is in memory, and where somebody looks at the
+neurons, all come in stored order instead, in pieces whose bounds depend on what is wanted alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -88,6 +91,8 @@ class NeuronStream:
     """Gives the neurons of each layer, every one once; one caller at a time.
 
     Their order depends on what is in memory, and on nothing else, unless stored order is asked for.
+    Of a mixture, those of some experts may be wanted: then nobody knows what the next layer will
+    want, and nothing is read ahead of it.
     The cache may not change between two layers of a prompt.
     """
 
@@ -102,21 +107,24 @@ class NeuronStream:
         in_order: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers; ``first``: stored index of the
-        first neuron of a layer that is wanted; ``in_order``: neurons come in stored order, for
-        those who look at them."""
+        first neuron of a layer that is wanted; ``in_order``: neurons come in stored order."""
         self._first = first
         self._in_order = in_order
         self._cache = cache
         self._reader = reader
         self._staging = staging
         self._layers = layers
-        self._shortest = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
+        self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
+        """Neurons between two missing ones that are not read with them, at least."""
+        self._reads_on = True
+        """Whether the next layer's neurons are read when this one's are on their way."""
         self._next_buffer = 0
         self._ahead: deque[_Filling] = deque()
         """What is on its way, in the order in which it will be given."""
 
     def begin(self, layer: int) -> None:
-        """Make sure that the layer's first pieces from flash are on their way."""
+        """Make sure that the layer's first pieces from flash are on their way; all its neurons
+        will be wanted."""
         if not self._ahead:
             self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
 
@@ -124,15 +132,18 @@ class NeuronStream:
         """Give the ``wanted`` neurons of a layer, once more or for the first time; each stretch is
         valid until the next."""
         self.abandon()
-        yield from self.give(layer, wanted)
+        yield from self.give(layer, [wanted], reads_on=False)
 
-    def give(self, layer: int, wanted: range | None = None) -> Iterator[Stretch]:
-        """Give the layer's neurons from the first wanted one on, or those that are ``wanted``; each
-        stretch is valid until the next."""
-        pieces, resident = self._divide(layer, wanted)
-        parts = [resident, *([] for _ in pieces)]
-        if not self._in_order:
-            parts = _share_evenly(resident, len(pieces) + 1)
+    def give(
+        self, layer: int, wanted: Sequence[range] | None = None, *, reads_on: bool = True
+    ) -> Iterator[Stretch]:
+        """Give the layer's neurons from the first wanted one on, or those that are ``wanted``
+        (ascending); each stretch is valid until the next.
+
+        ``reads_on``: whether all neurons of the next layer will be wanted.
+        """
+        self._reads_on = reads_on
+        pieces, parts = self._divide(layer, wanted)
         yield from parts[0]
         for number, piece in enumerate(pieces):
             following = pieces[number + 1 :]
@@ -152,20 +163,25 @@ class NeuronStream:
         if not pieces:
             self._fill_buffers([], layer + 1, BUFFERS)
 
-    def _divide(self, layer: int, wanted: range | None = None) -> tuple[list[Piece], list[Stretch]]:
-        """The layer's pieces that need a buffer, and the stretches of the arena that have the
-        rest."""
+    def _divide(
+        self, layer: int, wanted: Sequence[range] | None = None
+    ) -> tuple[list[Piece], list[list[Stretch]]]:
+        """The layer's pieces that need a buffer, and the stretches of the arena that have the rest:
+        those that come before the first piece, between two, and after the last."""
+        wanted = [range(self._first(layer), self._cache.neurons)] if wanted is None else wanted
+        if self._in_order:
+            return self._divide_in_order(layer, wanted)
         pieces: list[Piece] = []
-        wanted = wanted or range(self._first(layer), self._cache.neurons)
         slots, hot = self._cache.hot_slots[layer], self._cache.hot_range(layer)
-        begin, stop = max(hot.start, wanted.start), min(hot.stop, wanted.stop)
         # Stored index of the first, and slots.
-        stretches = []
-        if begin < stop:
-            shift = slots.start - hot.start
-            stretches.append((begin, slice(begin + shift, stop + shift)))
+        stretches: list[tuple[int, slice]] = []
+        for run in wanted:
+            begin, stop = max(hot.start, run.start), min(hot.stop, run.stop)
+            if begin < stop:
+                shift = slots.start - hot.start
+                stretches.append((begin, slice(begin + shift, stop + shift)))
         for piece in self._cut(layer, wanted):
-            place = None if self._in_order else piece.place
+            place = piece.place
             if place is None:
                 pieces.append(piece)
             elif stretches and _are_neighbours(*stretches[-1], piece.first, place):
@@ -173,25 +189,37 @@ class NeuronStream:
                 stretches[-1] = (first, slice(before.start, place.stop))
             else:
                 stretches.append((piece.first, place))
-        return pieces, [Stretch(first, self._cache.arena[slots]) for first, slots in stretches]
+        resident = [Stretch(first, self._cache.arena[slots]) for first, slots in stretches]
+        return pieces, _share_evenly(resident, len(pieces) + 1)
 
-    def _cut(self, layer: int, wanted: range) -> list[Piece]:
+    def _divide_in_order(
+        self, layer: int, wanted: Sequence[range]
+    ) -> tuple[list[Piece], list[list[Stretch]]]:
+        pieces: list[Piece] = []
+        parts: list[list[Stretch]] = [[]]
+        for run in wanted:
+            for piece in self._cut_run(layer, run):
+                place = piece.place
+                if place is None:
+                    pieces.append(piece)
+                    parts.append([])
+                else:
+                    parts[-1].append(Stretch(piece.first, self._cache.arena[place]))
+        return pieces, parts
+
+    def _cut(self, layer: int, wanted: Sequence[range]) -> Iterator[Piece]:
         """The layer's ``wanted`` cold neurons in pieces of a buffer's size."""
-        size, hot = self._staging.shape[1], self._cache.hot_range(layer)
-        # Below the hot ones lie those of a dense unit that is lost.
-        bounds = [
-            (wanted.start, min(hot.start, wanted.stop)),
-            (max(wanted.start, hot.stop), wanted.stop),
-        ]
-        return [
-            Piece(
-                layer=layer,
-                first=first,
-                slots=self._cache.find_slots(layer, first, min(size, stop - first)),
-            )
-            for start, stop in bounds
-            for first in range(start, stop, size)
-        ]
+        hot = self._cache.hot_range(layer)
+        for run in wanted:
+            # Below the hot ones lie those of a dense unit that is lost.
+            yield from self._cut_run(layer, range(run.start, min(hot.start, run.stop)))
+            yield from self._cut_run(layer, range(max(run.start, hot.stop), run.stop))
+
+    def _cut_run(self, layer: int, run: range) -> Iterator[Piece]:
+        size = self._staging.shape[1]
+        for first in range(run.start, run.stop, size):
+            slots = self._cache.find_slots(layer, first, min(size, run.stop - first))
+            yield Piece(layer=layer, first=first, slots=slots)
 
     def _fill_buffers(self, pieces: list[Piece], layer: int, most: int) -> None:
         """Let ``most`` buffers be on their way: with ``pieces``, then with those of ``layer`` and
@@ -199,7 +227,7 @@ class NeuronStream:
         while len(self._ahead) < most:
             last = self._ahead[-1].piece if self._ahead else None
             rest = [piece for piece in pieces if last is None or piece.follows(last)]
-            while not rest and layer < self._layers:
+            while not rest and self._reads_on and layer < self._layers:
                 # A layer that is all in memory is passed over.
                 rest = [p for p in self._divide(layer)[0] if last is None or p.follows(last)]
                 layer += 1
@@ -213,14 +241,14 @@ class NeuronStream:
         reads: list[Future[None]] = []
         # Noted before reads begin: after an interrupt they are waited for.
         self._ahead.append(_Filling(piece, buffer, reads))
-        for missing in piece.find_missing(self._shortest):
+        for missing in piece.find_missing(self.shortest_gap):
             first = piece.first + missing.start
             reads.append(self._reader.start_run(piece.layer, first, buffer[missing]))
 
     def _finish(self, filling: _Filling) -> None:
         """Copy what is in memory, and wait for what is read."""
         slots, end = filling.piece.slots, 0
-        for missing in [*filling.piece.find_missing(self._shortest), slice(len(slots), None)]:
+        for missing in [*filling.piece.find_missing(self.shortest_gap), slice(len(slots), None)]:
             here = slice(end, missing.start)
             if here.start < here.stop:
                 np.take(

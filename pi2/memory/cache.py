@@ -151,6 +151,17 @@ class NeuronCache:
         for those on flash only."""
         return self._slot_of[layer, first : first + count]
 
+    def locate(self, layer: int, indices: I32) -> I32:
+        """Return the slots of the neurons ``indices`` [n] of ``layer``, in their order; ABSENT for
+        those on flash only."""
+        return self._rows[layer].take(indices)
+
+    def count_cold(self, layer: int, indices: I32) -> int:
+        """Return how many of ``indices`` [n] (ascending) are not hot."""
+        hot = self.hot_range(layer)
+        first, end = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+        return len(indices) - int(end - first)
+
     def find_indices(self, layer: int, slots: I32) -> I32:
         """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
         hot = slots - np.int32(self.hot_slots[layer].start - self._first[layer])

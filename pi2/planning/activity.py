@@ -34,7 +34,7 @@ from pi2.simulate.activations import (
 from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.constants import Constants
 
-PredictorMode = Literal["none", "gate", "low-rank"]
+PredictorMode = Literal["none", "gate", "low-rank", "router"]
 Policy = Literal["lfu", "lru"]
 
 _CHURN = 0.5
@@ -311,7 +311,7 @@ class LayerStatistics:
 
     def named(self, mode: PredictorMode) -> float:
         """Share of neurons that the engine computes for a token."""
-        return {"none": 1.0, "gate": self.gate_positive, "low-rank": self.predicted}[mode]
+        return {"gate": self.gate_positive, "low-rank": self.predicted}.get(mode, 1.0)
 
     def opened(self, mode: PredictorMode) -> float:
         """Share of these whose gate is open."""
@@ -360,7 +360,7 @@ def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tupl
     skew = smooth
     if model.sparsity is not None and model.sparsity.skew is not None:
         skew = model.sparsity.skew
-    if mode == "none":
+    if mode in ("none", "router"):
         return 1.0, skew
     predictor = model.predictor
     if mode == "low-rank" and predictor is not None and predictor.active is not None:

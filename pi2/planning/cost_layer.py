@@ -219,7 +219,8 @@ def _count_neuron_bytes(
 ) -> float:
     """Bytes of a neuron that are read on average: up only behind an open gate, down only if the
     neuron fires.  Unmeasured devices have a rate for whole neurons."""
-    if not rates.measured or not sizes.is_gated or settings.predictor == "none":
+    names_all = settings.predictor in ("none", "router")
+    if not rates.measured or not sizes.is_gated or names_all:
         return float(sizes.neuron)
     if settings.predictor == "gate":
         return sizes.neuron * (1.0 + activity.fired) / 2

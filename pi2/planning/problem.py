@@ -221,15 +221,18 @@ def _lies_by_expert(wish: Wish) -> bool:
 def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
     """Ways to find active neurons that the model has, and whether reads may begin early."""
     model = wish.model
+    exact: PredictorMode = "none" if model.moe is None else "router"
     if model.is_smooth and model.predictor is None:
-        return ["none"], ("none",)
+        return [exact], ("none",)
     modes: list[PredictorMode] = []
     if model.predictor is not None and not wish.exact:
         modes.append("low-rank")
     if not model.is_smooth:
         modes.append("gate")
+    if exact == "router" and "low-rank" not in modes:
+        modes.append(exact)
     if not modes:
-        return ["none"], ("none",)
+        return [exact], ("none",)
     ahead: tuple[LookAhead, ...] = ("none", "layer") if "low-rank" in modes else ("none",)
     return modes, ahead
 

@@ -205,4 +205,5 @@ def _describe_predictor(mode: str) -> str:
         "none": "every neuron is computed",
         "gate": "all gates are computed first, which is exact",
         "low-rank": "trained predictors name them",
+        "router": "those of the chosen experts, all of them, which is exact",
     }[mode]

@@ -256,7 +256,7 @@ class _Reader:
         """Share of the computed experts' neurons that the engine computes."""
         model, constants = self._model, self._constants
         kind = self._resolved.plan.decode.predictor
-        if kind == "none":
+        if kind in ("none", "router"):
             return 1.0
         if kind == "gate" and self._resolved.thresholds is not None:
             self._use("sparsity.active", "measured", "the plan's thresholds")

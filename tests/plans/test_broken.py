@@ -148,6 +148,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "remove-without-extends.plan.toml": ("P025", 2, 10),
     "rests-on-claims.plan.toml": ("P403", 2, 10),
     "reversed-range.plan.toml": ("P212", 27, 10),
+    "router-of-no-experts.plan.toml": ("P268", 44, 13),
     "same-cluster-twice.device.toml": ("P252", 8, 12),
     "same-override-twice.plan.toml": ("P215", 33, 6),
     "same-reads-twice.device.toml": ("P256", 28, 1),

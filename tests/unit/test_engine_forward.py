@@ -358,7 +358,7 @@ def test_a_prompt_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
         with pi2.load(plan, set={"cache.fill": fill}) as model:
             parts = model._parts
             # A stretch in memory saves a read, however short it is.
-            parts.feed_forward._stream._shortest = 1
+            parts.feed_forward._stream.shortest_gap = 1
             cache, width = parts.cache, parts.cache.arena.shape[1]
             model.logits(TOKENS, mode="decode")  # brings in some, in no order
             absent = sum(

@@ -51,7 +51,7 @@ def make_stream(cache: NeuronCache, size: int = 16) -> tuple[NeuronStream, FakeR
     reader = FakeReader()
     staging = np.full((2, size, STRIDE), 255, np.uint8)
     stream = NeuronStream(cache, reader, staging, LAYERS)  # type: ignore[arg-type]
-    stream._shortest = 1
+    stream.shortest_gap = 1
     return stream, reader
 
 
@@ -89,7 +89,7 @@ def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
         bring_in(cache, 1, 35, 9, 12, 13)
     reader, staging = FakeReader(), np.full((2, 8, STRIDE), 255, np.uint8)
     stream = NeuronStream(cache, reader, staging, LAYERS, in_order=True)  # type: ignore[arg-type]
-    stream._shortest = 1
+    stream.shortest_gap = 1
     for layer in range(LAYERS):
         stream.begin(layer)
         got = np.concatenate([piece.bundles[:, :2].copy() for piece in stream.give(layer)])

@@ -13,6 +13,7 @@ import tomlkit
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.authoring.drafting import choose_predictor
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -28,8 +29,8 @@ class PlanWish:
     """Budget: a share of the bytes of the store (float), bytes (int), or whatever keeps
     everything in memory (None)."""
     predictor: str | None = None
-    """``decode.predictor``; by default low-rank where the model has predictors, gate where its
-    activation allows it, else none."""
+    """``decode.predictor``; by default low-rank where the model has predictors, router in another
+    mixture, gate where the activation allows it, else none."""
     context: int | None = None
     """``kv.context``; by default 2048, or less if the model has less."""
     backend: str = "cpu"
@@ -78,9 +79,6 @@ def _draft(
 ) -> dict[str, Any]:
     """The plan with everything resident and segments that are still to be filled in."""
     folder = path.resolve().parent
-    default = "low-rank" if model.predictor is not None else "gate"
-    if model.predictor is None and model.is_smooth:
-        default = "none"
     names = ("runtime", "attention", "kv", "predictor", "hot", "cold", "workspace")
     return {
         "schema_version": 2,
@@ -94,7 +92,7 @@ def _draft(
         "bundle": {"stride": f"{bundle.stride} B"}
         | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),
         "layers": {"split": {"cpu": 1.0}, "hot": 1.0},
-        "decode": {"predictor": wish.predictor or default},
+        "decode": {"predictor": wish.predictor or choose_predictor(model)},
         "kv": {"context": wish.context or min(2048, model.shape.context)},
     }
 

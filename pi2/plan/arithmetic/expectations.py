@@ -15,10 +15,13 @@ SKEWED_PART = 0.8
 
 
 def find_active_share(resolved: ResolvedPlan) -> float | None:
-    """Share of a layer's neurons that a token takes; None where nothing is known."""
+    """Share of a layer's neurons, of its active experts', that a token takes; None where nothing is
+    known."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return None
+    if plan.decode.predictor == "router":
+        return 1.0
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         if model.predictor.active is not None:
             return model.predictor.active
@@ -46,6 +49,9 @@ def count_absent(resolved: ResolvedPlan, layer: ResolvedLayer) -> float | None:
         return None
     model = resolved.model
     computed = model.token_neurons
+    if resolved.plan.decode.predictor == "router":
+        # Which neurons of an expert are used often does not matter: it takes them all.
+        return computed * (1 - layer.hot)
     return active * computed * (1 - estimate_hot_part(model, layer.hot))
 
 

@@ -7,8 +7,9 @@ most that may stay in memory, and spends the budget in this order:
 2. ``runtime``, ``attention``, ``kv``, ``predictor`` and ``workspace`` have what they need.
 3. Hot neurons, and units that use main memory, have what the plan states, if it fits beside the
    smallest cache that works.  Else every share becomes smaller in proportion, so that they take
-   `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached.  What
-   a unit keeps in its own memory does not become less.
+   `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached; none
+   of it where a router chooses, unless units compute beside it: which experts a text needs is found
+   out by the cache.  What a unit keeps in its own memory does not become less.
 4. The cache of cold neurons has the rest, and no more than the neurons that are not hot.
 
 More budget never makes fewer neurons hot, or less memory for neurons.
@@ -177,6 +178,8 @@ def _fit_neurons(resolved: ResolvedPlan, room: int, step: int) -> ResolvedPlan |
     most = room - least.needs.cold.bytes
     if count(least) > most:
         return None
+    if resolved.plan.decode.predictor == "router" and not resolved.dense_units:
+        return least
     if resolved.plan.decode.predictor != "none":
         most = max(min(floor(room * HOT_PART), most), count(least))
     part = _find_largest(most, lambda part: count(_scale_hot(resolved, part)))

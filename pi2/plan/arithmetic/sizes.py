@@ -227,8 +227,8 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
     an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
-    rows where neurons have no gate), and f floats where they have biases; both: e f integers where
-    there are experts; none: nothing.
+    rows where neurons have no gate), and f floats where they have biases; both, where there are
+    experts, and router: e f integers, which say whose neurons are whose; none: nothing.
     """
     shape = model.shape
     if plan.decode.predictor == "gate":
@@ -253,6 +253,12 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
         )
+    if plan.decode.predictor == "router":
+        layer = _align(4 * model.layer_neurons)
+        return Need(
+            shape.layers * layer,
+            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}",
+        )
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 
 
@@ -274,10 +280,11 @@ def _need_hot(resolved: ResolvedPlan) -> Need:
 
 
 def _need_cold(resolved: ResolvedPlan) -> Need:
-    """Smallest cache: the neurons that one layer activates for one token, at least 64 of them.
+    """Smallest cache: the neurons that one layer computes for one token, at least 64 of them.
 
-    Expected actives come from calibrated thresholds, from the predictor's or the model's
-    statistics, else a quarter of the layer; never more than the layer's neurons that are not hot.
+    Of a router all of the chosen experts; else expected actives, from calibrated thresholds, from
+    the predictor's or the model's statistics, else a quarter of the layer; never more than the
+    layer's neurons that are not hot.
     Dense decoding streams through the workspace and needs none.
     """
     plan, model = resolved.plan, resolved.model
@@ -293,7 +300,7 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
     stride = resolved.bundle.stride
     return Need(
         neurons * stride,
-        f"{neurons} cold neurons of {stride} bytes: what one layer activates for a token",
+        f"{neurons} cold neurons of {stride} bytes: what one layer computes for a token",
     )
 
 
@@ -305,8 +312,10 @@ def _count_resident(resolved: ResolvedPlan, layer: ResolvedLayer) -> int:
 
 
 def _expect_active(resolved: ResolvedPlan) -> float:
-    """Share of a layer's neurons that decoding a token takes."""
+    """Share of a layer's neurons, of its active experts', that decoding a token takes."""
     plan, model = resolved.plan, resolved.model
+    if plan.decode.predictor == "router":
+        return 1.0
     if plan.decode.predictor == "gate" and resolved.thresholds is not None:
         return max(layer.computed for layer in resolved.thresholds.layers)
     predictor = model.predictor if plan.decode.predictor == "low-rank" else None

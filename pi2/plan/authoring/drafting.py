@@ -100,9 +100,6 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
             f"the device {device.id} has no CPU, and nothing else computes yet",
             help="add a unit of the kind cpu to the device",
         )
-    predictor = "none" if model.is_smooth else "gate"
-    if model.predictor is not None:
-        predictor = "low-rank"
     values: dict[str, Any] = {
         "schema_version": 2,
         "device": wish.device,
@@ -113,7 +110,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 1.0},
         "prefill": {"chunk": min(128, context)},
-        "decode": {"predictor": predictor},
+        "decode": {"predictor": choose_predictor(model)},
         "kv": {"context": context},
     }
     used = _resolve(values, device, model).bundle.used_bytes
@@ -125,6 +122,15 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
 def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     plan = Plan.model_validate_json(json.dumps(values))
     return ResolvedPlan(plan=plan, device=device, model=model)
+
+
+def choose_predictor(model: Model) -> str:
+    """``decode.predictor`` of a plan for ``model``, where nobody has said which."""
+    if model.predictor is not None:
+        return "low-rank"
+    if model.moe is not None:
+        return "router"
+    return "none" if model.is_smooth else "gate"
 
 
 SEGMENT_REMARKS = {

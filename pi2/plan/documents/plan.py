@@ -53,7 +53,8 @@ class Segments(Table):
     kv: Bytes
     """KV cache of the context."""
     predictor: Bytes
-    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``."""
+    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``; in a mixture
+    also which neurons are whose."""
     hot: Bytes
     """Hot neurons: loaded at start and kept."""
     cold: Bytes
@@ -257,9 +258,12 @@ class Prefill(Table):
 class Decode(Table):
     """How tokens are generated."""
 
-    predictor: Literal["none", "gate", "low-rank"] = "low-rank"
+    predictor: Literal["none", "gate", "low-rank", "router"] = "low-rank"
     """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
-    ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors."""
+    ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
+    ``router``, for mixtures of experts, computes the neurons of the experts that the router
+    chooses, all of them and no others, so that nothing is lost, and keeps them in the cache.  In a
+    mixture ``none`` computes the chosen experts, too, but keeps nothing of what it reads."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active; higher is faster and less accurate."""
     missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
@@ -281,7 +285,8 @@ class Decode(Table):
     look_ahead: Literal["none", "attention", "layer"] = "none"
     """When a layer's neurons are predicted: ``none`` after its attention; ``attention`` before
     its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
-    that storage is never idle. Earlier predictions find slightly fewer active neurons."""
+    that storage is never idle. Earlier predictions find slightly fewer active neurons; with
+    ``router`` only reads begin early, and what they miss is read in time."""
 
 
 SparsityMethod = Literal["cats", "cats-teal"]

@@ -6,7 +6,8 @@ zero.
 
 Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
-Fix: ``predictor = "none"``, or calibrate thresholds with `pi2 sparsity calibrate`.
+Fix: ``predictor = "none"``, or ``"router"`` for a mixture of experts; or calibrate thresholds with
+`pi2 sparsity calibrate`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ def check(facts: Facts) -> Iterator[Finding]:
     if plan.decode.predictor != "gate" or not smooth or plan.sparsity is not None:
         return
     name = facts.model.ffn.activation
+    exact = "none" if facts.model.moe is None else "router"
     yield Finding(
         path=("decode", "predictor"),
         message=f"the gate does not show which neurons are inactive: the activation is {name}",
-        help='write predictor = "none", or add thresholds: `pi2 sparsity calibrate`',
+        help=f'write predictor = "{exact}", or add thresholds: `pi2 sparsity calibrate`',
         origins=(
             Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
         ),

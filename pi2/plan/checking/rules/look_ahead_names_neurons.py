@@ -1,11 +1,13 @@
-"""``decode.look_ahead`` needs ``decode.predictor = "low-rank"``.
+"""``decode.look_ahead`` needs ``decode.predictor = "low-rank"`` or ``"router"``.
 
 Why: before attention a layer's gates are not known yet: computed there, they would name other
-neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.
+neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.  A router may be
+asked early: what it did not name then is read when it is asked again.
 
 Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
 
-Fix: ``look_ahead = "none"``, or ``predictor = "low-rank"`` for a model with predictors.
+Fix: ``look_ahead = "none"``; or ``predictor = "low-rank"`` for a model with predictors, or
+``"router"`` for a mixture of experts.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ NEEDS = ("plan",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare the two settings."""
     decode = facts.plan.decode
-    if decode.look_ahead == "none" or decode.predictor == "low-rank":
+    if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
         return
     yield Finding(
         path=("decode", "look_ahead"),

@@ -1,0 +1,182 @@
+"""The FFN of a mixture of which a token computes the neurons of its experts, all of them and no
+others (``predictor = "router"``).
+
+Nothing is predicted, so nothing is lost.  A layer's neurons are computed in parts of stored order
+whose bounds depend on the chosen experts alone, one part after the other: whatever the cache has,
+the same numbers are added in the same order.  All missing ones are asked for at once, and a part is
+computed as soon as its last one has arrived; reading a neuron takes so much longer than computing
+it that those of later parts that are in memory lose nothing by waiting.
+
+Looking ahead is to read what the router would choose: the next layer's on this layer's input, or
+this layer's before its attention.  What it gets wrong is read when the routing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pi2.arrays import I32, Bits
+from pi2.engine.experts import ExpertNeurons, unite_experts
+from pi2.engine.feed_forward import FeedForward, Wave
+
+PARTS = 4
+"""Parts of what a token computes in a layer: the last one is computed when nothing is left to read,
+and every call takes its time."""
+
+
+class RoutedFeedForward(FeedForward):
+    """Computes FFN layers of mixtures, of each the chosen experts."""
+
+    _ahead: Wave | None = None
+    """What was begun ahead of the layer that is computed."""
+    _now: Wave | None = None
+    """What has been begun since its routing was known."""
+
+    def _begin_ahead(self, layer: int) -> Wave:
+        self._executor.begin_ffn(layer)
+        return self._prefetch(layer, self._list_experts())
+
+    def _prefetch(self, layer: int, guessed: list[I32]) -> Wave:
+        """Begin to read what experts miss, of each token, as far as the cache has room."""
+        owned = self._count_owned(layer)
+        indices = self._groups.list_neurons(layer, unite_experts(guessed), owned)
+        wave = self._begin_wave(layer, owned, indices)
+        wave.named, wave.rest = indices[: len(indices) - len(wave.rest)], indices[:0]
+        wave.experts = guessed
+        return wave
+
+    @property
+    def _groups(self) -> ExpertNeurons:
+        assert self._experts is not None, "the model is no mixture"
+        return self._experts
+
+    def run_sparse(self, layer: int) -> None:
+        """Compute the neurons of the experts that the router chose, for every token of a step."""
+        executor, guessed = self._executor, None
+        self._ahead, self._wave = self._wave, None
+        if self._look_ahead == "layer" and layer + 1 < self._layers:
+            executor.begin_ffn(layer + 1)
+            guessed = self._list_experts()
+        owned = self._begin_layer(layer)
+        chosen = self._list_experts()
+        if self._ahead is not None:
+            self._count_foreseen(chosen, self._ahead.experts or [])
+        self.counters.possible += self._token_neurons * len(chosen)
+        self._compute_chosen(layer, chosen, range(owned, self._cache.neurons), guessed)
+        for missed in self.shares.finish(self._jobs.pop()):
+            # What a lost unit owned is read like any other neuron.
+            self._compute_chosen(layer, chosen, missed)
+        executor.end_ffn(layer)
+
+    def _compute_chosen(
+        self,
+        layer: int,
+        chosen: Sequence[I32],
+        bounds: range,
+        guessed: list[I32] | None = None,
+    ) -> None:
+        """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
+        within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
+        indices = self._groups.list_neurons(layer, unite_experts(chosen), bounds.start, bounds.stop)
+        by_token = None
+        if len(chosen) == 1:
+            self.counters.predicted += len(indices)
+        else:
+            by_token = np.zeros((len(chosen), self._cache.neurons), np.bool_)
+            for row, experts in zip(by_token, chosen, strict=True):
+                row[self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)] = True
+            self.counters.predicted += int(np.count_nonzero(by_token))
+        size = -(-self._token_neurons // PARTS)
+        parts = [indices[first : first + size] for first in range(0, len(indices), size)]
+        while parts:
+            count = self._begin_parts(layer, bounds.start, parts, by_token)
+            if count == len(parts) and guessed is not None:
+                # This layer's reads come first.
+                self._wave, guessed = self._prefetch(layer + 1, guessed), None
+            for part in parts[:count]:
+                self._compute_part(part)
+            del parts[:count]
+            wave, self._now = self._now, None
+            assert wave is not None
+            if wave.held:
+                self._cache.release(wave.found)
+        self._end_ahead()
+
+    def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:
+        """Begin with as many ``parts`` as the cache has room for, at least one, and return how
+        many; one that it will never have room for is cut in two."""
+        cache = self._cache
+        while True:
+            new = self._leave_ahead(parts)
+            cold = np.cumsum([cache.count_cold(layer, part) for part in new])
+            count = int(np.searchsorted(cold, cache.free_capacity, side="right"))
+            if count:
+                break
+            if self._wave is not None:
+                # The next layer's neurons, guessed ahead, have taken the slots.
+                following, self._wave = self._wave, None
+                self._abandon_wave(following)
+            elif self._ahead is not None:
+                self._end_ahead()
+            else:
+                half = len(parts[0]) // 2
+                assert half, "the cache has no slot for a neuron"
+                parts[:1] = [parts[0][:half], parts[0][half:]]
+        wanted = new[0] if count == 1 else np.concatenate(new[:count])
+        self._now = self._begin_wave(layer, owned, wanted, by_token)
+        return count
+
+    def _leave_ahead(self, parts: list[I32]) -> list[I32]:
+        """``parts`` without those neurons that were found or begun ahead."""
+        if self._ahead is None or self._ahead.named is None:
+            return parts
+        known = np.zeros(self._cache.neurons, np.bool_)
+        known[self._ahead.named] = True
+        return [part.compress(~known.take(part)) for part in parts]
+
+    def _compute_part(self, part: I32) -> None:
+        """Compute neurons when all of them have arrived, in stored order."""
+        last = int(part[-1])
+        assert self._now is not None
+        for wave in (self._ahead, self._now):
+            if wave is not None:
+                self._wait(wave, last)
+        slots = self._cache.locate(self._now.layer, part)
+        self._add_neurons(self._now, slots, part)
+
+    def _wait(self, wave: Wave, last: int) -> None:
+        """Wait for the clusters that begin at or before the stored index ``last``."""
+        pending = wave.pending
+        if pending is None:
+            return
+        clusters = pending.clusters
+        while wave.taken < len(clusters):
+            start = clusters[wave.taken].start
+            if start < len(pending.indices) and int(pending.indices[start]) > last:
+                return
+            self._reader.finish(pending, wave.taken)
+            wave.taken += 1
+
+    def _end_ahead(self) -> None:
+        """Keep what was read ahead, but hold it no longer."""
+        if self._ahead is None:
+            return
+        self._wait(self._ahead, self._cache.neurons)
+        ahead, self._ahead = self._ahead, None
+        if ahead.held:
+            self._cache.release(ahead.found)
+
+    def _count_foreseen(self, chosen: Sequence[I32], guessed: Sequence[I32]) -> None:
+        for own, ahead in zip(chosen, guessed, strict=True):
+            self.counters.routed += len(own)
+            self.counters.foreseen += int(np.isin(own, ahead).sum())
+
+    def abandon(self) -> None:
+        """Forget reads and jobs that are under way, after an error or an interrupt."""
+        for wave in (self._now, self._ahead):
+            if wave is not None:
+                self._abandon_wave(wave)
+        self._now = self._ahead = None
+        super().abandon()

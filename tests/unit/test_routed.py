@@ -1,0 +1,302 @@
+"""A mixture computes the neurons of the experts that its router chose, and reads no others."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32, I32
+from pi2.backends.dense_unit import UnitFailed
+from pi2.engine.experts import ExpertNeurons
+from pi2.engine.feed_forward import Wave
+from pi2.engine.loaded_model import LoadedModel
+from pi2.importing.activations import group_experts
+from pi2.importing.first_plan import draft_first_plan
+from pi2.plan.authoring.drafting import Wish, draft_plan
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.plan.reading.references import find_document
+from pi2.store.reader import NeuronStore
+from pi2.store.reordering import reorder_store, repack_store
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import MIXTURE, make_model
+
+TOKENS = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
+ROUTER = {"decode.predictor": "router", "backends.cpu": "reference"}
+LAYERS, EXPERTS, CHOSEN, FFN = 2, 4, 2, 200
+WHOLE = EXPERTS * FFN
+SAME = 2e-6
+"""Of the largest logit: the order of additions differs."""
+CACHES: Mapping[str, Mapping[str, Any]] = {
+    "a token's experts of a layer": {"layers.hot": 0.0, "slots": CHOSEN * FFN},
+    "two layers": {"layers.hot": 0.0, "slots": 2 * CHOSEN * FFN + 17},
+    "some of them hot": {"layers.hot": 0.3, "slots": CHOSEN * FFN + 100},
+    "least recently used": {"layers.hot": 0.05, "slots": 3 * FFN, "cache.policy": "lru"},
+}
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"predictor": None}
+    return make_mixture_plan(tmp_path_factory.mktemp("silu"), "silu", changes)
+
+
+@pytest.fixture(scope="module")
+def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in the checkpoint's order: one expert's neurons after the other's."""
+    plan = make_mixture_plan(tmp_path_factory.mktemp("ordered"), "silu", {"predictor": None})
+    with NeuronStore.open(plan.parent / "store") as store:
+        orders = np.stack([np.sort(layer.copy_original()) for layer in store.layers])
+    reorder_store(plan.parent / "store", orders, "index")
+    return plan
+
+
+def load(plan: Path, *settings: Mapping[str, Any]) -> LoadedModel:
+    """The plan with a router; ``slots`` stands for as many cold neurons."""
+    chosen: dict[str, Any] = dict(ROUTER)
+    for some in settings:
+        chosen |= some
+    slots = chosen.pop("slots", None)
+    if slots is not None:
+        with pi2.load(plan, set=ROUTER) as model:
+            stride = model._parts.resolved.bundle.stride
+        chosen |= {"memory.segments.cold": f"{slots * stride} B", "memory.budget": "2 GiB"}
+    return pi2.load(plan, set=chosen)
+
+
+def compute(model: LoadedModel) -> tuple[F32, F32]:
+    """Logits of a prompt, and of tokens one by one."""
+    found = model.logits(TOKENS), model.logits(TOKENS, mode="decode")
+    cache = model._parts.cache
+    assert not cache._held.any() and cache.free_capacity == cache.cold_capacity
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(silu: Path) -> tuple[F32, F32]:
+    with load(silu) as model:
+        found = compute(model)
+        assert model.stats.cache_misses == 0
+    return found
+
+
+@pytest.mark.parametrize("look_ahead", ["none", "attention", "layer"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_what_is_in_memory_changes_no_bit(
+    silu: Path, whole: tuple[F32, F32], cache: str, look_ahead: str
+) -> None:
+    with load(silu, CACHES[cache], {"decode.look_ahead": look_ahead}) as model:
+        found = compute(model)
+        assert model.stats.cache_misses > 0
+    for ours, truth in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(ours, truth)
+
+
+@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+def test_nor_with_compiled_kernels(by_expert: Path, look_ahead: str) -> None:
+    settings = {"backends.cpu": "cpu", "decode.look_ahead": look_ahead}
+    with load(by_expert, settings) as model:
+        truth = compute(model)
+    for cache in CACHES.values():
+        with load(by_expert, cache, settings) as model:
+            for ours, theirs in zip(compute(model), truth, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers.hot": 0.2, "memory.segments.cold": "0 B"}])
+def test_without_a_cache_the_same_neurons_are_computed(
+    silu: Path, whole: tuple[F32, F32], settings: dict[str, Any]
+) -> None:
+    with load(silu, settings, {"decode.predictor": "none"}) as model:
+        for ours, truth in zip(compute(model), whole, strict=True):
+            assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+
+
+def test_a_token_reads_its_experts_only(by_expert: Path) -> None:
+    nothing = {"layers.hot": 0.0, "memory.segments.cold": "0 B", "decode.predictor": "none"}
+    with load(by_expert, nothing) as model:
+        stride = model._parts.resolved.bundle.stride
+        model._parts.feed_forward._stream.shortest_gap = 1
+        model.logits(TOKENS[:1], mode="decode")
+        assert model.stats.flash_read_bytes == LAYERS * CHOSEN * FFN * stride
+        before = model.stats
+        model.logits(TOKENS[:1])
+        assert (model.stats - before).flash_read_bytes == LAYERS * CHOSEN * FFN * stride
+
+
+def test_neurons_that_were_read_are_kept(by_expert: Path) -> None:
+    cache = {"layers.hot": 0.0, "slots": LAYERS * CHOSEN * FFN, "cache.fill": False}
+    with load(by_expert, cache) as model:
+        found = []
+        for _ in range(2):
+            before = model.stats
+            model.logits(TOKENS[:1], mode="decode")
+            done = model.stats - before
+            found.append((done.cache_hits, done.cache_misses))
+            assert done.predicted_neurons == done.possible_neurons == LAYERS * CHOSEN * FFN
+    assert found == [(0, LAYERS * CHOSEN * FFN), (LAYERS * CHOSEN * FFN, 0)]
+
+
+def test_what_looking_ahead_foresees_is_counted(silu: Path) -> None:
+    with load(silu, CACHES["two layers"], {"decode.look_ahead": "layer"}) as model:
+        model.logits(TOKENS, mode="decode")
+        counters = model._parts.feed_forward.counters
+        assert counters.routed == LAYERS * CHOSEN * len(TOKENS)
+        assert 0 < counters.foreseen <= counters.routed
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_wrong_guesses_change_no_bit(silu: Path, whole: tuple[F32, F32], cache: str) -> None:
+    with load(silu, CACHES[cache], {"decode.look_ahead": "layer"}) as model:
+        feed_forward: Any = model._parts.feed_forward
+        prefetch = feed_forward._prefetch
+
+        def guess_others(layer: int, guessed: list[I32]) -> Wave:
+            others = [np.sort((experts + 1) % EXPERTS).astype(np.int32) for experts in guessed]
+            wave: Wave = prefetch(layer, others)
+            return wave
+
+        feed_forward._prefetch = guess_others
+        for ours, truth in zip(compute(model), whole, strict=True):
+            np.testing.assert_array_equal(ours, truth)
+        assert feed_forward.counters.foreseen < feed_forward.counters.routed
+
+
+@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+@pytest.mark.parametrize("predictor", ["router", "none"])
+def test_sequences_share_reads_and_compute_their_own(
+    silu: Path, predictor: str, look_ahead: str
+) -> None:
+    settings: dict[str, Any] = {
+        "decode.batch": 3,
+        "decode.predictor": predictor,
+        "memory.segments.kv": "1 MiB",
+    }
+    settings |= {"memory.segments.workspace": "4 MiB", "memory.budget": "2 GiB"}
+    if predictor == "router":
+        settings["decode.look_ahead"] = look_ahead
+    prompts = ["ab", "cd", "e"]
+
+    def generate(cache: Mapping[str, Any] | None) -> dict[int, str]:
+        texts = dict.fromkeys(range(3), "")
+        with load(silu, cache or {}, settings) as model:
+            for number, piece in model.generate_batch(prompts, max_tokens=6):
+                texts[number] += piece
+        return texts
+
+    assert generate(CACHES["a token's experts of a layer"]) == generate(None)
+
+
+@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+@pytest.mark.parametrize("predictor", ["router", "none"])
+def test_a_dense_unit_computes_its_share(
+    silu: Path, whole: tuple[F32, F32], predictor: str, look_ahead: str
+) -> None:
+    two = {
+        "device": "host-two-units",
+        "backends": {"cpu": "reference", "npu": "reference"},
+        "layers.split": {"second": 0.3, "cpu": 0.7},
+        "layers.hot": 0.4,
+        "units": {"second": {"on_failure": "cpu"}},
+        "decode.predictor": predictor,
+    }
+    if predictor == "router":
+        two["decode.look_ahead"] = look_ahead
+    with load(silu, {"slots": 3 * FFN}, two) as model:
+        for _ in range(2):
+            for ours, truth in zip(compute(model), whole, strict=True):
+                assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+            if not model.lost_units:
+                unit: Any = model._parts.feed_forward.shares.units["second"].unit
+                unit.finish = fail
+        assert model.lost_units
+
+
+def fail(*arguments: Any) -> F32:
+    raise UnitFailed("the device is lost")
+
+
+def test_an_interrupt_leaves_nothing_under_way(silu: Path, whole: tuple[F32, F32]) -> None:
+    with load(silu, CACHES["two layers"], {"decode.look_ahead": "layer"}) as model:
+        executor: Any = model._parts.executor
+        add, calls = executor.add_neurons, []
+
+        def interrupt(*arguments: Any) -> None:
+            calls.append(arguments)
+            if len(calls) == 11:
+                raise KeyboardInterrupt
+            add(*arguments)
+
+        executor.add_neurons = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(TOKENS, mode="decode")
+        for ours, truth in zip(compute(model), whole, strict=True):
+            np.testing.assert_array_equal(ours, truth)
+
+
+def test_scales_may_lie_beside_the_bundles(
+    silu: Path, whole: tuple[F32, F32], tmp_path: Path
+) -> None:
+    store = tmp_path / "resident"
+    manifest = repack_store(silu.parent / "store", scales="resident", output=store)
+    stride = manifest.bundle.layout.stride
+    settings = {
+        "store": str(store),
+        "bundle": {"stride": f"{stride} B", "scales": "resident"},
+        "memory.segments.attention": "4 MiB",
+        "memory.segments.workspace": "4 MiB",
+        "layers.hot": 0.1,
+        "memory.segments.cold": f"{3 * FFN * stride} B",
+        "memory.budget": "2 GiB",
+    }
+    with load(silu, settings) as model:
+        for ours, truth in zip(compute(model), whole, strict=True):
+            assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+
+
+def test_plans_run_dry(silu: Path) -> None:
+    for settings in ({"decode.look_ahead": "layer"}, {"decode.predictor": "none"}):
+        with load(silu, CACHES["two layers"], {"backends.cpu": "null"}, settings) as model:
+            compute(model)
+            assert model.stats.flash_read_bytes > 0
+
+
+def test_stretches_with_few_neurons_between_them_are_one() -> None:
+    order = group_experts(np.random.default_rng(1).permutation(WHOLE).astype(np.int32), FFN)
+    grouped = np.argsort(order // FFN, kind="stable").astype(np.int32)
+    neurons = ExpertNeurons([grouped], EXPERTS)
+    chosen = np.array([1, 3], np.int32)
+    wanted = np.flatnonzero(np.isin(order // FFN, chosen))
+    np.testing.assert_array_equal(neurons.list_neurons(0, chosen), wanted)
+    within = neurons.list_neurons(0, chosen, 100, 300)
+    np.testing.assert_array_equal(within, wanted[(wanted >= 100) & (wanted < 300)])
+    runs = neurons.list_runs(0, chosen, range(WHOLE), 1)
+    assert [index for run in runs for index in run] == wanted.tolist()
+    runs = neurons.list_runs(0, chosen, range(100, 300), WHOLE)
+    assert runs == [range(int(within[0]), int(within[-1]) + 1)]
+    assert neurons.list_runs(0, chosen[:0], range(WHOLE), 1) == []
+
+
+@pytest.mark.parametrize("activation", ["silu", "drelu"])
+def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> None:
+    model = make_model(
+        {"ffn": {"activation": activation}, **MIXTURE, "predictor": None, "tied_head": False}
+    )
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(device, Device)
+    text = draft_first_plan(model, device, 0, "./store")
+    assert tomllib.loads(text)["decode"] == {"predictor": "router"}
+    # Nobody knows which experts will be used: what does not fit is left to the cache.
+    wish = Wish(device="host", model="./m", store="./s", budget_bytes=512 << 20)
+    large = model.model_copy(
+        update={"shape": model.shape.model_copy(update={"layers": 40, "ffn": 8192})}
+    )
+    plan = tomllib.loads(draft_plan(wish, device, large))
+    assert plan["layers"]["hot"] == 0.0
+    assert plan["memory"]["segments"]["hot"] == "0 B"
