@@ -100,6 +100,7 @@ class ReferenceExecutor(ObservableExecutor):
         self.embed(tokens)
         self._step = sequences, positions
 
+    @noted
     def attend_step(self, layer: int) -> None:
         self._attend(layer, 0)
 

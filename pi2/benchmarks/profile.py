@@ -70,7 +70,7 @@ class UnitWaits(ShareObserver):
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def note_unit_wait(self, unit: str, layer: int, start_s: float, end_s: float) -> None:
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
         """Count waiting for a unit."""
         self.seconds += end_s - start_s
 

@@ -176,11 +176,12 @@ class _UnitRecorder(ShareObserver):
         tape.unit_spans.setdefault(unit, []).append(span)
         tape.recorder.add_slice(unit, name, *span)
 
-    def note_unit_wait(self, unit: str, layer: int, start_s: float, end_s: float) -> None:
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
         tape = self._tape
         start, end = start_s - tape.start_s, end_s - tape.start_s
         tape.unit_wait_spans.append((start, end))
-        tape.recorder.add_slice(DRIVER, f"wait for {unit} {layer}", start, end)
+        name = f"wait for {unit}" if layer is None else f"wait for {unit} {layer}"
+        tape.recorder.add_slice(DRIVER, name, start, end)
 
 
 class _ReadRecorder(ReadObserver):

@@ -35,6 +35,20 @@ class BesideUnit:
     """Why it is not there any more."""
     computed: int = 0
     """Neurons that it has computed in steps, summed over layers and tokens."""
+    observer: ShareObserver | None = None
+    """Who is told of waiting for it."""
+
+    @contextmanager
+    def note_wait(self, layer: int | None) -> Iterator[None]:
+        """Tell the observer how long the caller waits for a job of ``layer``, or of none."""
+        if self.observer is None:
+            yield
+            return
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observer.note_unit_wait(self.name, layer, start_s, time.perf_counter())
 
 
 @dataclass(slots=True)
@@ -76,7 +90,6 @@ class DenseShares:
         self._layers = layers
         self._neurons = neurons
         self._on_lost = on_lost
-        self._observer: ShareObserver | None = None
         streaming = [unit for unit in units.values() if unit.streams]
         self._streaming = streaming[0] if streaming else None
         self._owners = [None if share is None else units.get(share.unit) for share in layers]
@@ -88,9 +101,9 @@ class DenseShares:
 
     def observe(self, observer: ShareObserver | None) -> None:
         """Tell ``observer`` what units do, and of waiting for them; None ends it."""
-        assert self._observer is None or observer is None, "one observer at a time"
-        self._observer = observer
         for unit in self.units.values():
+            assert unit.observer is None or observer is None, "one observer at a time"
+            unit.observer = observer
             if unit.lost is None:
                 unit.unit.observe(
                     None if observer is None else partial(observer.note_work, unit.name)
@@ -151,7 +164,7 @@ class DenseShares:
         """Return when the memory of what was added may be changed."""
         for job in jobs:
             if job.streams and job.unit.lost is None:
-                with self._guard(job.unit), self._note_wait(job):
+                with self._guard(job.unit), job.unit.note_wait(job.layer):
                     job.unit.unit.wait(job.number)
 
     def finish(self, jobs: Jobs) -> list[range]:
@@ -161,7 +174,7 @@ class DenseShares:
         for job in jobs:
             if job.unit.lost is None:
                 with self._guard(job.unit):
-                    with self._note_wait(job):
+                    with job.unit.note_wait(job.layer):
                         total = job.unit.unit.finish(job.number)
                     self._executor.add_sum(total)
                     job.unit.computed += job.counted
@@ -177,17 +190,6 @@ class DenseShares:
                     unit.unit.give_up()
                 except UnitFailed as error:
                     self._note_loss(unit, error)
-
-    @contextmanager
-    def _note_wait(self, job: Job) -> Iterator[None]:
-        """Tell the observer how long the caller waits for a job."""
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._observer is not None:
-                end_s = time.perf_counter()
-                self._observer.note_unit_wait(job.unit.name, job.layer, start_s, end_s)
 
     @contextmanager
     def _guard(self, unit: BesideUnit) -> Iterator[None]:

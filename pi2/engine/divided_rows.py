@@ -68,12 +68,12 @@ class SharedRows(WholeRows):
             job = self._begin(rows.qkv, name_layer_tensor(layer, "qkv"), inputs)
             divider.project(layer)
             if job is not None:
-                divider.put_projected(layer, self._unit.unit.finish(job))
+                divider.put_projected(layer, self._finish(job, layer))
             mixed = divider.mix(layer, position)
             job = self._begin(rows.output, name_layer_tensor(layer, "output"), mixed)
             divider.project_output(layer)
             if job is not None:
-                divider.put_output(layer, self._unit.unit.finish(job))
+                divider.put_output(layer, self._finish(job, layer))
 
     def compute_logits(self, first: int) -> F32:
         """Logits of the tokens from ``first`` on, each unit computing its rows."""
@@ -83,11 +83,15 @@ class SharedRows(WholeRows):
             inputs = self._divider.read_head_input(first)
             job = self._unit.unit.multiply(self._head, inputs)
             self._executor.logits(first)
-            return self._divider.put_logits(self._unit.unit.finish(job))
+            return self._divider.put_logits(self._finish(job, None))
         raise AssertionError("a lost unit has ended the run")
 
     def _begin(self, rows: int, name: str, inputs: F32) -> int | None:
         return self._unit.unit.multiply(name, inputs) if rows else None
+
+    def _finish(self, job: int, layer: int | None) -> F32:
+        with self._unit.note_wait(layer):
+            return self._unit.unit.finish(job)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

@@ -12,5 +12,5 @@ class ShareObserver:
     def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
         """A unit has computed something; it is told when the job is finished."""
 
-    def note_unit_wait(self, unit: str, layer: int, start_s: float, end_s: float) -> None:
-        """The caller has waited for a unit."""
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """The caller has waited for a unit, which had work of ``layer``, or of the head."""

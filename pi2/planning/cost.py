@@ -39,6 +39,7 @@ from pi2.planning.cost_sizes import measure_sizes
 from pi2.planning.cost_stream import PROMPT, cost_prefill, find_stream, uses_dense
 from pi2.planning.rates import Rates, check_flash, read_rates
 from pi2.planning.storage_choice import Phases, find_reads
+from pi2.simulate.assumptions import list_assumptions, list_dense_units
 from pi2.simulate.constants import Constants
 
 Activity = tuple[tuple[LayerActivity, ...], str]
@@ -64,6 +65,8 @@ class Cost:
     """Power of the processor; None where the device does not state it."""
     both_w: float | None = None
     """Power of the whole device while the dense unit computes, too."""
+    assumptions: tuple[str, ...] = ()
+    """What is taken to be otherwise than the engine does it, a sentence each."""
     embedding_s: float = 0.0
     """Reading a token's row of the embedding, where it does not stay in memory."""
 
@@ -143,11 +146,7 @@ def cost_resolved(
     layers = []
     known: dict[tuple[int, float, float, float], LayerCost] = {}
     for number, layer in enumerate(resolved.layers):
-        dense = sum(
-            share
-            for name, share in layer.split.items()
-            if resolved.device.units[name].kind != "cpu"
-        )
+        dense = layer.find_dense_share(batch)
         key = (id(uses[number]), layer.hot, colds[number], dense)
         if key not in known:
             known[key] = cost_layer(
@@ -174,7 +173,15 @@ def cost_resolved(
         power_w=rates.power_w,
         both_w=rates.both_w if uses_dense(resolved) else rates.power_w,
         embedding_s=batch * row_s,
+        assumptions=_list_assumptions(resolved, rates),
     )
+
+
+def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
+    known = None if rates.dense is None else rates.dense.name
+    takes = "no time, the device has no rates of it" if known is None else f"{known}'s time"
+    others = [name for name in list_dense_units(resolved) if name != known]
+    return (*list_assumptions(resolved), *(f"{name} takes {takes}" for name in others))
 
 
 def read_settings(

@@ -21,6 +21,7 @@ from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
 from pi2.planning.activity import LayerActivity
 from pi2.planning.cost_sizes import Sizes
 from pi2.planning.rates import Rates, check_flash, find_stream_overlap, find_stream_rate
+from pi2.simulate.assumptions import list_dense_units
 
 PROMPT = 128
 """Tokens of a prompt whose speed is stated."""
@@ -169,5 +170,4 @@ def _time_many(
 
 def uses_dense(resolved: ResolvedPlan) -> bool:
     """Whether the plan gives neurons to an NPU or GPU."""
-    units = resolved.device.units
-    return any(units[name].kind != "cpu" for layer in resolved.layers for name in layer.split)
+    return bool(list_dense_units(resolved))

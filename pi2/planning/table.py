@@ -47,6 +47,7 @@ def write_cost(cost: Cost) -> Iterator[str]:
     if cost.embedding_s:
         shown += f", embedding {cost.embedding_s * 1e3:.1f}"
     yield f"Milliseconds of a token: {shown}."
+    yield from (f"Assumed: {text}." for text in cost.assumptions)
     yield "Sources of the rates:"
     for name, source in sorted(cost.sources.items()):
         yield f"  {name}: {source}"

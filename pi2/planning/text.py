@@ -165,10 +165,7 @@ def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
         layers, segments = resolved.layers, resolved.plan.memory.segments
         neurons = resolved.model.layer_neurons * len(layers)
         used = sum(layer.used for layer in cost.layers) / neurons
-        cpus = {name for name, unit in resolved.device.units.items() if unit.kind == "cpu"}
-        dense = sum(
-            share for layer in layers for name, share in layer.split.items() if name not in cpus
-        ) / len(layers)
+        dense = sum(layer.find_dense_share(cost.batch) for layer in layers) / len(layers)
         yield (
             f"| {cost.batch} | {approximate_number(cost.tokens_s)} | "
             f"{approximate_number(cost.tokens_s / cost.batch)} | "

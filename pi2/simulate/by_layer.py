@@ -36,13 +36,5 @@ def simulate_layers(
         add_layers(total, simulation, work, attention_s)
         ffn_s = float(total["token_s"].mean()) / choice.count
         times[choice.dense, choice.hot] = attention_s + ffn_s
-    return tuple(
-        times[_find_dense_share(resolved, n), layer.hot] for n, layer in enumerate(resolved.layers)
-    )
-
-
-def _find_dense_share(resolved: ResolvedPlan, number: int) -> float:
-    """Share of a layer's neurons that an NPU or GPU computes."""
-    units = resolved.device.units
-    split = resolved.layers[number].split
-    return sum(share for name, share in split.items() if units[name].kind != "cpu")
+    batch = resolved.plan.decode.batch
+    return tuple(times[layer.find_dense_share(batch), layer.hot] for layer in resolved.layers)

@@ -171,6 +171,8 @@ class SimulationInput:
     constants: Constants = field(default_factory=Constants)
     figures: tuple[Figure, ...] = ()
     """Figures that the inputs come from."""
+    assumptions: tuple[str, ...] = ()
+    """What is taken to be otherwise than the engine does it, a sentence each."""
 
     def count_statuses(self) -> Mapping[str, int]:
         """Number of figures by status."""

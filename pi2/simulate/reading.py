@@ -11,6 +11,7 @@ from pi2.plan.arithmetic.sizes import count_kv_token_bytes, reads_embedding
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, matrix_bytes, round_up, scale_bytes, weight_bytes
+from pi2.simulate.assumptions import list_assumptions, list_dense_units
 from pi2.simulate.constants import Constants
 from pi2.simulate.flash import Flash, list_points
 from pi2.simulate.inputs import (
@@ -44,6 +45,7 @@ def read_inputs(resolved: ResolvedPlan, constants: Constants | None = None) -> S
         choices=choices,
         constants=constants,
         figures=tuple(reader.figures),
+        assumptions=list_assumptions(resolved),
     )
 
 
@@ -57,18 +59,16 @@ class _Reader:
         self._constants = constants
         self.figures: list[Figure] = []
         self.missing: list[Diagnostic] = []
-        names = {unit for layer in resolved.layers for unit, share in layer.split.items() if share}
         self._cpu = self._find_unit("cpu")
-        self._dense_name = next((n for n in sorted(names) if n != self._cpu[0]), None)
-        others = {n for n in names if n not in (self._cpu[0], self._dense_name)}
-        if others:
+        names = list_dense_units(resolved)
+        self._dense_name = names[0] if names else None
+        if len(names) > 1:
             self._report(
-                f"the plan computes on {', '.join(sorted(names))}: the simulator knows the CPU "
-                "and one other unit",
-                "give the layers to `cpu` and one NPU or GPU",
+                f"layers are given to {', '.join(names)}: the simulator knows the CPU and one "
+                "other unit",
+                f"give the layers of `{names[-1]}` to `{names[0]}`",
                 code=UNSUPPORTED_SPLIT,
             )
-
         if self._dense_name is not None and self._device.units[self._dense_name].emulated:
             self._report(
                 f"the unit {self._dense_name!r} is the processor itself, emulating another one",
@@ -336,9 +336,9 @@ class _Reader:
 
     def _group_layers(self) -> tuple[LayerChoice, ...]:
         kinds: Counter[tuple[float, float]] = Counter()
+        batch = self._resolved.plan.decode.batch
         for layer in self._resolved.layers:
-            dense = layer.split.get(self._dense_name, 0.0) if self._dense_name else 0.0
-            kinds[(dense, layer.hot)] += 1
+            kinds[(layer.find_dense_share(batch), layer.hot)] += 1
         return tuple(
             LayerChoice(dense=dense, hot=hot, count=count) for (dense, hot), count in kinds.items()
         )

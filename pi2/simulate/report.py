@@ -102,6 +102,7 @@ class SimulationResult:
             "energy": None
             if energy is None
             else {"token_j": _round(energy.token_j), "mean_w": _round(energy.mean_w)},
+            "assumptions": list(self.inputs.assumptions),
             "provenance": {
                 "figures": dict(sorted(self.inputs.count_statuses().items())),
                 "sources": [
@@ -143,6 +144,7 @@ class SimulationResult:
             lines.append(
                 f"energy    about {self.energy.token_j:.3f} J per token, {self.energy.mean_w:.1f} W"
             )
+        lines += [f"assumed   {text}" for text in self.inputs.assumptions]
         lines.append("inputs    " + describe_statuses(self.inputs.figures))
         return "\n".join(lines)
 

@@ -167,3 +167,28 @@ def test_explain_draws_the_terms(tmp_path: Path) -> None:
 def test_a_picture_needs_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "P210", "--plot", "x.png"]) == 2
     assert "--cost" in capsys.readouterr().err
+
+
+def test_the_split_of_the_plan_s_sequences_counts() -> None:
+    room = {"memory.segments.hot": "4 GiB", "memory.segments.kv": "1 GiB", "memory.budget": "12 GB"}
+    batches = [{"sequences": 2, "split": {"npu": 0.2, "cpu": 0.8}}]
+    usual = load_half(**room, **{"decode.batch": 2})
+    other = load_half(**room, **{"decode.batch": 2, "layers.batches": batches})
+    few, many = cost_plan(other).layers[0], cost_plan(usual).layers[0]
+    assert few.dense_s < many.dense_s and few.compute_s > many.compute_s
+
+
+def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["explain", str(HALF), "--cost", "--set", 'prefill.unit="npu"']) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Assumed: ")]
+    assert said == ["Assumed: cpu and npu divide projections; pi2's engine leaves them to cpu."]
+    resolved = load_half()
+
+    def forget(values: Any) -> None:
+        del values["units"]["npu"]["read_bandwidth"]
+
+    assert "npu takes no time, the device has no rates of it" in (
+        change_device(resolved, forget).assumptions
+    )

@@ -154,3 +154,33 @@ def test_two_units_beside_the_cpu_are_refused() -> None:
     with pytest.raises(UserError) as caught:
         read(BAMBOO, layers__split=split, backends=backends)
     assert "P262" in {item.code for item in caught.value.diagnostics}
+
+
+def test_another_unit_in_other_layers_is_refused() -> None:
+    backends = {"cpu": "null", "npu": "null", "gpu": "null"}
+    others = [{"select": "0-3", "split": {"cpu": 0.7, "gpu": 0.3}}]
+    with pytest.raises(UserError) as caught:
+        read(BAMBOO, layers__overrides=others, backends=backends)
+    (finding,) = caught.value.diagnostics
+    assert (finding.code, "gpu, npu" in finding.message) == ("P331", True)
+
+
+def test_the_split_of_the_plan_s_sequences_counts() -> None:
+    batches = [{"sequences": 2, "split": {"npu": 0.3, "cpu": 0.7}}]
+    for batch, share in ((1, 0.45), (2, 0.3), (3, 0.3)):
+        settings = {"layers__batches": batches if batch > 1 else [], "decode__batch": batch}
+        segments = {"memory__segments__hot": "4 GiB", "memory__segments__kv": "1 GiB"}
+        room = {**segments, "memory__budget": "12 GB"}
+        (layer,) = read(BAMBOO, **settings, **room).choices.layers
+        assert (layer.dense, layer.hot) == (share, 0.45)
+
+
+def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said() -> None:
+    said = read(BAMBOO).assumptions
+    assert ["projections" in said[0], 'unless prefill.unit = "npu"' in said[1]] == [True, True]
+    named = read(BAMBOO, prefill__unit="npu")
+    assert named.assumptions == said[:1]
+    assert said[0] in simulate(named, tokens=2).summarise()
+    assert simulate(named, tokens=2).describe()["assumptions"] == [said[0]]
+    alone = read(PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml")
+    assert alone.assumptions == ()

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from pi2.benchmarks.plan_contestant import PlanRecipe
+from pi2.benchmarks.recording import record_run
 from pi2.benchmarks.report import Conditions, describe_row, write_markdown
 from pi2.benchmarks.samples import Row
 from pi2.benchmarks.session import Outcome
 from pi2.benchmarks.workloads import Workload
 from pi2.cli.main import run
 from pi2.cli.unit_report import summarise_units
+from pi2.orchestrator import load
 from pi2.plan.toml.text import write_value
 from pi2.progress import ignore_progress
 from tests.helpers.models import TinyModel, make_tiny
@@ -82,8 +84,36 @@ def test_show_says_what_changes_with_the_number_of_sequences(
     assert f"{line}memory.segments.hot" in found
 
 
+def test_show_says_who_has_which_rows_of_projections(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"projections": {"attention": {"second": 0.5, "cpu": 0.5}}}
+    found = print_lines(capsys, "show", extend(plan, "rows", TWO, rows))
+    line = (
+        "# projections: second computes 64 rows to queries, keys and values and 32 of the output "
+    )
+    assert f"{line}in each layer, 0 of the head; cpu the others" in found
+
+
+def test_waiting_for_rows_of_projections_is_no_python(plan: Path) -> None:
+    rows = {"projections": {"attention": {"second": 0.5, "cpu": 0.5}}}
+    with load(plan, set={**TWO, **rows, "decode.predictor": "gate"}) as model:
+        recorder, summary = record_run(model, [5, 6, 7], 2)
+    waits = [item for item in recorder.slices if item.name == "wait for second 1"]
+    assert len(waits) == 3 * 3, "the FFN's share and both projections, of a prompt and two tokens"
+    assert summary.unit_wait_s > 0.0
+
+
 @pytest.mark.parametrize(
-    "key", ["layers.split", "layers.batches", "prefill.unit", "memory.units", "units.second"]
+    "key",
+    [
+        "layers.split",
+        "layers.batches",
+        "projections.head",
+        "prefill.unit",
+        "memory.units",
+        "units.second",
+    ],
 )
 def test_explain_says_what_a_split_costs(
     plan: Path, capsys: pytest.CaptureFixture[str], key: str

@@ -20,6 +20,7 @@ _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("decode", "predictor"): ("predictor", "cold"),
     ("prefill", "chunk"): ("workspace",),
     ("prefill", "unit"): ("hot",),
+    ("projections",): ("hot",),
     ("units",): ("hot", "cold"),
     ("bundle", "stride"): ("hot", "cold", "workspace"),
     ("bundle", "scales"): ("attention", "workspace"),
@@ -66,7 +67,7 @@ def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
             yield _describe_segment(resolved, name)
         if path[:1] == ("units",):
             yield from _describe_units(resolved, path[1:2])
-        elif path[:1] == ("layers",) or path == ("prefill", "unit"):
+        elif path[0] in ("layers", "projections") or path == ("prefill", "unit"):
             yield from _describe_units(resolved, ())
 
 

@@ -72,6 +72,13 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         items = list(group)
         yield _describe_layers(items[0][0], items[-1][0], items[0][1])
         yield from (f"  {line}" for line in describe_owners(resolved, items[0][1]))
+    rows = resolved.divided_rows
+    if rows is not None:
+        yield (
+            f"projections: {rows.unit} computes {rows.qkv} rows to queries, keys and values and "
+            f"{rows.output} of the output in each layer, {rows.head} of the head; "
+            f"{resolved.sparse_unit} the others"
+        )
     for name, need in count_unit_needs(resolved).items():
         yield (
             f"{name}: needs {approximate_bytes(need.bytes)} of {name_memory(resolved, name)}: "
