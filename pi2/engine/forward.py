@@ -166,6 +166,7 @@ class Forward:
         """Take ``chunks`` of a sequence through every layer before the next layer."""
         executor, feed_forward = self._executor, self._feed_forward
         try:
+            feed_forward.begin_prompt()
             for number, tokens in enumerate(chunks):
                 executor.select_chunk(number)
                 self._embed(tokens)
@@ -173,7 +174,6 @@ class Forward:
             for number in range(len(chunks)):
                 executor.select_chunk(number)
                 self._rows.attend(0, int(places[number]))
-            feed_forward.begin_prompt()
             for layer in range(self._layers):
                 for number in feed_forward.run_dense(layer, len(chunks)):
                     # Other chunks may still be computed by another unit.

@@ -344,7 +344,16 @@ EVERYTHING_BESIDE: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("settings", [{**TWO, "decode.predictor": "gate"}, EVERYTHING_BESIDE])
+ROWS_BESIDE: Mapping[str, Any] = {
+    **TWO,
+    "projections.attention": {"second": 0.5, "cpu": 0.5},
+    "decode.predictor": "gate",
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [{**TWO, "decode.predictor": "gate"}, EVERYTHING_BESIDE, ROWS_BESIDE]
+)
 def test_a_lost_unit_ends_this_run_and_later_ones_unless_the_plan_says_otherwise(
     plan: Path, settings: Mapping[str, Any]
 ) -> None:
