@@ -51,7 +51,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         other_head=0 if request.rows is None else request.rows.head,
         chunk_planes=PLANES[request.chunk_type],
         # With gates that are known there is less to read in a row: measured in docs/lab/kernels.md.
-        phases=request.passes or (1 if request.gate_rows is None else 2),
+        passes=request.passes or (1 if request.gate_rows is None else 2),
         architecture=request.architecture,
         features=tuple(sorted(request.features)),
         norm=model.norm.kind,

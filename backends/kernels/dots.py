@@ -23,7 +23,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.products import Unit
+from pi2.backends.kernels.products import DotPrimitive
 from pi2.plan.weights.layout import GROUP
 
 
@@ -127,14 +127,14 @@ def _emit_groups(
 ) -> list[list[v.Expr]]:
     """Return int32 x ``width`` sums of q * x over the groups of a piece, per vector and token."""
     wide = piece.width * piece.fold
-    unit = Unit(isa, wide)
+    dot = DotPrimitive(isa, wide)
     planes = activations.planes
     int8 = vectors[0].precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
-    split = int8 and not unit.whole_bytes
+    split = int8 and not dot.whole_bytes
     streams = 2 if split else 1
     cells = [
-        [[v.Cell(unit.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
+        [[v.Cell(dot.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
     ]
 
     def emit_chunk(chunk: v.Expr | int) -> None:
@@ -144,7 +144,7 @@ def _emit_groups(
             if prefetch is not None:
                 prefetch(index, piece.byte + offset, 4 * wide)
             raw = v.let(_load_chunk(vector, piece, offset, 4 * wide))
-            rows.append(_unpack(unit, raw, int8, split))
+            rows.append(_unpack(dot, raw, int8, split))
         for half in range(len(rows[0])):
             shift, stream = (0, half) if int8 else (16 * piece.lanes * half, 0)
             for index, token in enumerate(tokens):
@@ -153,7 +153,7 @@ def _emit_groups(
                     codes = v.let(v.load(activations.codes, base + offset + shift, 4 * wide))
                     for row, unpacked in zip(cells, rows, strict=True):
                         cell = row[index][plane * streams + stream]
-                        cell.set(unit.add(cell.get(), unpacked[half], codes))
+                        cell.set(dot.add(cell.get(), unpacked[half], codes))
 
     chunks = 8 if int8 else 4
     if len(vectors) * len(tokens) == 1:
@@ -166,7 +166,7 @@ def _emit_groups(
     totals = [[[cell.get() for cell in column] for column in row] for row in cells]
     return [
         [
-            _finish(unit, cells, activations, token, piece, int8)
+            _finish(dot, cells, activations, token, piece, int8)
             for cells, token in zip(total, tokens, strict=True)
         ]
         for total in totals
@@ -177,20 +177,20 @@ def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr
     return v.load(vector.weights, vector.weights_base + piece.byte + offset, size)
 
 
-def _unpack(unit: Unit, raw: v.Expr, int8: bool, split: bool) -> list[v.Expr]:
+def _unpack(dot: DotPrimitive, raw: v.Expr, int8: bool, split: bool) -> list[v.Expr]:
     """Return what the primitive takes of a chunk of weights, named."""
     if not int8:
-        return [v.let(unit.take_low(raw)), v.let(unit.take_high(raw))]
-    if unit.signed:
-        return [v.let(v.reinterpret(raw, "int8", 4 * unit.width))]
-    unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * unit.width))
+        return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
+    if dot.signed:
+        return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
+    unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * dot.width))
     if split:
-        return [v.let(unit.take_low(unsigned)), v.let(unit.take_high(unsigned))]
+        return [v.let(dot.take_low(unsigned)), v.let(dot.take_high(unsigned))]
     return [unsigned]
 
 
 def _finish(
-    unit: Unit,
+    dot: DotPrimitive,
     cells: Sequence[v.Expr],
     activations: Activations,
     token: v.Expr,
@@ -198,18 +198,18 @@ def _finish(
     int8: bool,
 ) -> v.Expr:
     """Join streams, planes and folded lanes; take the weights' offset out again."""
-    values = [unit.finish(cell) for cell in cells]
+    values = [dot.finish(cell) for cell in cells]
     if len(values) > activations.planes:
-        four = v.constant(4, "int32", unit.width)
+        four = v.constant(4, "int32", dot.width)
         values = [values[i] + (values[i + 1] << four) for i in range(0, len(values), 2)]
     total = values[0]
     if activations.planes == 2:
-        total = (values[0] << v.constant(8, "int32", unit.width)) + values[1]
-    lanes = unit.width
+        total = (values[0] << v.constant(8, "int32", dot.width)) + values[1]
+    lanes = dot.width
     while lanes > piece.width:
         total = _add_halves(v.let(total), lanes)
         lanes //= 2
-    if not (int8 and unit.signed):
+    if not (int8 and dot.signed):
         place = token * (activations.length // GROUP) + piece.group
         offset = v.load(activations.sums, place, piece.width)
         total = total + (offset << v.constant(4, "int32", piece.width) if int8 else offset)

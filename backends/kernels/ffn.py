@@ -13,7 +13,7 @@ from pi2.backends.kernels.matrix import ROW_TILE, emit_split
 from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.backends.kernels.units import emit_unit, list_places, list_units, load_unit_scale
+from pi2.backends.kernels.unpacking import emit_tile, list_places, list_tiles, load_block_scale
 from pi2.backends.kernels.values import emit_activations, find_neighbour
 
 
@@ -71,15 +71,15 @@ def emit_dense(
         if not spec.is_smooth:
             with T.parallel(tokens) as token:
                 _emit_masks(values, size, token, masks)
-        runs = list_units(hidden, spec.ffn)
+        runs = list_tiles(hidden, spec.ffn)
         with T.parallel(threads) as thread:
-            begin, end = emit_split(thread, threads, sum(units for _, _, units in runs))
+            begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
             with T.serial(end - begin) as step:
-                unit = v.let(begin + step)
+                tile = v.let(begin + step)
                 passed = 0
-                for lanes, group, units in runs:
-                    with T.If(T.And(unit >= passed, unit < passed + units)), T.Then():
-                        _emit_unit_sum(
+                for lanes, group, tiles in runs:
+                    with T.If(T.And(tile >= passed, tile < passed + tiles)), T.Then():
+                        _emit_tile_sum(
                             isa,
                             spec,
                             bundles,
@@ -94,13 +94,13 @@ def emit_dense(
                             total,
                             lanes,
                             group,
-                            v.let(unit - passed),
+                            v.let(tile - passed),
                             chosen,
                         )
-                    passed += units
+                    passed += tiles
 
 
-def _emit_unit_sum(
+def _emit_tile_sum(
     isa: Isa,
     spec: KernelSpec,
     bundles: Bundles,
@@ -115,14 +115,14 @@ def _emit_unit_sum(
     total: v.Buffer,
     lanes: int,
     group: int,
-    unit: v.Expr,
+    tile: v.Expr,
     chosen: Chosen,
 ) -> None:
-    """Add a panel's neurons to one unit of y for all tokens."""
+    """Add a panel's neurons to one tile of y for all tokens."""
     per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
     groups = 1 if spec.ffn == "fp16" else lanes
-    first = v.let(group + T.floordiv(unit, per_block) * groups)
-    chunk = v.let(T.floormod(unit, per_block))
+    first = v.let(group + T.floordiv(tile, per_block) * groups)
+    chunk = v.let(T.floormod(tile, per_block))
     own = v.let(scratch + UNPACKED * 128)
     places = list_places(spec.ffn, lanes, first, chunk)
 
@@ -137,8 +137,8 @@ def _emit_unit_sum(
             with T.serial(number) as index:
                 place = chosen.find_neuron(origin + begin + index)
                 vector = bundles.take_part(find_neighbour(bundles, place, first_row), "down")
-                scale = v.let(load_unit_scale(vector, lanes, first))
-                rows = emit_unit(isa, vector, lanes, first, chunk)
+                scale = v.let(load_block_scale(vector, lanes, first))
+                rows = emit_tile(isa, vector, lanes, first, chunk)
                 for row, (_, weights) in enumerate(rows):
                     at = scratch + (index * len(rows) + row) * lanes
                     v.store(unpacked, at, weights * scale, lanes)
@@ -166,7 +166,7 @@ class _Copied:
 
 
 def _emit_copies(copied: _Copied, places: list[v.Expr], lanes: int, *, leave: bool) -> None:
-    """Copy y at a unit's places to where a thread keeps it, or back."""
+    """Copy y at a tile's places to where a thread keeps it, or back."""
     with T.serial(copied.kept) as token:
         row = v.let(copied.chosen.find_token(copied.origin + token) * copied.spec.hidden)
         for index, place in enumerate(places):
@@ -180,7 +180,7 @@ def _emit_copies(copied: _Copied, places: list[v.Expr], lanes: int, *, leave: bo
 
 @dataclass(frozen=True, slots=True)
 class _Unpacked:
-    """A unit of a part's down vectors, float32 [neurons, count, lanes] from ``scratch`` on, and of
+    """A tile of a part's down vectors, float32 [neurons, count, lanes] from ``scratch`` on, and of
     y, [tokens, count, lanes] from ``own`` on."""
 
     values: v.Buffer
@@ -219,36 +219,36 @@ class _Unpacked:
             v.store(self.unpacked, base + row * self.lanes, cell.get(), self.lanes)
 
 
-def _emit_masked_sums(unit: _Unpacked, tokens: v.Expr, masks: v.Buffer, part: v.Expr) -> None:
+def _emit_masked_sums(here: _Unpacked, tokens: v.Expr, masks: v.Buffer, part: v.Expr) -> None:
     """Add the neurons of a part that fire, token by token."""
     with T.serial(tokens) as token:
-        sums = unit.load_sums(token)
-        mask = v.Cell(masks[(unit.origin + token) * PARTS + part])
+        sums = here.load_sums(token)
+        mask = v.Cell(masks[(here.origin + token) * PARTS + part])
         with T.serial(T.popcount(mask.get())):
             index = v.let(count_trailing_zeros(mask.get()))
             mask.set(mask.get() & (mask.get() - 1))
-            value = unit.load_value(token, index)
-            for weights, cell in zip(unit.load_weights(index), sums, strict=True):
+            value = here.load_value(token, index)
+            for weights, cell in zip(here.load_weights(index), sums, strict=True):
                 cell.set(T.fma(weights, value, cell.get()))
-        unit.store_sums(token, sums)
+        here.store_sums(token, sums)
 
 
-def _emit_full_sums(isa: Isa, unit: _Unpacked, tokens: v.Expr, number: v.Expr) -> None:
+def _emit_full_sums(isa: Isa, here: _Unpacked, tokens: v.Expr, number: v.Expr) -> None:
     """Add all ``number`` neurons of a part; a few tokens share the loads of weights."""
     together = 3 if isa.lanes == 16 else 1
     with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
         # The last tile repeats the last token, and stores its sum again.
         named = [v.let(T.min(tile * together + turn, tokens - 1)) for turn in range(together)]
-        sums = [unit.load_sums(token) for token in named]
+        sums = [here.load_sums(token) for token in named]
         with T.serial(number) as index:
-            values = [unit.load_value(token, index) for token in named]
-            for place, row in enumerate(unit.load_weights(index)):
+            values = [here.load_value(token, index) for token in named]
+            for place, row in enumerate(here.load_weights(index)):
                 # One vector of weights at a time: the registers are full of sums.
                 weights = v.let(row)
                 for value, cells in zip(values, sums, strict=True):
                     cells[place].set(T.fma(weights, value, cells[place].get()))
         for token, cells in zip(named, sums, strict=True):
-            unit.store_sums(token, cells)
+            here.store_sums(token, cells)
 
 
 def count_trailing_zeros(mask: v.Expr) -> v.Expr:

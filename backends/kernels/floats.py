@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.units import emit_unit, load_unit_scale
+from pi2.backends.kernels.unpacking import emit_tile, load_block_scale
 from pi2.plan.weights.layout import GROUP
 
 
@@ -37,12 +37,12 @@ def emit_float_block(
     cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
     # A loop that LLVM cannot unroll: it would reorder the additions and spill.
     with T.serial(v.wide((4 if int4 else 8) * activations.once)) as chunk:
-        units = []
+        tiles = []
         for index, vector in enumerate(vectors):
             if prefetch is not None:
                 prefetch(index, group * group_bytes + chunk * (4 * lanes), 4 * lanes)
-            units.append(emit_unit(isa, vector, lanes, group, chunk))
-        for turn, rows in enumerate(zip(*units, strict=True)):
+            tiles.append(emit_tile(isa, vector, lanes, group, chunk))
+        for turn, rows in enumerate(zip(*tiles, strict=True)):
             place = v.let(rows[0][0])
             values = [
                 v.let(_load_values(activations, token * activations.length + place, lanes))
@@ -54,7 +54,7 @@ def emit_float_block(
                     cell = parts[turn % 2]
                     cell.set(T.fma(weights, value, cell.get()))
     for vector, buffer, row in zip(vectors, sums, cells, strict=True):
-        scale = v.let(load_unit_scale(vector, lanes, group))
+        scale = v.let(load_block_scale(vector, lanes, group))
         for index, (first, second) in enumerate(row):
             old = v.load(buffer, index * top, lanes)
             total = T.fma(first.get() + second.get(), scale, old)

@@ -2,7 +2,7 @@
 
 Bundles of `pi2.plan.weights.layout`, one in a slot of an arena.  Every thread takes every n-th
 neuron of the list, so that all get hot and cold ones alike, and goes through its own in one of two
-ways (`KernelSpec.phases`), with the same bits as result:
+ways (`KernelSpec.passes`), with the same bits as result:
 
 1. in one loop: gate and up of a few, then down of those that fire;
 2. in three: gates of all; up of those whose gates are open; down of those that fire.
@@ -32,7 +32,7 @@ from pi2.backends.kernels.neurons import Bundles, Neuron, activate, is_firing
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
+from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
 from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
 
 
@@ -165,7 +165,7 @@ def emit_gathered(
             assert known is not None
             return known[0][known[1][thread + place * threads]]
 
-        emit_all = _emit_at_once if spec.phases == 1 else _emit_in_turn
+        emit_all = _emit_at_once if spec.passes == 1 else _emit_in_turn
         fired = emit_all(run, given, read_gate if known else None, first, target, limit)
         v.store(scratch.counts, thread, fired, 1)
 
@@ -372,22 +372,22 @@ def _emit_down(
     def emit_block(lanes: int, first: v.Expr) -> None:
         step = 2 * GROUP if spec.ffn == "fp16" else 4 * lanes
         scales = [
-            v.let(load_unit_scale(vector, lanes, first) * v.splat(value, lanes))
+            v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
             for vector, value in zip(vectors, values, strict=True)
         ]
         for chunk in range(per_block):
-            units = []
+            tiles = []
             for index, vector in enumerate(vectors):
                 ask(index, v.wide(first * size) + chunk * step, step)
-                units.append(emit_unit(isa, vector, lanes, first, chunk))
-            for rows in zip(*units, strict=True):
+                tiles.append(emit_tile(isa, vector, lanes, first, chunk))
+            for rows in zip(*tiles, strict=True):
                 at = v.let(base + rows[0][0])
                 total = v.load(target, at, lanes)
                 for (_, weights), scale in zip(rows, scales, strict=True):
                     total = T.fma(weights, scale, total)
                 v.store(target, at, total, lanes)
 
-    for lanes, group, units in list_units(spec.hidden, spec.ffn):
+    for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(units // per_block * run.activations.once) as block:
+        with T.serial(tiles // per_block * run.activations.once) as block:
             emit_block(lanes, group + block * groups)

@@ -14,7 +14,7 @@ from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.units import emit_unit, list_units, load_unit_scale
+from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
 from pi2.backends.kernels.values import emit_values, load_route
 
 
@@ -92,12 +92,12 @@ def _emit_down(
 ) -> None:
     """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
     per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
-    for lanes, group, units in list_units(spec.hidden, spec.ffn):
+    for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(units // per_block * once) as block:
+        with T.serial(tiles // per_block * once) as block:
             first = v.let(group + block * groups)
-            scale = v.let(load_unit_scale(vector, lanes, first) * v.splat(value, lanes))
+            scale = v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
             for chunk in range(per_block):
-                for place, weights in emit_unit(isa, vector, lanes, first, chunk):
+                for place, weights in emit_tile(isa, vector, lanes, first, chunk):
                     at = base + place
                     v.store(target, at, T.fma(weights, scale, v.load(target, at, lanes)), lanes)

@@ -19,7 +19,7 @@ def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> 
     )
 
 
-class Unit:
+class DotPrimitive:
     """The primitive ``sum += unsigned weight byte * signed activation byte`` of an ISA."""
 
     def __init__(self, isa: Isa, width: int) -> None:

@@ -90,8 +90,8 @@ class KernelSpec:
     """First rows of the head that another unit computes."""
     sequences: bool = False
     """Whether tokens of several sequences are decoded together: there are functions for it."""
-    phases: Literal[1, 2] = 1
-    """Loops over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
+    passes: Literal[1, 2] = 1
+    """Passes over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_width: int = 0
     """Elements that norms of the residual stream are taken of; 0 stands for all."""

@@ -98,11 +98,11 @@ def test_one_library_serves_all_limits_and_none_leaves_nothing_out() -> None:
 
 def test_neurons_are_computed_as_the_plan_says_or_by_whether_gates_are_known() -> None:
     request = RandomModel(layers=1).request
-    assert make_spec(request).phases == 2
-    assert make_spec(dataclasses.replace(request, passes=1)).phases == 1
+    assert make_spec(request).passes == 2
+    assert make_spec(dataclasses.replace(request, passes=1)).passes == 1
     without = dataclasses.replace(request, gate_rows=None)
-    assert make_spec(without).phases == 1
-    assert make_spec(dataclasses.replace(without, passes=2)).phases == 2
+    assert make_spec(without).passes == 1
+    assert make_spec(dataclasses.replace(without, passes=2)).passes == 2
 
 
 def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:

@@ -130,7 +130,7 @@ def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
     activation=ACTIVATIONS,
     threads=st.integers(1, 3),
     planes=st.sampled_from([1, 2, 4]),
-    phases=st.sampled_from([1, 2]),
+    passes=st.sampled_from([1, 2]),
     neurons=st.integers(1, 80),
     tokens=st.integers(2, 9),
     data=st.data(),
@@ -141,7 +141,7 @@ def test_gathered_and_dense_sums_are_those_of_float64(
     activation: Activation,
     threads: int,
     planes: int,
-    phases: int,
+    passes: int,
     neurons: int,
     tokens: int,
     data: st.DataObject,
@@ -154,7 +154,7 @@ def test_gathered_and_dense_sums_are_those_of_float64(
         threads=threads,
         planes=planes,
         chunk_planes=planes,
-        phases=phases,
+        passes=passes,
     )
     layer = Layer(spec, neurons, tokens, data.draw(st.integers(0, 2**32 - 1)))
     slots = np.array(
@@ -205,18 +205,18 @@ def test_the_dense_sum_does_not_depend_on_the_number_of_threads() -> None:
 def test_one_loop_and_gates_first_give_equal_bits(activation: Activation) -> None:
     slots = np.random.default_rng(0).permutation(150)[:101].astype(np.int32)
     layers = [
-        Layer(make_spec(hidden=96, threads=3, activation=activation, phases=phases), 150, 2, 6)
-        for phases in (1, 2)
+        Layer(make_spec(hidden=96, threads=3, activation=activation, passes=passes), 150, 2, 6)
+        for passes in (1, 2)
     ]
     (at_once, active), (in_turn, also_active) = (layer.gather(slots) for layer in layers)
     assert np.array_equal(at_once, in_turn) and active == also_active
 
 
-@pytest.mark.parametrize("phases", [1, 2])
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("count", [37, 38, 39, 40])
-def test_threads_whose_neurons_all_fire_leave_each_others_alone(count: int, phases: int) -> None:
+def test_threads_whose_neurons_all_fire_leave_each_others_alone(count: int, passes: int) -> None:
     # A list is as long as what is kept in it: nothing may be written behind its end.
-    layer = Layer(make_spec(hidden=96, threads=2, activation="relu", phases=phases), 120, 2, 7)
+    layer = Layer(make_spec(hidden=96, threads=2, activation="relu", passes=passes), 120, 2, 7)
     open_gates = np.flatnonzero(layer.inputs[0] @ layer.parts[0].T > 1e-3)[:count]
     slots = open_gates.astype(np.int32)
     expected, _ = layer.compute(slots)

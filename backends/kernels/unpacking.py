@@ -1,6 +1,6 @@
-"""Packed vectors unpacked to floats, a unit at a time.
+"""Packed vectors unpacked to floats, a tile at a time.
 
-A *unit* is what one chunk of a block unpacks to: 4 ``lanes`` bytes.  Its elements are in *lane
+A *tile* is what one chunk of a block unpacks to: 4 ``lanes`` bytes.  Its elements are in *lane
 order*: within a block of L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in
 natural order.
 """
@@ -15,10 +15,10 @@ from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.plan.weights.layout import GROUP, Precision
 
 
-def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
-    """Return (lanes, first group, number of units) for each run of equal blocks.
+def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
+    """Return (lanes, first group, number of tiles) for each run of equal blocks.
 
-    A *unit* is the part of y that one 4 ``lanes``-byte chunk unpacks to.
+    A *tile* is the part of y that one 4 ``lanes``-byte chunk unpacks to.
     """
     if precision == "fp16":
         return [(16, 0, hidden // GROUP)]
@@ -26,10 +26,10 @@ def list_units(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
     return [(lanes, first, count * per_block) for lanes, first, count in list_runs(hidden)]
 
 
-def emit_unit(
+def emit_tile(
     isa: Isa, vector: Vector, lanes: int, first: v.Expr, chunk: v.Expr | int
 ) -> list[tuple[v.Expr, v.Expr]]:
-    """Unpack a unit: (place in y, weights without their scale as float32 x lanes) of each element.
+    """Unpack a tile: (place in y, weights without their scale as float32 x lanes) of each element.
 
     ``first`` is the block's first group, ``chunk`` the chunk within the block.
     """
@@ -80,7 +80,7 @@ def emit_unit(
 def list_places(
     precision: Precision, lanes: int, first: v.Expr, chunk: v.Expr | int
 ) -> list[v.Expr]:
-    """Return where the elements of a unit stand in y, in the order of `emit_unit`."""
+    """Return where the elements of a tile stand in y, in the order of `emit_tile`."""
     start = first * GROUP
     if precision == "fp16":
         return [v.let(start + half * 16) for half in range(2)]
@@ -90,7 +90,7 @@ def list_places(
     return [v.let(start + element * lanes) for element in elements]
 
 
-def load_unit_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
+def load_block_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
     """Return the scales of a block as float32 x lanes."""
     if vector.precision == "fp16":
         return v.constant(1.0, "float32", lanes)
