@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,10 +10,9 @@ from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, route, slice_tensor
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.reference.kv_cache import KvCache
+from pi2.backends.reference.attention import Attention
 from pi2.backends.reference.neurons import compute_activations, multiply_down
-from pi2.backends.reference.operators import activate, cap, normalize, rotate
-from pi2.backends.rope import RopeTables
+from pi2.backends.reference.operators import activate, cap, normalize
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
@@ -35,15 +33,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._layout = request.whole_bundle
         self._model = request.model
         shape = self._model.shape
-        self._kv = KvCache(request)
-        size = (request.context, shape.head_dim // 2)
-        self._ropes = [
-            RopeTables(
-                rope, shape.head_dim, (np.empty(size, np.float32), np.empty(size, np.float32))
-            )
-            for rope in (self._model.rope, self._model.other_rope)
-            if rope is not None
-        ]
+        self._attention = Attention(request)
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
         self._u = self._x
@@ -160,50 +150,9 @@ class ReferenceExecutor(ObservableExecutor):
     def mix(self, layer: int, position: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
         parts = self._list_parts(position)
-        mixed = [self._mix(layer, self._qkv[tokens], *place) for tokens, *place in parts]
+        mixed = [self._attention.mix(layer, self._qkv[tokens], *place) for tokens, *place in parts]
         self._mixed = np.concatenate(mixed)
         return self._mixed
-
-    def _mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
-        """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
-        kept from ``position`` on."""
-        shape, attention = self._model.shape, self._model.attention
-        count = len(qkv)
-        end = position + count
-        kv_width = shape.kv_heads * shape.head_dim
-        query, key, value = np.split(qkv, [shape.query, shape.query + kv_width], axis=-1)
-        query = query.reshape(count, shape.heads, shape.head_dim)
-        key = key.reshape(count, shape.kv_heads, shape.head_dim)
-        if attention.head_norm:
-            norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
-            query = normalize(norm, query, self._layer(layer, "query_norm"))
-            key = normalize(norm, key, self._layer(layer, "key_norm"))
-        other = self._model.find_rope(layer) is self._model.other_rope
-        cos, sin = (table[position:end] for table in self._ropes[other].arrays)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        self._kv.keep(sequence, 0, layer, position, key)
-        value = value.reshape(count, shape.kv_heads, shape.head_dim)
-        self._kv.keep(sequence, 1, layer, position, value)
-        keys, values = (self._kv.read(sequence, kind, layer, end) for kind in (0, 1))
-
-        seen = np.arange(end)[None, :]
-        now = np.arange(position, end)[:, None]
-        visible = seen <= now
-        window = self._model.find_window(layer)
-        if window is not None:
-            visible &= seen > now - window
-        scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
-        mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
-        for head in range(shape.heads):
-            kv_head = head * shape.kv_heads // shape.heads
-            scores = query[:, head] @ keys[:, kv_head].T
-            scores = cap(scores * scale, attention.softcap)
-            scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
-            mixed[:, head] = weights @ values[:, kv_head]
-        padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
-        return np.concatenate([mixed.reshape(count, -1), padding], axis=1)
 
     def project_output(self, layer: int) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
@@ -388,8 +337,7 @@ class ReferenceExecutor(ObservableExecutor):
 
     def expect(self, end: int) -> None:
         """See `pi2.backends.protocol.LengthAware`."""
-        for tables in self._ropes:
-            tables.expect(end)
+        self._attention.expect(end)
 
     def read_ffn_input(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""

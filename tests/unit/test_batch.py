@@ -25,6 +25,7 @@ ROOM = {
     "memory.budget": "2 GiB",
     "memory.segments.workspace": "16 MiB",
     "memory.segments.kv": "16 MiB",
+    "memory.segments.predictor": "1 MiB",
     "memory.segments.cold": "700 KiB",
 }
 """A mixture's plan has as little as one sequence needs, and no cold neurons."""

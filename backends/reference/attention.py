@@ -1,0 +1,83 @@
+"""Attention of the reference backend: rotations, keys and values, and what queries mix."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pi2.arrays import F32
+from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.kv_cache import KvCache
+from pi2.backends.reference.operators import cap, normalize, rotate
+from pi2.backends.rope import RopeTables
+from pi2.plan.weights.tensor_names import name_layer_tensor
+
+
+class Attention:
+    """Keys and values of all sequences, and the tables of positions."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._model = request.model
+        shape = self._model.shape
+        self._kv = KvCache(request)
+        size = (request.context, shape.head_dim // 2)
+        self._ropes = [
+            RopeTables(
+                rope, shape.head_dim, (np.empty(size, np.float32), np.empty(size, np.float32))
+            )
+            for rope in (self._model.rope, self._model.other_rope)
+            if rope is not None
+        ]
+
+    def expect(self, end: int) -> None:
+        """Choose the positions of a sequence of ``end`` tokens."""
+        for tables in self._ropes:
+            tables.expect(end)
+
+    def _read(self, layer: int, kind: str) -> F32:
+        """A norm of heads, float32 [1, head_dim]."""
+        tensor = self._request.tensors[name_layer_tensor(layer, kind)]
+        return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+
+    def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
+        """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
+        kept from ``position`` on."""
+        shape, attention = self._model.shape, self._model.attention
+        count = len(qkv)
+        end = position + count
+        kv_width = shape.kv_heads * shape.head_dim
+        query, key, value = np.split(qkv, [shape.query, shape.query + kv_width], axis=-1)
+        query = query.reshape(count, shape.heads, shape.head_dim)
+        key = key.reshape(count, shape.kv_heads, shape.head_dim)
+        if attention.head_norm:
+            norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
+            query = normalize(norm, query, self._read(layer, "query_norm"))
+            key = normalize(norm, key, self._read(layer, "key_norm"))
+        other = self._model.find_rope(layer) is self._model.other_rope
+        cos, sin = (table[position:end] for table in self._ropes[other].arrays)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        self._kv.keep(sequence, 0, layer, position, key)
+        value = value.reshape(count, shape.kv_heads, shape.head_dim)
+        self._kv.keep(sequence, 1, layer, position, value)
+        keys, values = (self._kv.read(sequence, kind, layer, end) for kind in (0, 1))
+
+        seen = np.arange(end)[None, :]
+        now = np.arange(position, end)[:, None]
+        visible = seen <= now
+        window = self._model.find_window(layer)
+        if window is not None:
+            visible &= seen > now - window
+        scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
+        mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
+        for head in range(shape.heads):
+            kv_head = head * shape.kv_heads // shape.heads
+            scores = query[:, head] @ keys[:, kv_head].T
+            scores = cap(scores * scale, attention.softcap)
+            scores = np.where(visible, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            mixed[:, head] = weights @ values[:, kv_head]
+        padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
+        return np.concatenate([mixed.reshape(count, -1), padding], axis=1)
