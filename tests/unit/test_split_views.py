@@ -69,7 +69,7 @@ def test_show_says_who_has_which_neurons_in_which_memory(
     line = "#   cpu computes what is predicted of the others; neurons 29-37 stay in "
     assert f"{line}memory.segments.hot" in found
     assert any(line.startswith("# second: needs ") for line in found)
-    assert not any("computes" in line for line in print_lines(capsys, "show", plan))
+    assert not any("which it keeps" in line for line in print_lines(capsys, "show", plan))
 
 
 def test_show_says_what_changes_with_the_number_of_sequences(

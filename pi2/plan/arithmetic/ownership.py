@@ -7,6 +7,9 @@ from itertools import groupby
 
 from pi2.plan.arithmetic.resolved import DenseShare, ResolvedLayer, ResolvedPlan
 
+_NAMED = {"none": "all of", "router": "those of the chosen experts among"}
+"""Which of the neurons that are left the sparse unit computes, where no neuron is predicted."""
+
 
 def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[str]:
     """What each unit computes of a layer that several units compute, a line for each; nothing of
@@ -20,7 +23,7 @@ def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[st
     memory = name_memory(resolved, dense.unit)
     yield f"{dense.unit} computes {describe_computed(dense)}, {kept} in {memory}"
     others = range(dense.least, resolved.model.layer_neurons)
-    named = "all of" if resolved.plan.decode.predictor == "none" else "what is predicted of"
+    named = _NAMED.get(resolved.plan.decode.predictor, "what is predicted of")
     sparse = f"{resolved.sparse_unit} computes {named} the others"
     if not others:
         yield f"{resolved.sparse_unit} computes none of its neurons"
