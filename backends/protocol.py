@@ -99,7 +99,7 @@ class BuildRequest:
     """What the inputs of projections are rounded to where one token goes through a layer, by
     backends that round them: integers with a scale for 32 of them, or not at all (fp32)."""
     chunk_type: ActivationType = "int16"
-    """The same, where several tokens go through a layer together."""
+    """What they are rounded to where several tokens go through a layer together."""
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""

@@ -44,7 +44,7 @@ class Compiler:
 
     module: str
     suffix: str
-    """Of its output."""
+    """Suffix of the file that it writes."""
 
 
 LIBRARIES = Compiler("pi2.backends.compiler.compile", ".so")

@@ -24,7 +24,7 @@ class Parameter:
     kind: Kind
     dtype: str
     shape: tuple[int | str, ...] = ()
-    """Of an array: lengths, and symbols of lengths that differ from model to model or from call to
+    """Lengths of an array, and symbols of lengths that differ from model to model or from call to
     call, such as ``tokens``; empty where any size will do.  Arrays are passed flat."""
 
 

@@ -59,7 +59,7 @@ class Attention:
         ]
         self._weights: list[Views] = []
         self._sees_all: list[bool] = []
-        """Of each layer, whether it sees all tokens although others have a window."""
+        """Whether each layer sees all tokens although others have a window."""
         for layer in self._layers:
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
             turned = tables[model.find_rope(layer) is model.other_rope]

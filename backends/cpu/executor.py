@@ -99,7 +99,7 @@ class CpuExecutor:
         if spec.sequences and spec.has_other_chunks:
             self._begin_step = self._bind_begin("begin_step", views)
         self._step_positions: list[BoundCall] = []
-        """Of a step's tokens, one by one."""
+        """Calls for the positions of a step's tokens, one for each."""
         if spec.positions and spec.sequences:
             self._step_positions = [
                 self._bind_positions({"x": space.wrap(row)}, 1)

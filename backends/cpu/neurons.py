@@ -59,7 +59,7 @@ class Neurons:
         self._gates = space.make("float32", neurons)
         layers = request.model.shape.layers
         self._scales: list[Views] = [{} for _ in range(layers)]
-        """Of each layer, where they are resident."""
+        """Scales of each layer's neurons, where they are resident."""
         if request.scales is not None:
             self._scales = [{"scales": space.wrap(item)} for item in request.scales]
         self._counts = space.make("int32", spec.threads + 1)

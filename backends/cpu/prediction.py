@@ -135,7 +135,7 @@ class Prediction:
         return (0, self._tokens) if self._is_several else ()
 
     def _list_one(self) -> tuple[int, ...]:
-        """The same of a prediction for the selected one; its results are those of token 0."""
+        """Arguments of a prediction for the selected token; its results are those of token 0."""
         return (self._token, 1) if self._is_several else ()
 
     def _list_found(self, token: int) -> I32:

@@ -106,12 +106,12 @@ class _Piece:
     ``fold`` times as many lanes."""
 
     byte: v.Expr
-    """Of the first chunk's weights, from the vector's beginning."""
+    """Place of the first chunk's weights, in bytes from the vector's beginning."""
     element: v.Expr
-    """Of the first chunk's activations, likewise."""
+    """Place of the first chunk's activations, in elements from the vector's beginning."""
     group: v.Expr
     lanes: int
-    """Of the block."""
+    """Lanes of the block."""
     width: int
     """Groups."""
     fold: int

@@ -38,7 +38,7 @@ TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
 is loaded, the 32 registers are nearly full."""
 STEPS = 4
-"""Of 8 elements, in a group."""
+"""Steps of 8 elements in a group."""
 _CODE_BYTES = GROUP * ROWS
 
 FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]

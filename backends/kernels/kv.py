@@ -30,7 +30,7 @@ class Cache:
     keys: v.Buffer
     values: v.Buffer
     key_scales: v.Buffer | None
-    """Of ``int8``; None for the others."""
+    """Scales of keys of type ``int8``; None for other types."""
     value_scales: v.Buffer | None
     context: v.Expr
     line: int

@@ -58,7 +58,7 @@ class KernelSpec:
     epsilon: float
     activation: Activation
     threshold: float
-    """Of ``fatrelu``; 0 for the others."""
+    """Threshold of ``fatrelu``; 0 for other activations."""
     qkv_bias: bool
     window: int | None
     """Tokens that a query looks back, itself included."""
@@ -78,7 +78,7 @@ class KernelSpec:
     planes: int
     """Bytes of an activation: 1 (int8), 2 (int16 as two int8 planes), 4 (float32, not rounded)."""
     chunk_planes: int
-    """The same, where several tokens go through a layer together."""
+    """Bytes of an activation where several tokens go through a layer together."""
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
@@ -106,7 +106,7 @@ class KernelSpec:
     head_norm: bool = False
     """Whether every query and key head has a norm."""
     score_scale: float | None = None
-    """Of attention scores; None stands for 1 / sqrt(head_dim)."""
+    """Factor of attention scores; None stands for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
     """Soft cap of attention scores."""
     some_full: bool = False
@@ -114,7 +114,7 @@ class KernelSpec:
     gated: bool = True
     ffn_bias: bool = False
     experts: int = 0
-    """Of a mixture, shared ones too; 0 without."""
+    """Experts of a mixture, shared ones included; 0 where the model is none."""
     keeps_input: bool = False
     """Whether the layer's input is kept: for the FFN, or for the router."""
     embedding_factor: float = 1.0

@@ -98,7 +98,7 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         waiting = deque(range(len(self._requests)))
         free = list(range(len(self._forward.positions)))
         places: dict[int, int] = {}
-        """Of the prompts that have one."""
+        """Places of the prompts that have one, by their numbers."""
         answers: dict[int, Answer] = {}
         while waiting or places:
             found = []

@@ -349,7 +349,8 @@ class LoadedModel:
     def iterate_logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
     ) -> Iterator[F32]:
-        """The same in pieces [n, vocab], n at most a chunk: a long text would fill the memory."""
+        """Logits as `logits` gives them, in pieces [n, vocab], n at most a chunk: those of a long
+        text would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
         forward, chunk = self._parts.forward, self.plan.plan.prefill.chunk

@@ -13,7 +13,7 @@ class RunStatistics:
     predicted_neurons: int
     """Neurons that the predictor named, over layers and tokens."""
     active_neurons: int
-    """Of these, neurons with a non-zero activation."""
+    """Neurons of these with a non-zero activation."""
     possible_neurons: int
     """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
     cache_hits: int

@@ -55,7 +55,7 @@ class HotBalance:
         self._since = [0] * layers
         self._tokens = 0
         self._cold_uses = 0.0
-        """Of the last tokens, older ones counting less."""
+        """Uses of cold slots by the last tokens, older ones counting less."""
         self._cold_tokens = 0.0
         self.grown = 0
         """Neurons that became hot."""

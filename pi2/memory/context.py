@@ -16,7 +16,7 @@ class ContextMemory:
     """What keys and values take."""
 
     total_bytes: int
-    """Of full contexts of all sequences."""
+    """Bytes of full contexts of all sequences."""
     context: int
     """Tokens of all sequences."""
     runs: int

@@ -97,9 +97,9 @@ class PendingRead:
     """Stretches of ``indices``, in their order."""
     batch: ReadBatch | None
     gates: Bits | None = None
-    """Of which only the gate is read, [n]; None where neurons are read whole."""
+    """Whether only the gate of each neuron is read, [n]; None where neurons are read whole."""
     number: int = 0
-    """Of the first cluster."""
+    """Number of the first cluster."""
 
 
 class FlashReader:
@@ -129,7 +129,7 @@ class FlashReader:
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
         self.saved_bytes = 0
-        """Of up and down that were not read, because the gate was closed."""
+        """Bytes of up and down that were not read, because the gate was closed."""
         self._gate_bytes = settings.gate_bytes
         self._fds: list[int] = []
         self._checks: NeuronChecks | None = None

@@ -149,7 +149,7 @@ def _make_merged(
     stride: int,
     merging: Merging,
 ) -> ReadBatch:
-    """The same, with bundles that nobody wants in between: they go to the scratch."""
+    """Plan reads that take bundles between two wanted ones along: these go to the scratch."""
     skipped = np.zeros(len(indices), np.int64)
     skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
     places = np.arange(len(indices)) + np.cumsum(skipped)
