@@ -30,7 +30,14 @@ from typing import Any
 import numpy as np
 
 from pi2.diagnostics import UserError, render
-from pi2.plan.arithmetic.fitting import MIB
+from pi2.plan.arithmetic.fitting import (
+    MIB,
+    Shortage,
+    find_room,
+    fit_plan,
+    round_share,
+    write_memory,
+)
 from pi2.plan.authoring.drafting import Wish as DraftWish
 from pi2.plan.authoring.drafting import draft_plan
 from pi2.plan.authoring.writing import write_document
@@ -39,7 +46,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.layout import round_up
 from pi2.planning.cost import cost_plan
 from pi2.planning.cost_memory import count_memory
 from pi2.planning.cost_stream import PROMPT
@@ -212,28 +218,19 @@ def draw_values(
         part = float(random.uniform(0.0, 1.0))
         cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
         found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
-        bare = dict(resolve_values(found, wish.device, wish.model).needs.items())
-        fixed = sum(round_up(bare[key].bytes, MIB) for key in _FIXED)
-        fixed += problem.runtime_bytes
-        room = wish.memory_bytes - fixed
+        bare = resolve_values(found, wish.device, wish.model)
+        room = find_room(bare, wish.memory_bytes, problem.runtime_bytes)
         whole = problem.neurons * problem.stride * wish.model.shape.layers
-        hot = min(1.0, part * max(room - MIB, 0) / whole)
-        if mode == "none":
-            hot = min(1.0, max(room - MIB, 0) / whole)
-        found["layers"]["hot"] = int(hot * 1000) / 1000
-        needs = dict(resolve_values(found, wish.device, wish.model).needs.items())
-        segments = {key: round_up(needs[key].bytes, MIB) for key in (*_FIXED, "hot")}
-        segments["runtime"] = problem.runtime_bytes
-        absent = round_up(whole - needs["hot"].bytes, MIB)
-        cold = min(wish.memory_bytes - sum(segments.values()), absent) // MIB * MIB
-        segments["cold"] = 0 if mode == "none" else cold
-        if segments["cold"] < needs["cold"].bytes or cold < 0:
+        most = max(room, 0) / whole
+        found["layers"]["hot"] = round_share(min(1.0, most if mode == "none" else part * most))
+        try:
+            wanted = resolve_values(found, wish.device, wish.model)
+            fitted = fit_plan(wanted, wish.memory_bytes).plan
+        except Shortage:
             continue
-        found["memory"]["segments"] = {key: format_bytes(item) for key, item in segments.items()}
+        found["memory"] |= write_memory(fitted)
+        found["layers"]["hot"] = fitted.layers.hot
         return found
-
-
-_FIXED = ("attention", "kv", "predictor", "workspace")
 
 
 def check_plans(

@@ -14,6 +14,9 @@ from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pi2.plan.documents.device import Device
     from pi2.planning.planner import PlannedPlan
     from pi2.planning.wish import Objective, Wish
 
@@ -41,6 +44,13 @@ MOST_SEQUENCES = 64
     help="Model: a short name, path or reference.",
 )
 @click.option("--memory", metavar="SIZE", help="Memory limit of the whole process, such as 3GiB.")
+@click.option(
+    "--unit-memory",
+    "unit_memory",
+    metavar="UNIT=SIZE",
+    multiple=True,
+    help="Memory limit of a unit with memory of its own, such as gpu=8GiB.  [default: all of it]",
+)
 @click.option(
     "--speed",
     metavar="RATE",
@@ -88,6 +98,7 @@ def command(
     device: str,
     model: str,
     memory: str | None,
+    unit_memory: tuple[str, ...],
     speed: str | None,
     objective: Objective,
     batch: str,
@@ -112,6 +123,7 @@ def command(
     for path in outputs.values():
         _check_output(path, force)
     wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
+    wish = replace(wish, unit_memory=_parse_unit_memory(unit_memory, wish.device))
     if pareto:
         if len(batches) > 1:
             raise click.UsageError("--pareto is for one --batch")
@@ -181,16 +193,40 @@ def _make_wish(
     )
 
 
-def _parse_bytes(text: str) -> int:
+def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:
+    """``["gpu=8GiB"]``; UserError P105 for units without memory of their own, or too much."""
+    found = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        memory = device.units[name].memory if name in device.units else None
+        if memory is None:
+            able = [key for key, unit in device.units.items() if unit.memory is not None]
+            raise UserError.of(
+                "P105",
+                f"--unit-memory {text!r}: the device {device.id!r} has no unit {name!r} with "
+                "memory of its own",
+                help=f"units that have: {', '.join(able) or 'none'}",
+            )
+        found[name] = _parse_bytes(size, "--unit-memory")
+        if memory.capacity is not None and found[name] > memory.capacity:
+            raise UserError.of(
+                "P105",
+                f"--unit-memory {text!r}: {name} has {memory.capacity >> 20} MiB",
+                help=f"--unit-memory '{name}={memory.capacity >> 20} MiB' is the most",
+            )
+    return found
+
+
+def _parse_bytes(text: str, option: str = "--memory") -> int:
     from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     try:
         size = parse_quantity(text, BYTE_UNITS)
     except QuantityError as error:
-        help_text = error.hint or "for example --memory 3GiB"
-        raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None
+        help_text = error.hint or "for example 3GiB"
+        raise UserError.of("P105", f"{option} {text!r}: {error}", help=help_text) from None
     if not 0 < size < 2**63:
-        raise UserError.of("P105", f"--memory {text!r} is not a possible memory size")
+        raise UserError.of("P105", f"{option} {text!r} is not a possible memory size")
     return int(size)
 
 
@@ -241,7 +277,9 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
     write_atomically(path, text.encode())
-    click.echo(f"{path}: written; `pi2 simulate {path}` predicts it in detail", err=True)
+    units = [wish.device.units[name] for name in report.resolved.dense_units]
+    command = "explain --cost" if any(unit.memory for unit in units) else "simulate"
+    click.echo(f"{path}: written; `pi2 {command} {path}` predicts it in detail", err=True)
 
 
 def _refer(reference: str, folder: Path) -> str:

@@ -76,7 +76,8 @@ def cost_layer(
     """One layer of a token: ``hot`` of its neurons stay, a cache holds ``cold``, a dense unit
     computes the hottest ``dense``."""
     speed, batch = rates.scale(settings.threads), settings.batch
-    shared = rates.shared_bytes_s / rates.project.bytes_s if dense > 0 else 1.0
+    own = rates.dense is not None and rates.dense.has_memory
+    shared = rates.shared_bytes_s / rates.project.bytes_s if dense > 0 and not own else 1.0
     attention = time_matrix(
         rates, rates.project, sizes.projections, sizes.projection_weights, batch
     ) / max(shared, 1.0)
@@ -114,7 +115,7 @@ def cost_layer(
     slow = 1.0
     if dense_neurons > 0 and rates.dense is not None:
         together = rates.dense.bytes_s + gather.bytes_s
-        slow = max(1.0, together / rates.shared_bytes_s)
+        slow = 1.0 if own else max(1.0, together / rates.shared_bytes_s)
         dense_s = rates.dense.launch_s
         seconds = dense_neurons * sizes.dense_neuron / rates.dense.bytes_s * slow
         if rates.dense.ops_s is not None:

@@ -115,8 +115,11 @@ class _Arithmetic:
 
 
 def _find_arithmetic(resolved: ResolvedPlan, rates: Rates) -> _Arithmetic | None:
-    if rates.dense is not None and rates.dense.ops_s is not None and uses_dense(resolved):
-        rate = (0.0, 2.0 / rates.dense.ops_s)
+    dense = rates.dense
+    # Through its bus, a unit with memory of its own computes no prompts that lie in main memory.
+    able = dense is not None and not dense.has_memory and uses_dense(resolved)
+    if able and dense is not None and dense.ops_s is not None:
+        rate = (0.0, 2.0 / dense.ops_s)
         return _Arithmetic(ffn=rate, project=rate, skips=False)
     if rates.dense_many is None or rates.project_many is None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +18,11 @@ from pi2.plan.arithmetic.fitting import (
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.authoring.drafting import choose_backends
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
+    format_bytes,
     round_size,
 )
 from pi2.plan.weights.layout import round_up
@@ -259,13 +261,22 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
             hots[layer] = hot
             denses[layer] = round_share(min(dense, hot))
     values["layers"] = _write_layers(problem, hots, denses)
+    kinds = {problem.wish.device.units[name].kind for name in _list_units(values["layers"])}
+    values["backends"] = choose_backends(kinds)
+    unit = problem.rates.dense
+    if unit is not None and unit.name in wish.unit_memory and max(denses) > 0.0:
+        size = round_size(wish.unit_memory[unit.name])
+        values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
     resolved = resolve_values(values, wish.device, wish.model)
     budget = None if wish.memory_bytes is None else round_size(wish.memory_bytes)
     cold_bytes = None
     if budget is None or wish.objective == "memory":  # else what is left over helps
+        own = problem.unit_bytes is not None
         resident_bytes = sum(
-            share * group.count * problem.neurons * problem.stride
-            for group, share in zip(problem.groups, solution.resident, strict=True)
+            (share - dense * own) * group.count * problem.neurons * problem.stride
+            for group, share, dense in zip(
+                problem.groups, solution.resident, solution.dense, strict=True
+            )
         )
         cold_bytes = int(resident_bytes - resolved.needs.hot.bytes - solution.lent_bytes)
     fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
@@ -279,6 +290,12 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     # Where nothing is read there is nothing to look ahead for.
     values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
     return values
+
+
+def _list_units(layers: Mapping[str, Any]) -> set[str]:
+    """Names of the units in the splits of a table ``[layers]``."""
+    tables = [layers, *layers.get("overrides", ())]
+    return {name for table in tables for name in table.get("split", ())}
 
 
 def _write_layers(

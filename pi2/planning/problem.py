@@ -147,6 +147,15 @@ class Problem:
         return self.bundle.stride
 
     @property
+    def unit_bytes(self) -> int | None:
+        """Bytes of the dense unit's own memory; None where it uses main memory."""
+        dense = self.rates.dense
+        memory = None if dense is None else self.wish.device.units[dense.name].memory
+        if dense is None or memory is None:
+            return None
+        return self.wish.unit_memory.get(dense.name, memory.capacity or 0)
+
+    @property
     def runtime_bytes(self) -> int:
         """The segment ``runtime`` of the budget that is asked for, if any."""
         return count_runtime(self.wish.model, self.wish.memory_bytes or 0, RUNTIME_BYTES)

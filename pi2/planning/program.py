@@ -30,6 +30,7 @@ import numpy as np
 
 from pi2.arrays import F64
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import SHARE_STEPS
 from pi2.planning.cost_layer import LookAhead
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
 from pi2.planning.rates import find_stream_overlap, find_stream_rate
@@ -214,8 +215,11 @@ class Program:
         problem, rates = self._problem, self._problem.rates
         assert rates.dense is not None
         hidden = problem.wish.model.shape.stored_hidden
-        # 4 bits, one scale for a row; memory is shared with the processor.
-        slow = max(1.0, (rates.dense.bytes_s + rates.gather.bytes_s) / rates.shared_bytes_s)
+        # 4 bits, one scale for a row; main memory is shared with the processor.
+        slow = 1.0
+        if not rates.dense.has_memory:
+            together = rates.dense.bytes_s + rates.gather.bytes_s
+            slow = max(1.0, together / rates.shared_bytes_s)
         seconds = 3 * hidden / 2 / rates.dense.bytes_s * slow
         if rates.dense.ops_s is not None:
             seconds = max(seconds, 2.0 * 3 * hidden * problem.wish.batch / rates.dense.ops_s)
@@ -227,6 +231,12 @@ class Program:
         terms: dict[int, float] = {}
         for group, r in zip(problem.groups, self._r, strict=True):
             terms[r] = group.count * problem.neurons * problem.stride / _MIB
+        spare = 2 * _MIB  # sizes are written in whole MiB, rounded up: hot, and the cache
+        if problem.unit_bytes is not None:  # what lies there takes no main memory
+            # Its share is rounded down, and what that leaves is in main memory.
+            spare += _MIB * sum(terms[r] for r in self._r) / SHARE_STEPS
+            for r, d in zip(self._r, self._d, strict=True):
+                terms[d] = -terms[r]
         for place, mode in zip(self._modes, problem.modes, strict=True):
             terms[place] = mode.predictor_bytes / _MIB
         for place, kv in zip(self._kvs, problem.kvs, strict=True):
@@ -236,8 +246,7 @@ class Program:
         terms[self._lent[0]] = -1.0
         for place, chunk in zip(self._chunks, problem.chunks, strict=True):
             terms[place] = chunk.workspace_bytes / _MIB
-        # Sizes are written in whole MiB, rounded up: hot, and the cache.
-        return terms, float(problem.runtime_bytes + 2 * _MIB)
+        return terms, problem.runtime_bytes + spare
 
     def _list_rows(self) -> _Rows:
         problem = self._problem
@@ -265,6 +274,10 @@ class Program:
                         rows.add({place: 1.0, other: 1.0}, high=1.0)
         for number in range(len(problem.groups)):
             self._add_compute(rows, number)
+        if problem.unit_bytes is not None:
+            layer = problem.neurons * problem.stride / _MIB
+            sizes = {d: g.count * layer for g, d in zip(problem.groups, self._d, strict=True)}
+            rows.add(sizes, high=problem.unit_bytes / _MIB)
         return rows
 
     def _add_misses(self, rows: _Rows, mode: Mode, place: int) -> None:

@@ -33,6 +33,8 @@ class DenseUnit:
     bytes_s: float
     launch_s: float
     ops_s: float | None
+    has_memory: bool = False
+    """Whether its neurons lie in memory of its own, and it leaves the rate of main memory alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +228,9 @@ class _Reader:
             dense_many=self._times.find_many("dense"),
             project_many=self._times.find_many("project-many"),
             few_ops_s=self._times.find_ops("dense", few=True),
-            shared_bytes_s=max(shared_s, bandwidth, dense.bytes_s if dense else 0.0),
+            shared_bytes_s=max(
+                shared_s, bandwidth, dense.bytes_s if dense and not dense.has_memory else 0.0
+            ),
             dense=dense,
             flash=self._read_flash(),
             overlap=self._read_overlap(),
@@ -264,7 +268,8 @@ class _Reader:
 
     def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:
         figure = unit.read_bandwidth
-        if figure is None and len(self._device.units) == 1:
+        others = [item for item in self._device.units.values() if item is not unit]
+        if figure is None and all(item.memory is not None for item in others):
             figure = self._device.memory.read_bandwidth
         if figure is not None:
             self._sources[f"{name} bandwidth"] = f"{figure.status}: {figure.source}"
@@ -280,19 +285,35 @@ class _Reader:
         return 1.0
 
     def _read_dense(self) -> DenseUnit | None:
-        """The NPU, else the GPU, if it reads main memory and somebody stated how fast."""
+        """The NPU, else the GPU, if somebody stated how fast it reads its memory."""
         for kind in ("npu", "gpu"):
             for name, unit in self._device.units.items():
-                usable = unit.memory is None and unit.read_bandwidth is not None
-                if unit.kind == kind and usable and not unit.emulated:
+                bytes_s = None if unit.emulated else self._find_dense_rate(name, unit)
+                if unit.kind == kind and bytes_s is not None:
                     best = max((item.giga_ops for item in unit.compute), default=None)
                     return DenseUnit(
                         name=name,
-                        bytes_s=self._read_bandwidth(unit, self._constants.dense_of_peak, name),
+                        bytes_s=bytes_s,
                         launch_s=self._find_launch(unit),
                         ops_s=None if best is None else best * 1e9,
+                        has_memory=unit.memory is not None,
                     )
         return None
+
+    def _find_dense_rate(self, name: str, unit: Unit) -> float | None:
+        """Bytes per second that a unit reads of its own memory, or of main memory."""
+        if unit.memory is None:
+            if unit.read_bandwidth is None:
+                return None
+            return self._read_bandwidth(unit, self._constants.dense_of_peak, name)
+        figure, share = unit.memory.read_bandwidth, 1.0
+        if figure is None:
+            figure, share = unit.memory.peak_bandwidth, self._constants.dense_of_peak
+        if figure is None:
+            return None
+        origin = figure.source if share == 1.0 else f"{share:.0%} of its memory's peak"
+        self._sources[f"{name} bandwidth"] = f"{figure.status}: {origin}"
+        return share * float(figure.value)
 
     def _find_launch(self, unit: Unit) -> float:
         """Seconds until the unit has started: what a small matrix takes beside its bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
-from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs, reads_embedding
 from pi2.plan.authoring.drafting import SEGMENT_REMARKS, write_backends
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
@@ -39,6 +39,9 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     lines += ["", "[memory.segments]"]
     for key, remark in _name_segments(planned).items():
         lines.append(f"{key} = {write_value(values['memory']['segments'][key])}  # {remark}")
+    for unit, memory in values["memory"].get("units", {}).items():
+        lines += ["", f"[memory.units.{write_key(unit)}]"]
+        lines += [f"budget = {write_value(memory['budget'])}  # its hot neurons"]
     used = planned.resolved.bundle.used_bytes
     lines += ["", "[bundle]"]
     lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
@@ -98,7 +101,10 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             f"{approximate_number(planned.full_tokens_s)} tokens/s."
         )
     whole = count_ffn_bytes(resolved)
-    if segments.hot >= whole:
+    for name, need in count_unit_needs(resolved).items():
+        if not resolved.shares_main_memory(name):
+            yield f"{name} has {approximate_bytes(need.bytes)} of neurons in its own memory."
+    if all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
         yield f"All neurons stay in memory: {approximate_bytes(whole)}."
     else:
         yield (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,8 @@ class Wish:
     model: Model
     memory_bytes: int | None = None
     """Maximum resident set size of the process."""
+    unit_memory: Mapping[str, int] = field(default_factory=dict)
+    """Most bytes of units that have memory of their own, by name; else all that they have."""
     tokens_s: float | None = None
     """Lowest speed of generation, of all sequences together."""
     objective: Objective = "speed"

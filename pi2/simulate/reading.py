@@ -69,6 +69,13 @@ class _Reader:
                 f"give the layers of `{names[-1]}` to `{names[0]}`",
                 code=UNSUPPORTED_SPLIT,
             )
+        if self._dense_name is not None and self._device.units[self._dense_name].memory:
+            self._report(
+                f"the unit {self._dense_name!r} has memory of its own: the simulator knows units "
+                "that use main memory",
+                "`pi2 explain --cost` predicts the plan",
+                code=UNSUPPORTED_SPLIT,
+            )
         if self._dense_name is not None and self._device.units[self._dense_name].emulated:
             self._report(
                 f"the unit {self._dense_name!r} is the processor itself, emulating another one",
@@ -122,7 +129,8 @@ class _Reader:
             figure = unit.read_bandwidth
             self._use(f"units.{name}.read_bandwidth", figure.status, figure.source)
             return float(figure.value)
-        if unit.kind == "cpu" and len(self._device.units) == 1:
+        others = [item for item in self._device.units.values() if item is not unit]
+        if unit.kind == "cpu" and all(item.memory is not None for item in others):
             memory = self._device.memory.read_bandwidth
             if memory is not None:
                 self._use("memory.read_bandwidth", memory.status, memory.source)

@@ -80,6 +80,8 @@ def wishes(draw: st.DrawFn) -> ResolvedPlan:
         "decode": {"predictor": predictor, "batch": batch},
         "kv": {"context": 256},
     }
+    if unit is not None and draw(st.booleans()):
+        values["projections"] = {"attention": {unit: 0.25, "cpu": 0.75}}
     plan = Plan.model_validate_json(json.dumps(values))
     return ResolvedPlan(plan=plan, device=device, model=model)
 
@@ -171,6 +173,10 @@ def test_a_shortage_names_a_budget_that_is_enough(wish: ResolvedPlan, budget: in
     except Shortage as shortage:
         found = shortage
     else:
+        return
+    if "runtime" not in found.sizes:  # a unit's own memory is too small, whatever the budget
+        assert set(found.sizes) == {"units.gpu"}
+        assert found.needed_bytes > wish.plan.memory.units["gpu"].budget
         return
     assert budget < found.needed_bytes
     assert fit(wish, found.needed_bytes) is not None

@@ -231,65 +231,55 @@ def _scale_hot(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
     mine = [name for name in resolved.dense_units if resolved.shares_main_memory(name)]
     kept: dict[KeyPath, float] = {}
     for layer in resolved.layers:
-        share = 0.0
         if layer.dense is not None and layer.dense.unit not in mine:
-            share = ceil(layer.dense.kept * SHARE_STEPS / resolved.model.layer_neurons)
-            share = min(layer.hot, share / SHARE_STEPS)
-        kept[layer.hot_path] = max(share, kept.get(layer.hot_path, 0.0))
+            steps = ceil(layer.dense.kept * SHARE_STEPS / resolved.model.layer_neurons)
+            share = min(layer.hot, steps / SHARE_STEPS)
+            kept[layer.hot_path] = max(share, kept.get(layer.hot_path, 0.0))
 
     def scale(hot: float, path: KeyPath) -> float:
         least = kept.get(path, 0.0)
         return round(least + round_share((hot - least) * part), 6)
 
-    smaller = _scale_splits(resolved, dict.fromkeys(mine, part))
-    layers = smaller.plan.layers
-    overrides = tuple(
-        item
-        if item.hot is None
-        else item.model_copy(
-            update={"hot": scale(item.hot, ("layers", "overrides", number, "hot"))}
-        )
-        for number, item in enumerate(layers.overrides)
-    )
-    hot = scale(layers.hot, ("layers", "hot"))
-    return _set_layers(smaller, layers.model_copy(update={"hot": hot}), overrides)
+    return _scale_splits(resolved, dict.fromkeys(mine, part), scale)
 
 
-def _scale_splits(resolved: ResolvedPlan, parts: Mapping[str, Fraction]) -> ResolvedPlan:
-    """The plan with these parts of the shares of dense units, by name; the sparse unit has what
-    they leave."""
-    if all(part == 1 for part in parts.values()):
-        return resolved
+def _scale_splits(
+    resolved: ResolvedPlan,
+    parts: Mapping[str, Fraction],
+    scale_hot: Callable[[float, KeyPath], float] | None = None,
+) -> ResolvedPlan:
+    """The plan with these parts of the shares of dense units, by name, the sparse unit having what
+    they leave; and with what ``scale_hot`` makes of every hot share and its key."""
     sparse = resolved.sparse_unit
 
-    def scale(split: Mapping[str, float]) -> dict[str, float]:
+    def scale(split: Mapping[str, float]) -> Mapping[str, float]:
         if not any(split.get(name) for name in parts):
-            return dict(split)
+            return split
         dense = {
-            name: round_share(share * parts[name]) if name in parts else share
+            name: round_share(share * parts[name]) if parts.get(name, 1) < 1 else share
             for name, share in split.items()
             if name != sparse
         }
         return {**dense, sparse: round(1.0 - sum(dense.values()), 6)}
 
-    def change(table: _Table) -> _Table:
+    def change(table: _Table, path: KeyPath) -> _Table:
         changes: dict[str, Any] = {}
         if table.split is not None:
             changes["split"] = scale(table.split)
+        if table.hot is not None and scale_hot is not None:
+            changes["hot"] = scale_hot(table.hot, (*path, "hot"))
         if table.batches:
             changes["batches"] = tuple(
                 item.model_copy(update={"split": scale(item.split)}) for item in table.batches
             )
         return table.model_copy(update=changes)
 
-    layers = resolved.plan.layers
-    return _set_layers(resolved, change(layers), tuple(change(item) for item in layers.overrides))
-
-
-def _set_layers(
-    resolved: ResolvedPlan, layers: Layers, overrides: tuple[LayerOverride, ...]
-) -> ResolvedPlan:
-    if overrides:
+    layers = change(resolved.plan.layers, ("layers",))
+    if layers.overrides:
+        overrides = tuple(
+            change(item, ("layers", "overrides", number))
+            for number, item in enumerate(layers.overrides)
+        )
         layers = layers.model_copy(update={"overrides": overrides})
     return replace(resolved, plan=resolved.plan.model_copy(update={"layers": layers}))
 

@@ -1,0 +1,82 @@
+"""`pi2 plan` for devices with several units: shares, hot neurons and memories agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pi2
+from pi2.cli.main import run
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_unit_needs
+from pi2.plan.resolve import load_plan
+
+pytest.importorskip("scipy")
+MIB = 1 << 20
+GPU = ("--device", "pc-rtx-4090")
+PHONE = ("--device", "oneplus-12", "--memory", "4GiB")
+
+
+def write(folder: Path, *wish: str) -> ResolvedPlan:
+    """Plan for a 7B; loading checks every rule."""
+    path = folder / "my.plan.toml"
+    arguments = ["plan", "--model", "bamboo-7b", "--context", "512", *wish, "-o", str(path)]
+    assert run([*arguments, "--force"]) == 0
+    return load_plan(path)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [PHONE, (*GPU, "--memory", "4GiB", "--unit-memory", "gpu=2GiB"), (*GPU, "--speed", "10tok/s")],
+    ids=["npu", "gpu", "gpu, least memory"],
+)
+def test_a_plan_for_several_units_validates_and_runs_dry(
+    wish: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolved = write(tmp_path, *wish)
+    assert run(["validate", str(resolved.path)]) == 0
+    assert "no findings" in capsys.readouterr().err
+    (unit,) = resolved.dense_units
+    for layer in resolved.layers:
+        assert layer.dense is not None and 0 < layer.dense.kept <= layer.hot_neurons
+    kind = resolved.device.units[unit].kind
+    with pi2.load(resolved.path, set={"backends": {"cpu": "null", kind: "null"}}) as model:
+        assert len(model.generate("Hello", max_tokens=2).result.token_ids) == 2
+
+
+def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: Path) -> None:
+    resolved = write(tmp_path, *PHONE)
+    assert resolved.plan.memory.units == {}
+    counts = sum(layer.hot_neurons for layer in resolved.layers)
+    assert resolved.needs.hot.bytes == counts * resolved.bundle.stride
+
+
+def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> None:
+    plans = [write(tmp_path, *GPU, "--memory", f"{size} MiB") for size in (6000, 3000, 2200)]
+    shares = [item.layers[0].split["gpu"] for item in plans]
+    assert shares[0] < shares[1] < shares[2]
+    for resolved in plans:
+        own, hot = resolved.plan.memory.units["gpu"].budget, resolved.plan.memory.segments.hot
+        need = count_unit_needs(resolved)["gpu"].bytes
+        assert need <= own < need + MIB
+        every = resolved.model.layer_neurons * len(resolved.layers) * resolved.bundle.stride
+        assert every <= own + hot < every + 2 * MIB, "each neuron is in one of the memories"
+
+
+def test_the_gpu_gets_no_more_than_it_may_have(tmp_path: Path) -> None:
+    wish = (*GPU, "--memory", "4800 MiB")
+    free = write(tmp_path, *wish)
+    limited = write(tmp_path, *wish, "--unit-memory", "gpu=200 MiB")
+    assert count_unit_needs(free)["gpu"].bytes > 200 * MIB
+    assert limited.plan.memory.units["gpu"].budget == 200 * MIB
+    assert 190 * MIB < count_unit_needs(limited)["gpu"].bytes <= 200 * MIB
+
+
+@pytest.mark.parametrize("size", ["cpu=1GiB", "tpu=1GiB", "gpu=1TiB", "gpu", "gpu=much"])
+def test_memory_of_units_that_do_not_have_it_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = ["plan", *GPU, "--model", "bamboo-7b", "--memory", "4GiB", "--unit-memory", size]
+    assert run(wish) == 2
+    assert "error[P105]: --unit-memory" in capsys.readouterr().err
