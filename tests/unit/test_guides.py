@@ -74,7 +74,14 @@ def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
             "P351": "figures",
             "P403": "vendor",
         },
-        "split.md": {"P210": "add up to 1", "P211": "units"},
+        "split.md": {
+            "P210": "add up to 1",
+            "P211": "units",
+            "P262": "at most one dense unit",
+            "P263": "is hot",
+            "P265": "backend can compute",
+            "P614": "end of the run",
+        },
     }
     from pi2.plan.checking.pages import load_pages
 
