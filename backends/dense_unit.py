@@ -35,8 +35,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pi2.arrays import F32, U8
+from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout
+from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Tensor
@@ -49,6 +51,11 @@ UnitObserver = Callable[[str, float, float], None]
 class UnitFailed(Exception):
     """A unit cannot go on; the text says why, as the end of a sentence."""
 
+    def __init__(self, text: str, *, help: str | None = None) -> None:
+        """``help`` says what can be done about it."""
+        super().__init__(text)
+        self.help = help
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRequest:
@@ -56,6 +63,8 @@ class UnitRequest:
 
     name: str
     """The unit's name in the device and the plan."""
+    unit: Unit
+    """What the device document says of it."""
     model: Model
     bundle: BundleLayout
     """How neurons lie in the store."""
@@ -79,6 +88,10 @@ class UnitRequest:
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]
     """Counts memory that the unit has brought itself, and returns it."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
 
     @property
     def whole_bundle(self) -> BundleLayout:
@@ -95,7 +108,8 @@ class DenseUnit(Protocol):
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Keep ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on,
-        below what the unit owns.  They may lie in the room that was offered for them."""
+        below what the unit owns; calls for a layer follow each other in stored order.  They may
+        lie in the room that was offered for them."""
 
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None

@@ -1,4 +1,5 @@
-"""What a backend is: a folder of this one whose module ``backend`` has the members of `Backend`.
+"""What a backend is: a folder of this one whose module ``backend`` has the members of `Backend` and
+those of `ExecutorBackend`, of `UnitBackend` or of both.
 
 A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
 can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.backends.observer import ExecutorObserver
 from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Precision
@@ -313,7 +315,7 @@ class LengthAware(Protocol):
 
 
 class Backend(Protocol):
-    """Members of a backend's module ``backend``."""
+    """Members of every backend's module ``backend``."""
 
     COMPUTES: bool
     """Whether it computes anything; one that does not runs plans dry, without a store."""
@@ -327,6 +329,10 @@ class Backend(Protocol):
         """What it cannot compute of a plan, each as the end of a sentence that begins with its
         name, such as ``computes no mixtures``; empty if nothing."""
 
+
+class ExecutorBackend(Backend, Protocol):
+    """Members of a backend's module that computes whole models."""
+
     def need_workspace(self, resolved: ResolvedPlan) -> Need:
         """Bytes that its executor needs in the segment ``workspace``, staging buffers of the engine
         not included."""
@@ -339,8 +345,12 @@ class Backend(Protocol):
         """Compile or load kernels and make the executor."""
 
 
-class UnitBackend(Protocol):
-    """Members of a backend's module that also serves units beside an executor."""
+class UnitBackend(Backend, Protocol):
+    """Members of a backend's module that serves units beside an executor."""
+
+    def find_unit_obstacles(self, unit: Unit) -> list[str]:
+        """What keeps a unit of the device from being used here, such as a driver that is missing;
+        empty if nothing does.  May take a second."""
 
     def need_unit_memory(self, facts: UnitFacts) -> Need:
         """Bytes that a unit needs for what the plan gives it."""

@@ -25,7 +25,8 @@ from pi2.machine.software import (
     detect_tvm,
     find_programs,
 )
-from pi2.plan.documents.backends import find_backend, list_backend_names
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.backends import find_backend, find_unit_backend, list_backend_names
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
@@ -119,6 +120,7 @@ def judge_plan(
         for backend in sorted(used)
         for obstacle in backends.get(backend, ())
     ]
+    findings += find_unit_obstacles(resolved)
     findings += find_plan_misfits(resolved, machine)
     if not (resolved.store_path / "manifest.json").is_file():
         findings.append(
@@ -133,6 +135,20 @@ def judge_plan(
     return PlanVerdict(
         name=name, verdict="runs" if sound else "cannot run", findings=tuple(findings)
     )
+
+
+def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
+    """What keeps units beside the sparse one from being used here."""
+    found = []
+    for name in resolved.dense_units:
+        backend = find_unit_backend(resolved.name_backend(name))
+        # The rules of the plan language have seen to it (P265).
+        assert backend is not None, name
+        obstacles = backend.find_unit_obstacles(resolved.device.units[name])
+        if obstacles:
+            message = f"the unit {name!r} cannot be used: {'; '.join(obstacles)}"
+            found.append(Diagnostic(code="P320", message=message))
+    return found
 
 
 def inspect_folder(path: Path) -> Folder:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pi2.arrays import I32
 from pi2.backends.host import load_host_loops
 from pi2.backends.observer import ExecutorObserver
-from pi2.backends.protocol import Backend, BuildRequest, Executor
+from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
@@ -49,7 +49,7 @@ from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
-from pi2.plan.documents.backends import find_backend
+from pi2.plan.documents.backends import find_backend, find_executor_backend
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.resolve import load_plan
@@ -108,7 +108,9 @@ def build(
     make_observer: MakeObserver | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
-    backend = find_backend(resolved.name_backend(resolved.sparse_unit))
+    backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
+    # The rules of the plan language have seen to it (P265).
+    assert backend is not None, resolved.sparse_unit
     with ExitStack() as cleanup:
         machine = detect_machine()
         store = hashes = tokenizer = None
@@ -137,7 +139,7 @@ def build(
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
-        shares = build_shares(resolved, executor, request, budget, alone=seen)
+        shares = build_shares(resolved, executor, request, budget, progress, alone=seen)
         cleanup.callback(shares.close)
         if store is not None:
             store.check_unchanged()
@@ -234,7 +236,7 @@ def make_budget(resolved: ResolvedPlan) -> Budget:
 
 
 def build_executor(
-    backend: Backend, request: BuildRequest, resolved: ResolvedPlan, cleanup: ExitStack
+    backend: ExecutorBackend, request: BuildRequest, resolved: ResolvedPlan, cleanup: ExitStack
 ) -> Executor:
     """Build the sparse unit's executor, to be closed by ``cleanup``; UserError P320 where its
     backend or that of another unit cannot run here."""

@@ -1,20 +1,25 @@
-"""The FFN of resident neurons: a layer's neurons in a device's memory, inputs in, sums out."""
+"""The FFN of neurons on a device: those of layers that stay in its memory, and those that are added
+to a job as they come.  Inputs go in, sums come out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec
-from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
-from pi2.backends.gpu.packing import TILE, count_tile_bytes, pack_neurons
+from pi2.backends.gpu.packing import pack_neurons
+from pi2.backends.gpu.sizes import STAGING_BUFFERS, TILE, DenseSizes, count_tile_bytes
 from pi2.plan.documents.model import Activation
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress
+
+if TYPE_CHECKING:
+    from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
 
 _FEW_TOKENS = 16
 """With more tokens, products by tiles of 64 tokens are the cheaper ones."""
@@ -22,8 +27,6 @@ _GROUPS_PER_UNIT = 8
 """Work groups that keep a compute unit busy."""
 _UNKNOWN_UNITS = 32
 """Compute units where the API does not say."""
-_PARTIAL_ROWS = 64
-"""Sums of parts of the neurons that there is room for, at least."""
 _COLUMNS = {1: 256, 4: 256, 64: 64}
 """Elements of the sum that a work group computes, by the tokens of the kernel."""
 
@@ -43,85 +46,96 @@ def describe_ffn(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
+@dataclass(slots=True)
+class _Room:
+    """Neurons on the device, and the kernels that were bound to them, by place and name."""
+
     neurons: int
     arrays: Mapping[str, DeviceArray]
-    launches: Mapping[str, Launch]
+    launches: dict[tuple[int, str], Launch] = field(default_factory=dict)
+    used: list[Event] = field(default_factory=list)
+    """What must be over before other neurons come here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a job reads and writes, on the device and in main memory."""
+
+    arrays: Mapping[str, DeviceArray]
+    inputs: F32
+    sums: F32
+    routes: F32
+
+
+@dataclass(slots=True)
+class _Job:
+    layer: int
+    place: int
+    tokens: int
+    begun: bool = False
+    """Whether its sum on the device holds anything."""
+    fetched: bool = False
+    """Whether the sum is on its way to main memory as it is."""
+    events: list[Event] = field(default_factory=list)
 
 
 class DenseFfn:
-    """Layers of resident neurons on one device."""
+    """Layers of neurons on one device.  Jobs are computed in the order in which they were asked
+    for, while the caller goes on."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        layout: BundleLayout,
-        ffn: FfnKernels,
-        counts: Sequence[int],
-        chunk: int,
-        progress: Progress,
+        self, launcher: Launcher, sizes: DenseSizes, ffn: FfnKernels, progress: Progress
     ) -> None:
-        """Make room for ``counts`` neurons of each layer, ``layout`` being the bundles with their
-        scales in them, and for inputs of at most ``chunk`` tokens.
+        """Make room for what ``sizes`` states.
 
-        Raises P361 where the device has no memory for them, and what `load_kernels` raises.
+        Raises P361 where the device has no memory for it, and what `load_kernels` raises.
         """
-        self._launcher, self._layout, self._ffn, self._chunk = launcher, layout, ffn, chunk
+        self._launcher, self._sizes, self._ffn = launcher, sizes, ffn
+        self._layout = sizes.layout
         self._kernels = load_kernels(
             launcher, GpuSpec(target=launcher.facts.target, ffn=ffn), progress
         )
         self._queue = launcher.open_queue()
-        self._partial_rows = max(_PARTIAL_ROWS, chunk)
-        row_bytes = 4 * ffn.hidden
-        sizes = {
-            "inputs": chunk * row_bytes,
-            "values": 4 * chunk * max(counts, default=1),
-            "partials": self._partial_rows * row_bytes,
-            "sums": chunk * row_bytes,
-        }
-        if ffn.experts:
-            sizes["routes"] = 4 * chunk * ffn.experts
-        self._arrays = {name: launcher.allocate(max(size, 16)) for name, size in sizes.items()}
-        self._inputs = self._allocate_host(chunk, ffn.hidden)
-        self._sums = self._allocate_host(chunk, ffn.hidden)
-        self._routes = self._allocate_host(chunk, max(ffn.experts, 1))
-        self._layers = [self._make_layer(count) for count in counts]
+        self._copies = launcher.open_queue()
+        """Added neurons go to the device while others are computed."""
+        self._all: list[DeviceArray] = []
+        try:
+            self._common = self._allocate(sizes.list_common())
+            self._places = [self._make_place() for _ in range(sizes.jobs)]
+            self._layers = [_Room(n, self._allocate(sizes.list_neurons(n))) for n in sizes.counts]
+            self._staging = [
+                _Room(sizes.stretch, self._allocate(sizes.list_neurons(sizes.stretch)))
+                for _ in range(STAGING_BUFFERS if sizes.stretch else 0)
+            ]
+        except BaseException:
+            self._release()
+            raise
         self._uploaded: Event | None = None
-        self._started: Event | None = None
-        self._tokens = 0
+        self._jobs: dict[int, _Job] = {}
+        self._next = self._next_staging = 0
+
+    def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
+        arrays = {}
+        for name, size in sizes.items():
+            if size:
+                arrays[name] = self._launcher.allocate(size)
+                self._all.append(arrays[name])
+        return arrays
+
+    def _make_place(self) -> _Place:
+        chunk = self._sizes.chunk
+        inputs, sums = (self._allocate_host(chunk, self._ffn.hidden) for _ in range(2))
+        routes = self._allocate_host(chunk, max(self._ffn.experts, 1))
+        return _Place(self._allocate(self._sizes.list_job()), inputs, sums, routes)
 
     def _allocate_host(self, rows: int, length: int) -> F32:
         array: F32 = self._launcher.allocate_host(4 * rows * length).view(np.float32)
         return array.reshape(rows, length)
 
-    def _make_layer(self, count: int) -> _Layer:
-        if count == 0:
-            return _Layer(0, {}, {})
-        tiles = -(-count // TILE)
-        sizes = count_tile_bytes(self._layout)
-        weights = {name: self._launcher.allocate(tiles * size) for name, size in sizes.items()}
-        arrays = self._arrays | weights
-        launches = {
-            name: self._launcher.bind(kernel, arrays) for name, kernel in self._kernels.items()
-        }
-        # In one part, partial sums are the sums.
-        whole = arrays | {"partials": self._arrays["sums"]}
-        launches |= {
-            f"whole_{name}": self._launcher.bind(kernel, whole)
-            for name, kernel in self._kernels.items()
-            if name.startswith("sums_")
-        }
-        return _Layer(count, weights, launches)
-
     @property
-    def resident_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """What all arrays of the device take."""
-        return sum(array.size for array in self._list_arrays())
-
-    def _list_arrays(self) -> list[DeviceArray]:
-        of_layers = [array for room in self._layers for array in room.arrays.values()]
-        return [*self._arrays.values(), *of_layers]
+        return sum(array.size for array in self._all)
 
     def upload(self, layer: int, first: int, bundles: U8) -> None:
         """Put ``bundles`` uint8 [n, .], which have their scales in them, in the place of the
@@ -138,50 +152,126 @@ class DenseFfn:
             self._queue.upload(room.arrays[name], array, first // TILE * sizes[name])
         self._uploaded = self._queue.submit()
 
-    def start(self, layer: int, inputs: F32, routes: F32 | None = None) -> None:
-        """Begin the sum of the neurons of ``layer`` for ``inputs`` [T, hidden], and return at once;
-        ``routes`` [T, experts] are the weights of a mixture's experts."""
-        assert self._started is None, "finish the last one first"
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin the sum of the first ``neurons`` neurons of ``layer``, by default of all that it
+        has, for ``inputs`` [T, hidden], and return the job's number at once; ``routes`` [T,
+        experts] are the weights of a mixture's experts."""
         tokens, room = len(inputs), self._layers[layer]
-        assert 0 < tokens <= self._chunk and (routes is not None) == bool(self._ffn.experts)
-        self._tokens = tokens
-        if room.neurons == 0:
-            return
-        self._inputs[:tokens] = inputs
-        self._queue.upload(self._arrays["inputs"], self._inputs[:tokens])
+        assert 0 < tokens <= self._sizes.chunk
+        assert (routes is not None) == bool(self._ffn.experts)
+        taken = {job.place for job in self._jobs.values()}
+        free = [number for number in range(len(self._places)) if number not in taken]
+        assert free, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        job = self._jobs[number] = _Job(layer, free[0], tokens)
+        place = self._places[job.place]
+        place.inputs[:tokens] = inputs
+        self._queue.upload(place.arrays["inputs"], place.inputs[:tokens])
         if routes is not None:
-            self._routes[:tokens] = routes
-            self._queue.upload(self._arrays["routes"], self._routes[:tokens])
-        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS else 64
-        parts = self._choose_parts(room.neurons, tokens, size)
-        numbers = {"first_tile": 0, "count": room.neurons, "tokens": tokens, "parts": parts}
-        self._queue.launch(room.launches[f"values_{size}"], numbers)
-        if parts == 1:
-            self._queue.launch(room.launches[f"whole_sums_{size}"], numbers)
+            place.routes[:tokens] = routes
+            self._queue.upload(place.arrays["routes"], place.routes[:tokens])
+        count = room.neurons if neurons is None else min(neurons, room.neurons)
+        if count:
+            self._compute(job, room, count)
+            self._fetch(job)
+        return number
+
+    def add(self, job: int, bundles: U8) -> None:
+        """Add ``bundles`` uint8 [n, .], which have their scales in them, to a job's sum.  They are
+        copied before it returns."""
+        known = self._jobs[job]
+        room = self._staging[self._next_staging]
+        assert 0 < len(bundles) <= room.neurons
+        self._next_staging = (self._next_staging + 1) % len(self._staging)
+        arrays = pack_neurons(bundles, self._layout).list_arrays()
+        for event in room.used:
+            event.wait()
+        for name, array in arrays.items():
+            self._copies.upload(room.arrays[name], array)
+        uploaded = self._copies.submit()
+        self._queue.wait_for(uploaded)
+        self._compute(known, room, len(bundles))
+        known.fetched = False
+        room.used = [uploaded, self._queue.submit()]
+
+    def _compute(self, job: _Job, room: _Room, count: int) -> None:
+        """Add the first ``count`` neurons of a room to a job's sum."""
+        size = 1 if job.tokens == 1 else 4 if job.tokens <= _FEW_TOKENS else 64
+        parts = self._choose_parts(count, job.tokens, size)
+        numbers = {
+            "first_tile": 0,
+            "count": count,
+            "tokens": job.tokens,
+            "parts": parts,
+            "adds": int(job.begun),
+        }
+        self._queue.launch(self._bind(job, room, f"values_{size}"), numbers)
+        if parts == 1 and not job.begun:
+            # In one part, partial sums are the sums.
+            self._queue.launch(self._bind(job, room, f"sums_{size}", whole=True), numbers)
         else:
-            self._queue.launch(room.launches[f"sums_{size}"], numbers)
-            self._queue.launch(room.launches["join"], numbers)
-        self._queue.download(self._arrays["sums"], self._sums[:tokens])
-        self._started = self._queue.submit()
+            self._queue.launch(self._bind(job, room, f"sums_{size}"), numbers)
+            self._queue.launch(self._bind(job, room, "join"), numbers)
+        job.begun = True
+
+    def _bind(self, job: _Job, room: _Room, name: str, whole: bool = False) -> Launch:
+        key = (job.place, f"whole_{name}" if whole else name)
+        if key not in room.launches:
+            place = self._places[job.place].arrays
+            arrays = {**self._common, **place, **room.arrays}
+            if whole:
+                arrays["partials"] = place["sums"]
+            room.launches[key] = self._launcher.bind(self._kernels[name], arrays)
+        return room.launches[key]
 
     def _choose_parts(self, neurons: int, tokens: int, size: int) -> int:
         """Parts of the neurons that are added up at the same time, so that the device is busy."""
         wanted = _GROUPS_PER_UNIT * (self._launcher.facts.compute_units or _UNKNOWN_UNITS)
         groups = -(-self._ffn.hidden // _COLUMNS[size]) * -(-tokens // size)
-        most = min(self._partial_rows // tokens, -(-neurons // TILE))
+        most = min(self._sizes.partial_rows // tokens, -(-neurons // TILE))
         return max(1, min(-(-wanted // groups), most))
 
-    def finish(self) -> F32:
-        """Wait for the sum float32 [T, hidden] of the last `start`; valid until the next one."""
-        if self._started is None:
-            self._sums[: self._tokens] = 0
-        else:
-            self._started.wait()
-            self._started = None
-        return self._sums[: self._tokens]
+    def _fetch(self, job: _Job) -> None:
+        place = self._places[job.place]
+        self._queue.download(place.arrays["sums"], place.sums[: job.tokens])
+        job.events.append(self._queue.submit())
+        job.fetched = True
+
+    def finish(self, job: int) -> F32:
+        """Wait for the sum float32 [T, hidden] of a job; valid until the next call of `start`."""
+        found = self._jobs[job]
+        sums = self._places[found.place].sums[: found.tokens]
+        if not found.begun:
+            # Its inputs may still be on their way from where the next job puts its own.
+            found.events.append(self._queue.submit())
+        elif not found.fetched:
+            self._fetch(found)
+        for event in found.events:
+            event.wait()
+        if not found.begun:
+            sums[:] = 0
+        del self._jobs[job]
+        return sums
+
+    def give_up(self) -> None:
+        """Forget all jobs, when the device has done what it was asked for."""
+        # An interrupt may have kept an event out of the lists: queues keep their order.
+        ends = [queue.submit() for queue in (self._copies, self._queue)]
+        for event in (*(event for job in self._jobs.values() for event in job.events), *ends):
+            event.wait()
+        self._jobs.clear()
 
     def close(self) -> None:
-        """Give the device's memory back."""
-        for array in self._list_arrays():
+        """Give the device's memory back, when it has done what it was asked for."""
+        try:
+            self.give_up()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        arrays, self._all = self._all, []
+        for array in arrays:
             self._launcher.release(array)
-        self._layers = []
+        self._jobs, self._layers, self._staging = {}, [], []

@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F16, F32, I32, U8, U32
+from pi2.backends.gpu.sizes import TILE
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
     Precision,
     round_up,
-    scale_bytes,
     split_lanes,
     weight_bytes,
 )
@@ -36,8 +36,6 @@ from pi2.plan.weights.packing import slice_bias, slice_experts, slice_part
 
 _Element = TypeVar("_Element", bound=np.generic)
 
-TILE = 32
-"""Rows of a tile."""
 _VECTOR = 4
 """Words of a vector of 16 bytes."""
 
@@ -69,22 +67,6 @@ class DeviceNeurons:
             "experts": self.experts,
         }
         return {name: array for name, array in arrays.items() if array is not None}
-
-
-def count_tile_bytes(layout: BundleLayout) -> dict[str, int]:
-    """Bytes that a tile of neurons takes in each of `DeviceNeurons.list_arrays`."""
-    inputs = len(layout.parts) - 1
-    weights = TILE * weight_bytes(layout.hidden, layout.precision)
-    scales = TILE * scale_bytes(layout.hidden, layout.precision)
-    sizes = {
-        "gate_up_weights": inputs * weights,
-        "gate_up_scales": inputs * scales,
-        "down_weights": weights,
-        "down_scales": scales,
-        "biases": TILE * 4 * len(layout.biases),
-        "experts": 0 if layout.expert_offset is None else TILE * 4,
-    }
-    return {name: size for name, size in sizes.items() if size}
 
 
 def order_words(weights: U8, length: int, precision: Precision) -> U32:

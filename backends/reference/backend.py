@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.plan.arithmetic.sizes import Need
 from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.documents.device import Unit
 
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
@@ -21,6 +22,7 @@ __all__ = [
     "count_chunk_bytes",
     "find_limits",
     "find_obstacles",
+    "find_unit_obstacles",
     "need_unit_memory",
     "need_workspace",
 ]
@@ -31,6 +33,11 @@ NATIVE = False
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
     """Return nothing: numpy runs everywhere."""
+    return []
+
+
+def find_unit_obstacles(unit: Unit) -> list[str]:
+    """Return nothing: it plays every unit itself."""
     return []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from pi2.arrays import U8
@@ -20,8 +20,7 @@ from pi2.plan.arithmetic.rows import list_matrices, name_head
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import find_unit_backend
-
-Progress = Callable[[str, float], None]
+from pi2.progress import Progress
 
 
 def build_shares(
@@ -29,6 +28,7 @@ def build_shares(
     executor: Executor,
     request: BuildRequest,
     budget: Budget,
+    progress: Progress,
     *,
     alone: bool = False,
 ) -> DenseShares:
@@ -40,7 +40,7 @@ def build_shares(
             settings = resolved.plan.units.get(name)
             units[name] = BesideUnit(
                 name=name,
-                unit=_build_unit(resolved, name, request, budget),
+                unit=_build_unit(resolved, name, request, budget, progress),
                 goes_on=settings is not None and settings.on_failure == "cpu",
                 streams=resolved.plan.prefill.unit == name,
             )
@@ -74,7 +74,7 @@ def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> M
 
 
 def _build_unit(
-    resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget
+    resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
 ) -> DenseUnit:
     plan, model = resolved.plan, resolved.model
     backend = find_unit_backend(resolved.name_backend(name))
@@ -85,6 +85,7 @@ def _build_unit(
     settings = plan.units.get(name)
     request = UnitRequest(
         name=name,
+        unit=resolved.device.units[name],
         model=model,
         bundle=resolved.bundle,
         scales=build.scales,
@@ -96,11 +97,15 @@ def _build_unit(
         process="same" if settings is None else settings.process,
         allocate=partial(budget.allocate, resolved.name_segment(name)),
         adopt=partial(budget.adopt, resolved.name_segment(name)),
+        count=partial(budget.charge, resolved.name_segment(name)),
+        progress=progress,
     )
     try:
         return backend.build_unit(request)
     except UnitFailed as error:
-        raise UserError.of("P320", f"the unit {name!r} cannot be used: {error}") from None
+        raise UserError.of(
+            "P320", f"the unit {name!r} cannot be used: {error}", help=error.help
+        ) from None
 
 
 def load_shares(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import Executor
 from pi2.machine import bind_calling_thread, list_allowed_cores
-from pi2.plan.documents.backends import find_backend
+from pi2.plan.documents.backends import find_executor_backend
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key, collect_rounds
 from pi2.probing.steps import VARIANTS, Steps
@@ -40,7 +40,8 @@ class KernelBench:
     """Kernels, weights and a neuron cache."""
 
     def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
-        backend = find_backend("cpu")
+        backend = find_executor_backend("cpu")
+        assert backend is not None, "the CPU's backend computes models"
         self._sizes = recipe.sizes
         self._free = list_allowed_cores()
         cores = tuple(self._free) if len(self._free) == recipe.threads else ()

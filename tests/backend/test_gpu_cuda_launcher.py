@@ -58,7 +58,7 @@ def test_parameters_reach_the_kernel_in_its_order(launcher: Launcher, driver: Dr
     queue = launcher.open_queue()
     partials = np.random.default_rng(1).random((3, 2, 64), np.float32)
     queue.upload(arrays["partials"], partials)
-    queue.launch(join, {"parts": 3, "tokens": 2, "more": 1})
+    queue.launch(join, {"parts": 3, "tokens": 2, "adds": 0, "more": 1})
     sums = np.empty((2, 64), np.float32)
     queue.download(arrays["sums"], sums)
     event = queue.submit()

@@ -13,22 +13,24 @@ from pi2.backends.gpu.kernels.ffn import make_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons
+from pi2.backends.gpu.sizes import DenseSizes
 from pi2.plan.documents.model import Activation
+from pi2.progress import ignore_progress
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 
 CLOSE = 3e-6
 """Of the largest value: everything is added up in float32, in an order of the device's own."""
 
 
-def load(launcher: Launcher, neurons: RandomNeurons, chunk: int) -> DenseFfn:
-    dense = DenseFfn(
-        launcher,
-        neurons.layout,
-        neurons.ffn,
-        [neurons.count],
-        chunk,
-        lambda _label, _share: None,
+def make(launcher: Launcher, neurons: RandomNeurons, counts: list[int], chunk: int) -> DenseFfn:
+    sizes = DenseSizes(
+        layout=neurons.layout, experts=neurons.ffn.experts, counts=counts, chunk=chunk
     )
+    return DenseFfn(launcher, sizes, neurons.ffn, ignore_progress)
+
+
+def load(launcher: Launcher, neurons: RandomNeurons, chunk: int) -> DenseFfn:
+    dense = make(launcher, neurons, [neurons.count], chunk)
     for first in range(0, neurons.count, 64):
         dense.upload(0, first, neurons.bundles[first : first + 64])
     return dense
@@ -60,8 +62,8 @@ def test_sums_of_any_number_of_tokens_are_those_of_numpy(
     for tokens in (1, 2, 7, 16, 17, 70):
         inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
         wanted = neurons.compute_sums(neurons.compute_values(inputs, routes))
-        dense.start(0, inputs, routes)
-        assert measure_error(dense.finish(), wanted) < CLOSE, tokens
+        found = dense.finish(dense.start(0, inputs, routes))
+        assert measure_error(found, wanted) < CLOSE, tokens
     dense.close()
 
 
@@ -88,23 +90,21 @@ def test_every_activation(launcher: Launcher, activation: Activation) -> None:
 
 def test_a_layer_without_resident_neurons_adds_nothing(launcher: Launcher) -> None:
     neurons = RandomNeurons(PLAIN, count=40)
-    dense = DenseFfn(launcher, neurons.layout, PLAIN, [0, 40], 4, lambda _label, _share: None)
+    dense = make(launcher, neurons, [0, 40], 4)
     dense.upload(1, 0, neurons.bundles)
     inputs = neurons.make_inputs(3)
-    dense.start(1, inputs)
-    assert np.abs(dense.finish()).max() > 0
-    dense.start(0, inputs)
-    assert np.abs(dense.finish()).max() == 0
+    assert np.abs(dense.finish(dense.start(1, inputs))).max() > 0
+    assert np.abs(dense.finish(dense.start(0, inputs))).max() == 0
     dense.close()
 
 
 def test_memory_is_counted_and_given_back(launcher: Launcher) -> None:
     neurons = RandomNeurons(PLAIN, count=64)
     before = launcher.allocated_bytes
-    dense = DenseFfn(launcher, neurons.layout, PLAIN, [64, 64], 2, lambda _label, _share: None)
+    dense = make(launcher, neurons, [64, 64], 2)
     weights_bytes = 2 * 64 * 3 * (480 // 2 + 480 // 32 * 2)
-    assert launcher.allocated_bytes - before == dense.resident_bytes
-    assert weights_bytes < dense.resident_bytes < weights_bytes + 256 * 1024
+    assert launcher.allocated_bytes - before == dense.device_bytes
+    assert weights_bytes < dense.device_bytes < weights_bytes + 256 * 1024
     dense.close()
     assert launcher.allocated_bytes == before
 

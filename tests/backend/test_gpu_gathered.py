@@ -44,7 +44,7 @@ def test_gathered_neurons_add_up_to_those_of_numpy(launcher: Launcher, ffn: FfnK
         }
         if routes is not None:
             arrays["routes"] = routes
-        numbers = {"most": most, "parts": parts, "tokens": 1}
+        numbers = {"most": most, "parts": parts, "tokens": 1, "adds": 0}
         values = bench.run("gathered_values", arrays, numbers)["values"]
         wanted = neurons.compute_values(inputs, routes)[:, chosen]
         partials = np.full((parts, ffn.hidden), 5, np.float32)

@@ -152,13 +152,14 @@ class Driver(ModuleType):
         *shape, stream, parameters, extra = shape_and_parameters
         assert function == b"join_kernel" and stream == "stream" and extra == 0, function
         self.launches.append(tuple(shape))
-        addresses = (ctypes.c_void_p * 4).from_address(parameters)
+        addresses = (ctypes.c_void_p * 5).from_address(parameters)
         partials, sums = (ctypes.c_uint64.from_address(int(a or 0)).value for a in addresses[:2])
-        parts, tokens = (ctypes.c_int32.from_address(int(a or 0)).value for a in addresses[2:])
+        numbers = [ctypes.c_int32.from_address(int(a or 0)).value for a in addresses[2:]]
+        adds, parts, tokens = numbers
         size = tokens * 64
         read = np.ctypeslib.as_array((ctypes.c_float * (parts * size)).from_address(partials))
         written = np.ctypeslib.as_array((ctypes.c_float * size).from_address(sums))
-        written[:] = read.reshape(parts, size).sum(0)
+        written[:] = read.reshape(parts, size).sum(0) + (written if adds else 0)
         return (CUresult.CUDA_SUCCESS,)
 
 

@@ -4,15 +4,18 @@ should give."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from pi2.arrays import F32, F64, I32, U8
 from pi2.backends.dense_unit import DenseUnit, UnitRequest
+from pi2.backends.gpu.dense_unit import GpuUnit
+from pi2.backends.gpu.kernels.signature import Api
 from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
+from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize, split_scales, unpack_part
@@ -27,11 +30,27 @@ class UnitKind:
     make: Callable[[UnitRequest], DenseUnit]
     tolerance: float
     """Largest difference from float64 arithmetic, of the largest element of a sum."""
+    api: Api | None = None
+    """What must have a device."""
+    multiplies: bool = True
+    """Whether it computes rows of matrices, too."""
+
+
+def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -> UnitKind:
+    unit = Unit(kind="gpu", architecture=architecture, emulated=True)
+
+    def make(request: UnitRequest) -> GpuUnit:
+        return GpuUnit(replace(request, unit=unit))
+
+    return UnitKind(name=api, make=make, tolerance=1e-5, api=api, multiplies=False)
 
 
 KINDS = (
     UnitKind(name="thread", make=ThreadUnit, tolerance=1e-5),
     UnitKind(name="process", make=ProcessUnit, tolerance=1e-5),
+    _describe_gpu("opencl", "opencl"),
+    _describe_gpu("webgpu", "vulkan"),
+    _describe_gpu("cuda", "cuda"),
 )
 
 
@@ -67,6 +86,7 @@ class Neurons:
 
         values: dict[str, Any] = {
             "name": "second",
+            "unit": Unit(kind="gpu", emulated=True),
             "model": self.model,
             "bundle": self.layout
             if self.scales is None
@@ -78,6 +98,7 @@ class Neurons:
             "stretch": 16,
             "allocate": allocate,
             "adopt": adopt,
+            "count": self.allocated.append,
         }
         return UnitRequest(**values | changes)
 

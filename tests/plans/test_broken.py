@@ -36,6 +36,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "array-for-table.plan.toml": ("P103", 28, 9),
     "attention-too-small.plan.toml": ("P202", 12, 13),
     "backend-of-no-dense-unit.plan.toml": ("P265", 5, 33),
+    "backend-of-no-whole-model.plan.toml": ("P265", 5, 20),
     "bad-selector.plan.toml": ("P106", 27, 10),
     "bad-unit-name.plan.toml": ("P106", 28, 11),
     "bare-bytes.plan.toml": ("P105", 8, 10),

@@ -80,7 +80,8 @@ class TestEveryFile:
         phones = {"oneplus-12", "oneplus-ace-2", "oneplus-ace-3", "pixel-8", "pixel-9"}
         phones |= {"galaxy-s24-ultra", "xiaomi-14"}
         others = {"raspberry-pi-5", "x86-laptop", "apple-m1-max", "pc-rtx-4090", "pc-rtx-2080-ti"}
-        assert phones | others | {"cloud-vm-zen5", "host", "host-two-units"} == names
+        hosts = {"host", "host-two-units", "host-opencl", "host-webgpu"}
+        assert phones | others | hosts | {"cloud-vm-zen5"} == names
 
 
 class TestDeviceFigures:

@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pi2.plan.documents.backends import find_backend, find_unit_backend, list_backend_names
+from pi2.plan.documents.backends import (
+    find_backend,
+    find_executor_backend,
+    find_unit_backend,
+    list_backend_names,
+)
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "tvm", "tvm_ffi", "pyarrow", "torch")
@@ -47,6 +52,9 @@ def test_every_folder_with_a_backend_module_is_one() -> None:
         assert backend.find_obstacles(frozenset(), "x86-64") is not None
     assert find_unit_backend("reference") is not None
     assert find_unit_backend("cpu") is None
+    assert find_executor_backend("cpu") is not None
+    assert find_unit_backend("gpu") is not None
+    assert find_executor_backend("gpu") is None
 
 
 def test_asking_backends_loads_nothing_heavy() -> None:

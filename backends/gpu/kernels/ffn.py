@@ -8,7 +8,8 @@ kernel                  parameters: arrays, then numbers
                         int32 [n]], values float32 [T, count]; first_tile, count, tokens
 ``sums_N``              values float32 [T, count], down weights in rows, scales,
                         partials float32 [parts, T, hidden]; first_tile, count, tokens, parts
-``join``                partials, sums float32 [T, hidden]; tokens, parts
+``join``                partials, sums float32 [T, hidden]; tokens, parts, adds: whether
+                        they are added to what sums holds
 ======================  ==========================================================================
 
 N is the number of tokens that a work group computes with: 64 of them are those of
@@ -219,12 +220,15 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
         partials = kernel.take_array("partials", "float32")
         sums = kernel.take_array("sums", "float32")
         tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
+        adds = kernel.take_number("adds")
         groups = Axis(times=-(-ffn.hidden // _JOINED))
         with kernel.run(groups, Axis(number="tokens")) as place:
             element = c.let(place.group[0] * _JOINED + place.thread[0])
             with c.when(element < ffn.hidden):
                 index = c.let(place.group[1] * ffn.hidden + element)
                 total = c.Cell(c.number(0.0))
+                with c.when(adds > 0):
+                    total.add(sums[index])
                 with T.serial(parts) as part:
                     total.add(partials[part * tokens * ffn.hidden + index])
                 c.store(sums, index, total.get())

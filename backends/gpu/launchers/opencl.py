@@ -153,11 +153,13 @@ class OpenClQueue:
             )
 
     def wait_for(self, event: OpenClEvent) -> None:
-        cl.enqueue_barrier(self._queue, wait_for=[event.event])
+        with _explain("a queue did not wait"):
+            cl.enqueue_barrier(self._queue, wait_for=[event.event])
 
     def submit(self) -> OpenClEvent:
-        event = cl.enqueue_marker(self._queue)
-        self._queue.flush()
+        with _explain("commands were refused"):
+            event = cl.enqueue_marker(self._queue)
+            self._queue.flush()
         kept, self._kept = self._kept, []
         return OpenClEvent(event, kept)
 
@@ -169,7 +171,8 @@ class OpenClLauncher:
         self.facts = _describe(number, device)
         self.allocated_bytes = 0
         self._device = device
-        self._context = cl.Context([device])
+        with _explain(f"{self.facts.name} could not be opened"):
+            self._context = cl.Context([device])
 
     def allocate(self, size: int) -> OpenClArray:
         assert size % 4 == 0, size
@@ -190,12 +193,13 @@ class OpenClLauncher:
 
     def allocate_host(self, size: int) -> U8:
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR
-        buffer = cl.Buffer(self._context, flags, size)
-        queue = cl.CommandQueue(self._context)
         access = cl.map_flags.READ | cl.map_flags.WRITE
-        # The array holds the mapping, and that the buffer.
-        array, _ = cl.enqueue_map_buffer(queue, buffer, access, 0, (size,), np.uint8)
-        queue.finish()
+        with _explain("main memory was refused"):
+            buffer = cl.Buffer(self._context, flags, size)
+            queue = cl.CommandQueue(self._context)
+            # The array holds the mapping, and that the buffer.
+            array, _ = cl.enqueue_map_buffer(queue, buffer, access, 0, (size,), np.uint8)
+            queue.finish()
         return np.asarray(array)
 
     def load(self, image: KernelImage) -> Mapping[str, OpenClKernel]:

@@ -224,10 +224,10 @@ class WebGpuQueue:
         return WebGpuEvent(copies)
 
     def _copy(self, source: Any, offset: int, size: int, target: Array | None) -> None:
-        staging = self._device.create_buffer(
-            size=size, usage=wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
-        )
-        self._end_pass().copy_buffer_to_buffer(source, offset, staging, 0, size)
+        usage = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+        with _explain("a download failed"):
+            staging = self._device.create_buffer(size=size, usage=usage)
+            self._end_pass().copy_buffer_to_buffer(source, offset, staging, 0, size)
         self._copies.append((staging, target))
 
     def _begin_pass(self) -> Any:

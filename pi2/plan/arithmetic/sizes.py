@@ -14,7 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.units import describe_unit
-from pi2.plan.documents.backends import find_backend, find_unit_backend
+from pi2.plan.documents.backends import find_executor_backend, find_unit_backend
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import (
     matrix_bytes,
@@ -24,7 +24,7 @@ from pi2.plan.weights.layout import (
 )
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import Backend
+    from pi2.backends.protocol import ExecutorBackend
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
@@ -326,10 +326,14 @@ def _expect_active(resolved: ResolvedPlan) -> float:
     return UNKNOWN_ACTIVE
 
 
-def _find_sparse_backend(resolved: ResolvedPlan) -> Backend:
-    """The sparse unit's backend; where the plan names none, which is an error, any other."""
+def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
+    """The sparse unit's backend; where the plan names none that computes models, which is an error,
+    any other."""
     unit = resolved.sparse_unit
-    return find_backend(resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu")
+    name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
+    backend = find_executor_backend(name) or find_executor_backend("cpu")
+    assert backend is not None, "the CPU's backend computes models"
+    return backend
 
 
 def _need_workspace(resolved: ResolvedPlan) -> Need:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import Backend, UnitBackend
+    from pi2.backends.protocol import Backend, ExecutorBackend, UnitBackend
 
 _PACKAGE = "pi2.backends"
 
@@ -22,6 +22,12 @@ def list_backend_names() -> tuple[str, ...]:
 def find_backend(name: str) -> Backend:
     """Import the module of a backend, which imports nothing heavy itself."""
     return cast("Backend", importlib.import_module(f"{_PACKAGE}.{name}.backend"))
+
+
+def find_executor_backend(name: str) -> ExecutorBackend | None:
+    """Import the module of a backend that computes whole models; None if it does not."""
+    backend = find_backend(name)
+    return cast("ExecutorBackend", backend) if hasattr(backend, "build") else None
 
 
 def find_unit_backend(name: str) -> UnitBackend | None:

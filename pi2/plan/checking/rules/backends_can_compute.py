@@ -1,8 +1,8 @@
 """A unit's backend can compute what the plan gives it.
 
-Why: backends differ in what they compute: not every one serves a unit beside the sparse one, and
-some know no mixtures, or not every activation or precision.  Asking them first is better than
-failing when the model has been loaded.
+Why: backends differ in what they compute: not every one serves a unit beside the sparse one, or
+computes a whole model, and some know no mixtures, or not every activation or precision.  Asking
+them first is better than failing when the model has been loaded.
 
 Example: ``units.second.backend = "cpu"`` for a dense share.
 
@@ -16,7 +16,12 @@ from collections.abc import Iterator
 
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.checking.findings import Facts, Finding
-from pi2.plan.documents.backends import find_backend, find_unit_backend, list_backend_names
+from pi2.plan.documents.backends import (
+    find_backend,
+    find_executor_backend,
+    find_unit_backend,
+    list_backend_names,
+)
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P265"
@@ -42,12 +47,18 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     for unit, name in backends.items():
         backend = find_backend(name)
-        if unit != resolved.sparse_unit and find_unit_backend(name) is None:
-            able = [other for other in list_backend_names() if find_unit_backend(other)]
+        is_sparse = unit == resolved.sparse_unit
+        find = find_executor_backend if is_sparse else find_unit_backend
+        if find(name) is None:
+            able = [other for other in list_backend_names() if find(other)]
+            lack = (
+                f"computes no whole model, and `{unit}` computes what no other unit does"
+                if is_sparse
+                else f"serves no unit beside `{resolved.sparse_unit}`, such as `{unit}`"
+            )
             yield Finding(
                 path=_find_path(facts, unit),
-                message=f"backend `{name}` serves no unit beside `{resolved.sparse_unit}`, such as "
-                f"`{unit}`",
+                message=f"backend `{name}` {lack}",
                 help=f"backends that do: {', '.join(f'`{other}`' for other in able)}",
             )
             continue

@@ -1,0 +1,68 @@
+"""What `pi2.backends.protocol` asks of the backend for GPUs: it serves units beside an executor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
+from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.documents.device import Unit
+
+if TYPE_CHECKING:
+    from pi2.backends.dense_unit import DenseUnit, UnitRequest
+
+COMPUTES = True
+NATIVE = False
+
+
+def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
+    """Return nothing: what a GPU needs depends on the unit (`find_unit_obstacles`)."""
+    return []
+
+
+def find_unit_obstacles(unit: Unit) -> list[str]:
+    """Return what keeps every API of the unit from finding a device here, and what to install.
+
+    Drivers are asked in another process.
+    """
+    from pi2.backends.gpu.choice import find_unit_obstacles
+
+    return find_unit_obstacles(unit)
+
+
+def find_limits(facts: UnitFacts) -> list[str]:
+    """Return that it has no rows of matrices; it computes the neurons of every model that the plan
+    language can state."""
+    return [] if facts.rows is None else ["computes no rows of projections and of the head"]
+
+
+def need_unit_memory(facts: UnitFacts) -> Need:
+    """Return the bytes of neurons in whole tiles, of jobs, of neurons that are added, and of what
+    they take in main memory on their way."""
+    from pi2.backends.gpu.sizes import DenseSizes, count_experts
+
+    resolved, counts = facts.resolved, facts.neurons or ()
+    model = resolved.model
+    chunk = max(resolved.plan.prefill.chunk, resolved.plan.decode.batch)
+    stretch = min(model.layer_neurons, STAGED_NEURONS)
+    bundle = resolved.bundle
+    sizes = DenseSizes(
+        layout=bundle.inline if bundle.scales == "resident" else bundle,
+        experts=count_experts(model),
+        counts=counts,
+        chunk=chunk,
+        jobs=count_chunks(resolved),
+        stretch=stretch,
+    )
+    return Need(
+        sizes.device_bytes + sizes.host_bytes,
+        f"{sum(counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of {chunk} tokens, "
+        f"activations, and stretches of {stretch} neurons that are sent to it",
+    )
+
+
+def build_unit(request: UnitRequest) -> DenseUnit:
+    """Open the device, compile or load kernels, and make the unit."""
+    from pi2.backends.gpu.dense_unit import GpuUnit
+
+    return GpuUnit(request)

@@ -1,0 +1,215 @@
+"""A dense unit on a GPU: `pi2.backends.dense_unit.DenseUnit` over `DenseFfn`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, U8
+from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.gpu.choice import open_unit
+from pi2.backends.gpu.dense import DenseFfn, describe_ffn
+from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
+from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts
+from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.diagnostics import UserError
+from pi2.plan.documents.quantities import approximate_bytes
+
+
+@dataclass(slots=True)
+class _Job:
+    layer: int
+    start_s: float
+    kept: int
+    added: int = 0
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Neurons that do not fill a tile yet."""
+
+    layer: int
+    first: int
+    bundles: U8
+
+
+class GpuUnit:
+    """A unit that computes on a GPU, through the first of its APIs that has a device."""
+
+    def __init__(self, request: UnitRequest) -> None:
+        """Open the device and make room; `UnitFailed` where that cannot be."""
+        self._request = request
+        model, layout = request.model, request.whole_bundle
+        sizes = DenseSizes(
+            layout=layout,
+            experts=count_experts(model),
+            counts=request.neurons,
+            chunk=request.chunk,
+            jobs=request.jobs,
+            stretch=request.stretch,
+        )
+        ffn = describe_ffn(layout, model.ffn.activation, model.ffn.threshold or 0.0, sizes.experts)
+        request.count(sizes.device_bytes + sizes.host_bytes)
+        self._launcher: Launcher | None = None
+        self._ffn: DenseFfn | None = None
+        self._jobs: dict[int, _Job] = {}
+        self._tail: _Tail | None = None
+        self._observer: UnitObserver | None = None
+        self._busy_s = self._end_s = 0.0
+        with _explain():
+            self._launcher = launcher = open_unit(request.unit)
+            try:
+                _check_memory(launcher, sizes)
+                self._ffn = DenseFfn(launcher, sizes, ffn, request.progress)
+            except BaseException:
+                self._launcher = None
+                launcher.close()
+                raise
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """The device that was found."""
+        assert self._launcher is not None, "it is closed"
+        return self._launcher.facts
+
+    def offer_room(self, layer: int) -> U8 | None:
+        """Return None: neurons are rearranged on their way to the device."""
+        return None
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Send the bundles to the device, in whole tiles: what is left waits for the next ones."""
+        request, tail = self._request, self._tail
+        whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
+        if tail is not None and tail.layer == layer:
+            assert first == tail.first + len(tail.bundles), "neurons are kept in stored order"
+            whole, first = np.concatenate([tail.bundles, whole]), tail.first
+        is_last = first + len(whole) == request.neurons[layer]
+        size = len(whole) if is_last else len(whole) // TILE * TILE
+        if size:
+            with _explain():
+                self._dense.upload(layer, first, whole[:size])
+        self._tail = None
+        if size < len(whole):
+            self._tail = _Tail(layer, first + size, whole[size:].copy())
+
+    @property
+    def _dense(self) -> DenseFfn:
+        assert self._ffn is not None, "it is closed"
+        return self._ffn
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin a job with the neurons that are kept."""
+        count = self._request.neurons[layer]
+        start_s = time.perf_counter()
+        with _explain():
+            number = self._dense.start(layer, inputs, routes, neurons)
+        kept = count if neurons is None else min(neurons, count)
+        self._jobs[number] = _Job(layer, start_s, kept)
+        return number
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Not asked for: its backend says that it computes no rows of matrices."""
+        raise AssertionError(f"the rules of the plan language give it no rows of {name}")
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Copy stretches of neurons to the device, and let the job compute them."""
+        request, known = self._request, self._jobs[job]
+        for begin in range(0, len(bundles), request.stretch):
+            piece = bundles[begin : begin + request.stretch]
+            whole = join_layer_scales(
+                request.scales, request.bundle, known.layer, piece, first + begin
+            )
+            with _explain():
+                self._dense.add(job, whole)
+        known.added += len(bundles)
+
+    def wait(self, job: int) -> None:
+        """Return at once: whatever was added has been copied."""
+
+    def finish(self, job: int) -> F32:
+        """Return the job's sum."""
+        with _explain():
+            total = self._dense.finish(job)
+        self._report(self._jobs.pop(job), time.perf_counter())
+        return total
+
+    def _report(self, job: _Job, end_s: float) -> None:
+        """Count the time from where the job was submitted, or the one before it had ended, until
+        its sum had arrived: transfers are part of it, and it ends no sooner than it was asked
+        for."""
+        if not job.kept and not job.added:
+            return
+        start_s = min(max(job.start_s, self._end_s), end_s)
+        self._busy_s += end_s - start_s
+        self._end_s = end_s
+        if self._observer is not None:
+            added = f" and {job.added} added" if job.added else ""
+            name = f"layer {job.layer}: {job.kept} kept{added} neurons, until the sum was fetched"
+            self._observer(name, start_s, end_s)
+
+    def give_up(self) -> None:
+        """Forget all jobs, when the device has done what it was asked for."""
+        with _explain():
+            self._dense.give_up()
+        self._jobs.clear()
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """Tell ``observer`` of every job."""
+        self._observer = observer
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from submission until sums had arrived: at most so long has the device worked."""
+        return self._busy_s
+
+    def close(self) -> None:
+        """Give the device back."""
+        ffn, self._ffn = self._ffn, None
+        launcher, self._launcher = self._launcher, None
+        self._jobs.clear()
+        self._tail = None
+        # A device that is lost has nothing to give back.
+        for part in (ffn, launcher):
+            if part is not None:
+                try:
+                    part.close()
+                except UserError:
+                    continue
+
+
+def _check_memory(launcher: Launcher, sizes: DenseSizes) -> None:
+    """P361 where the driver says that the device has no room."""
+    facts, help = launcher.facts, "give the unit a smaller share of `layers.split`"
+    if sizes.largest_array > facts.max_array_bytes:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} takes at most {approximate_bytes(facts.max_array_bytes)} in one piece,"
+            f" and a layer needs {approximate_bytes(sizes.largest_array)}",
+            help=help,
+        )
+    state = launcher.read_memory()
+    if state is not None and sizes.device_bytes > state.free_bytes:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} has {approximate_bytes(state.free_bytes)} free, and the plan puts"
+            f" {approximate_bytes(sizes.device_bytes)} on it",
+            help=f"{help}, or end other programs that use it",
+        )
+
+
+@contextmanager
+def _explain() -> Iterator[None]:
+    """Turn what a launcher reports into a failure of the unit."""
+    try:
+        yield
+    except UserError as error:
+        found = error.diagnostics[0]
+        raise UnitFailed(found.message, help=found.help) from error
+    except MemoryError as error:
+        raise UnitFailed("there is no main memory left for it") from error

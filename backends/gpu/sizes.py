@@ -1,0 +1,117 @@
+"""Bytes that neurons and jobs take on a device: plain arithmetic, for plans and for what allocates.
+
+Kernels read whole tiles of 32 neurons, so that a layer's last tile is filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import BundleLayout, round_up, scale_bytes, weight_bytes
+
+TILE = 32
+"""Rows of a tile."""
+STAGING_BUFFERS = 2
+"""One stretch of added neurons is uploaded while another is computed."""
+PACKING_COPIES = 3
+"""Copies of a stretch in main memory while it is rearranged for the device."""
+_PARTIAL_ROWS = 64
+"""Sums of parts of the neurons that there is room for, at least."""
+_VECTOR_BYTES = 16
+"""Arrays are whole vectors."""
+
+
+def count_tile_bytes(layout: BundleLayout) -> dict[str, int]:
+    """Bytes that a tile of neurons takes in each array of
+    `pi2.backends.gpu.packing.DeviceNeurons.list_arrays`."""
+    inputs = len(layout.parts) - 1
+    weights = TILE * weight_bytes(layout.hidden, layout.precision)
+    scales = TILE * scale_bytes(layout.hidden, layout.precision)
+    sizes = {
+        "gate_up_weights": inputs * weights,
+        "gate_up_scales": inputs * scales,
+        "down_weights": weights,
+        "down_scales": scales,
+        "biases": TILE * 4 * len(layout.biases),
+        "experts": 0 if layout.expert_offset is None else TILE * 4,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def count_experts(model: Model) -> int:
+    """Experts whose weights a job is given; 0 where the model is no mixture."""
+    return 0 if model.moe is None else model.expert_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSizes:
+    """What a dense unit has on a device."""
+
+    layout: BundleLayout
+    """Bundles with their scales in them."""
+    experts: int
+    """Of a mixture, else 0."""
+    counts: Sequence[int]
+    """Neurons that are kept of each layer."""
+    chunk: int
+    """Most tokens of a job."""
+    jobs: int = 1
+    """Most jobs under way at the same time."""
+    stretch: int = 0
+    """Most neurons that are added to a job at once; 0 where none are."""
+
+    @property
+    def partial_rows(self) -> int:
+        """Sums of parts of the neurons, of a token each, that there is room for."""
+        return max(_PARTIAL_ROWS, self.chunk)
+
+    def list_common(self) -> dict[str, int]:
+        """Bytes of the arrays that all jobs use, by name."""
+        most = max(*self.counts, self.stretch, 1)
+        return _round_all(
+            {
+                "values": 4 * self.chunk * most,
+                "partials": 4 * self.partial_rows * self.layout.hidden,
+            }
+        )
+
+    def list_job(self) -> dict[str, int]:
+        """Bytes of the arrays of a job, by name; main memory has the same."""
+        sizes = dict.fromkeys(("inputs", "sums"), 4 * self.chunk * self.layout.hidden)
+        if self.experts:
+            sizes["routes"] = 4 * self.chunk * self.experts
+        return _round_all(sizes)
+
+    def list_neurons(self, count: int) -> dict[str, int]:
+        """Bytes of the arrays of ``count`` neurons, by name."""
+        tiles = -(-count // TILE)
+        return {name: tiles * size for name, size in count_tile_bytes(self.layout).items()}
+
+    @property
+    def largest_array(self) -> int:
+        """Bytes of the largest array."""
+        arrays = [self.list_common(), self.list_job(), self.list_neurons(self.stretch)]
+        arrays += [self.list_neurons(count) for count in self.counts]
+        return max(size for sizes in arrays for size in sizes.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all arrays on the device."""
+        kept = sum(sum(self.list_neurons(count).values()) for count in self.counts)
+        staging = STAGING_BUFFERS * sum(self.list_neurons(self.stretch).values())
+        jobs = self.jobs * sum(self.list_job().values())
+        return kept + staging + jobs + sum(self.list_common().values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of main memory beside them: what jobs read and write, neurons on their way to the
+        device and while they are rearranged."""
+        copies = STAGING_BUFFERS + PACKING_COPIES
+        moving = copies * sum(self.list_neurons(max(self.stretch, TILE)).values())
+        return self.jobs * sum(self.list_job().values()) + moving
+
+
+def _round_all(sizes: dict[str, int]) -> dict[str, int]:
+    return {name: round_up(size, _VECTOR_BYTES) for name, size in sizes.items()}

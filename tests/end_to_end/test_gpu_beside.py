@@ -1,0 +1,81 @@
+"""The demo plan with a GPU beside the CPU: what the CPU alone computes, through every API that has
+a device here.  PoCL and lavapipe are the processor in disguise: results count, times do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.gpu.kernels.signature import Api
+from tests.helpers.gpu import require_launcher
+
+ROOT = Path(__file__).parents[2]
+ALONE = ROOT / "plans" / "demo.plan.toml"
+EXACT = {
+    "decode.activations": "fp32",
+    "prefill.activations": "fp32",
+    "kv.type": "fp32",
+    "memory.segments.kv": "8 MiB",
+    "memory.budget": "1 GiB",
+}
+"""Nothing is rounded, so that it does not matter which unit computes a neuron."""
+TOKENS = 60
+Mode = Literal["decode", "prefill"]
+Result = tuple[F32, tuple[int, ...]]
+
+
+@pytest.fixture(params=["opencl", "webgpu"])
+def plan(request: pytest.FixtureRequest) -> Path:
+    api: Api = request.param
+    require_launcher(api)
+    return ROOT / "plans" / f"demo-{api}-beside.plan.toml"
+
+
+def compute(plan: Path, mode: Mode, settings: dict[str, Any]) -> Result:
+    with pi2.load(plan, set=EXACT | settings) as model:
+        ids = model.encode(ALONE.read_text("utf-8"))[:TOKENS]
+        logits = model.logits(ids, mode=mode).copy()
+        text = model.generate(
+            "def read_lines(path):\n", max_tokens=24, temperature=0.0, ignore_eos=True
+        )
+        return logits, text.result.token_ids
+
+
+@pytest.mark.parametrize(
+    ("mode", "predictor", "prompts"),
+    [("decode", "gate", "gpu"), ("prefill", "gate", "gpu"), ("prefill", "none", "cpu")],
+)
+def test_both_compute_what_one_does(plan: Path, mode: Mode, predictor: str, prompts: str) -> None:
+    settings = {"decode.predictor": predictor}
+    alone, text = compute(ALONE, mode, settings)
+    found, own = compute(plan, mode, settings | {"prefill.unit": prompts})
+    errors = np.linalg.norm(found - alone, axis=1) / np.linalg.norm(alone, axis=1)
+    assert errors.max() < 1e-4
+    assert own == text
+
+
+def test_a_run_tells_what_the_gpu_did_and_stays_within_its_budget(plan: Path) -> None:
+    arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def ", "--json"]
+    done = subprocess.run(
+        [*arguments, "--max-tokens", "16", "--ignore-eos"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["token_ids"]) == 16
+    assert 0 < found["peak_rss_bytes"] <= found["budget_bytes"]
+    gpu = found["units"]["gpu"]
+    assert gpu["owned_share"] == 0.3
+    assert gpu["busy_s"] > 0
+    assert gpu["lost"] is None
