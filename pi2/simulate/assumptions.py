@@ -22,7 +22,8 @@ def list_assumptions(resolved: ResolvedPlan) -> tuple[str, ...]:
     """A sentence for each difference between predictions and the engine."""
     sparse, prompts = resolved.sparse_unit, resolved.plan.prefill.unit
     units = list_dense_units(resolved)
-    if not units:
+    if not units or resolved.device.units[units[0]].memory is not None:
+        # A unit with memory of its own is predicted to compute its neurons in steps, and no more.
         if prompts in (None, sparse):
             return ()
         return (f"{sparse} computes prompts; {prompts} does in pi2's engine",)

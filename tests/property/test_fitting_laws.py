@@ -89,6 +89,19 @@ def wishes(draw: st.DrawFn) -> ResolvedPlan:
 budgets = st.integers(100 * MIB, 40 * GIB) | st.integers(150 * MIB, 8 * GIB)
 
 
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ResolvedPlan, int]:
+    """A wish, and any budget, or one that is hardly enough for the least of it."""
+    wish = draw(wishes())
+    if draw(st.booleans()):
+        return wish, draw(budgets)
+    try:
+        fit_plan(wish, 1)
+    except Shortage as shortage:
+        return wish, shortage.needed_bytes + draw(st.sampled_from([0, 1, 4, 64, 512])) * MIB
+    raise AssertionError("no plan fits into a byte")
+
+
 def count_main_bytes(fitted: ResolvedPlan) -> int:
     memory = fitted.plan.memory
     total = sum(size for _, size in memory.segments)
@@ -118,10 +131,11 @@ def check_valid(fitted: ResolvedPlan) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(wish=wishes(), budget=budgets | st.none())
+@given(case=cases(), whole=st.booleans())
 def test_what_is_fitted_validates_and_keeps_to_the_budget(
-    wish: ResolvedPlan, budget: int | None
+    case: tuple[ResolvedPlan, int], whole: bool
 ) -> None:
+    wish, budget = case[0], None if whole else case[1]
     fitted = fit(wish, budget)
     assume(fitted is not None)
     assert fitted is not None
@@ -138,8 +152,9 @@ def test_what_is_fitted_validates_and_keeps_to_the_budget(
 
 
 @settings(max_examples=100, deadline=None)
-@given(wish=wishes(), one=budgets, other=budgets | st.integers(0, 2 * MIB))
-def test_more_budget_never_makes_less_hot(wish: ResolvedPlan, one: int, other: int) -> None:
+@given(case=cases(), other=budgets | st.integers(0, 2 * MIB))
+def test_more_budget_never_makes_less_hot(case: tuple[ResolvedPlan, int], other: int) -> None:
+    wish, one = case
     low, high = sorted((one, one + other if other <= 2 * MIB else other))
     smaller, larger = fit(wish, low), fit(wish, high)
     assert smaller is None or larger is not None, "what fits little memory fits more"
