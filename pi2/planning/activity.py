@@ -35,6 +35,8 @@ from pi2.simulate.cache import compute_hit_chances
 from pi2.simulate.constants import Constants
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
+LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
+"""Those that may begin to read before the layer's input is known (P254)."""
 Policy = Literal["lfu", "lru"]
 
 _CHURN = 0.5

@@ -22,7 +22,7 @@ from pi2.plan.arithmetic.sizes import count_runtime, find_block_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.activity import LayerActivity, PredictorMode, describe_activity
+from pi2.planning.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
 from pi2.planning.bundle_layout import find_range_bytes, read_stored
 from pi2.planning.cost import Activity
 from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
@@ -39,6 +39,8 @@ CACHE_SHARES = (0.1, 0.25, 0.5)
 """Parts of the resident neurons that may be a cache."""
 STREAM_SHARE = 1e-9
 """Cache share where every neuron is computed and absent ones stream by: no cache."""
+AHEAD: tuple[LookAhead, ...] = ("none", "layer")
+"""When reads may begin."""
 CHUNKS = (32, 128)
 _LEAST_DENSE = 1e-9
 """Share of a dense unit that computes next to nothing."""
@@ -231,8 +233,6 @@ def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, 
     """Ways to find active neurons that the model has, and whether reads may begin early."""
     model = wish.model
     exact: PredictorMode = "none" if model.moe is None else "router"
-    if model.is_smooth and model.predictor is None:
-        return [exact], ("none",)
     modes: list[PredictorMode] = []
     if model.predictor is not None and not wish.exact:
         modes.append("low-rank")
@@ -241,9 +241,8 @@ def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, 
     if exact == "router" and "low-rank" not in modes:
         modes.append(exact)
     if not modes:
-        return [exact], ("none",)
-    ahead: tuple[LookAhead, ...] = ("none", "layer") if "low-rank" in modes else ("none",)
-    return modes, ahead
+        modes.append(exact)
+    return modes, AHEAD if LOOK_AHEAD_MODES.intersection(modes) else ("none",)
 
 
 def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice, ...]:

@@ -31,6 +31,7 @@ import numpy as np
 from pi2.arrays import F64
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import SHARE_STEPS
+from pi2.planning.activity import LOOK_AHEAD_MODES
 from pi2.planning.cost_layer import LookAhead
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
 from pi2.planning.rates import find_stream_overlap, find_stream_rate
@@ -268,7 +269,7 @@ class Program:
         for mode, place in zip(problem.modes, self._modes, strict=True):
             self._add_misses(rows, mode, place)
             self._add_waiting(rows, mode, place)
-            if mode.predictor != "low-rank":
+            if mode.predictor not in LOOK_AHEAD_MODES:
                 for ahead, other in zip(problem.look_aheads, self._aheads, strict=True):
                     if ahead != "none":
                         rows.add({place: 1.0, other: 1.0}, high=1.0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.weights.layout import round_up
+from pi2.planning.activity import LOOK_AHEAD_MODES
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
 from pi2.planning.resolving import resolve_values
@@ -91,7 +92,7 @@ def _list_dimensions(
         )
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
-    if problem.look_aheads != ("none",) and cost.predictor == "low-rank":
+    if problem.look_aheads != ("none",) and cost.predictor in LOOK_AHEAD_MODES:
         yield (
             "decode.look_ahead",
             [

@@ -13,6 +13,7 @@ import pytest
 import pi2
 from pi2.arrays import F32, I32
 from pi2.backends.dense_unit import UnitFailed
+from pi2.cli.main import run
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import Wave
 from pi2.engine.loaded_model import LoadedModel
@@ -300,3 +301,22 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     plan = tomllib.loads(draft_plan(wish, device, large))
     assert plan["layers"]["hot"] == 0.0
     assert plan["memory"]["segments"]["hot"] == "0 B"
+
+
+def test_the_planner_lets_reads_of_experts_begin_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "plan",
+        "--device",
+        "oneplus-12",
+        "--model",
+        "mixtral-8x7b",
+        "--memory",
+        "12GiB",
+        "-o",
+    ]
+    assert run([*command, str(tmp_path / "found.plan.toml")]) == 0
+    decode = tomllib.loads((tmp_path / "found.plan.toml").read_text())["decode"]
+    assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")
+    assert "those of the chosen experts" in capsys.readouterr().out
