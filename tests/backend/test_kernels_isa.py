@@ -211,7 +211,7 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
         lanes = 4 * width
         four = v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
-        plain = products.Unit(make_isa("x86-64"), width)
+        plain = products.DotPrimitive(make_isa("x86-64"), width)
         return total + plain.finish(v.let(four))
 
     monkeypatch.setattr(products, "emit_vpdpbusd", write_out)
