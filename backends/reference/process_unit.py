@@ -100,17 +100,20 @@ class ProcessUnit:
         request = self._request
         # The child finds pi2 where this process does, wherever that is.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pi2.backends.reference.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # A message is written whole or not at all: an interrupt leaves no part of one.
-            bufsize=0,
-            env=environment,
-            pass_fds=[file],
-            # Ctrl-C is for the engine, which ends this process.
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "pi2.backends.reference.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # A message is written whole or not at all: an interrupt leaves no part of one.
+                bufsize=0,
+                env=environment,
+                pass_fds=[file],
+                # Ctrl-C is for the engine, which ends this process.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UnitFailed(f"its process cannot be started: {error.strerror}") from error
         setup = {
             "model": request.model.model_dump_json(),
             "stride": self._layout.stride,

@@ -4,9 +4,8 @@ Dense (prefill, and decode with ``predictor = "none"``): `pi2.engine.neuron_stre
 neurons, those on flash in long reads while others are computed; in a mixture those of the experts
 that any token chose.
 Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
-while the missing ones are being read, and these, cluster by cluster, as they arrive.  In two phases
-(``pipeline.phases = 2``) gates are read first, and up and down of those that are open, a cluster's
-while the next one's gates are computed.  Where the plan looks ahead, the prediction is made before
+while the missing ones are being read, and these, cluster by cluster, as they arrive
+(`pi2.engine.waves`).  Where the plan looks ahead, the prediction is made before
 the layer's attention, or while the layer before it computes, so that these hide the reads.
 
 In a step of several sequences, what any of their tokens needs is looked up and read once; each
@@ -16,7 +15,6 @@ token computes what its own prediction named.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,9 +23,10 @@ from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, unite_experts
 from pi2.engine.neuron_stream import NeuronStream
+from pi2.engine.waves import NeuronCounters, Wave, Waves
 from pi2.memory.balance import HotBalance
-from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.flash import FlashReader, PendingRead
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan import Decode
 
@@ -36,58 +35,7 @@ MOST_EXPERTS = 0.9
 routing is known."""
 
 
-@dataclass(slots=True)
-class NeuronCounters:
-    """Neurons of sparse layers, summed over layers and tokens; ``predicted``: those computed."""
-
-    predicted: int = 0
-    active: int = 0
-    possible: int = 0
-    routed: int = 0
-    """Experts that computed tokens in layers whose routing was looked ahead at."""
-    foreseen: int = 0
-    """Those of them that looking ahead had named."""
-
-
-@dataclass(slots=True)
-class Wave:
-    """Neurons of a layer that are in memory together: found, and on their way."""
-
-    layer: int
-    found: Lookup
-    pending: PendingRead | None
-    rest: I32
-    """Stored indices that the cold cache has no room for until this wave is computed."""
-    held: bool
-    """Whether the cache holds their slots; those of a layer that is all hot never leave."""
-    owned: int
-    """Neurons of the layer that another unit was to compute when they were found."""
-    by_token: Bits | None = None
-    """Which neurons [neurons] each of several tokens has named; None of one."""
-    experts: list[I32] | None = None
-    """Experts that they belong to, of each token, where these were guessed ahead."""
-    taken: int = 0
-    """Clusters that have been waited for."""
-    named: I32 | None = None
-    """Stored indices of all of them, of a wave that was begun ahead for chosen experts."""
-    opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
-    """In two phases, of each cluster: slots and stored indices of those whose gates are open, and
-    what is still read of them."""
-    closed: list[I32] = field(default_factory=list)
-    """Stored indices of those of which only the gate was read."""
-
-    @property
-    def in_phases(self) -> bool:
-        """Whether gates are read before the rest."""
-        return self.pending is not None and self.pending.gates is not None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether its reads began before the layer's input was known."""
-        return self.experts is not None
-
-
-class FeedForward:
+class FeedForward(Waves):
     """Computes FFN layers through an executor."""
 
     def __init__(
@@ -117,9 +65,14 @@ class FeedForward:
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
         mixture.
         """
-        self._executor = executor
-        self._cache = cache
-        self._reader = reader
+        super().__init__(
+            executor,
+            cache,
+            reader,
+            decode=decode,
+            balance=balance,
+            separate_scales=separate_scales,
+        )
         self.shares = shares or DenseShares(executor, {}, [None] * layers, cache.neurons)
         self._experts = experts
         self._leaves_out = experts is not None and not in_order
@@ -134,15 +87,11 @@ class FeedForward:
         self._jobs: list[Jobs] = []
         """Jobs of units under way, of each chunk."""
         self._layers = layers
-        self._predictor = decode.predictor
         self._threshold = decode.threshold
         self._missing_threshold = decode.missing_threshold
         self._look_ahead = decode.look_ahead
         self._token_neurons = cache.neurons if token_neurons is None else token_neurons
-        self.balance = balance
-        self._separate_scales = separate_scales
         self._wave: Wave | None = None
-        self._tokens = 1
         self._sequences = 0
         """Sequences of a step; 0 in a prompt."""
         self.counters = NeuronCounters()
@@ -286,16 +235,6 @@ class FeedForward:
         """Experts of each token."""
         return [self._executor.list_experts().copy() for _ in self._select_tokens()]
 
-    def _select_tokens(self) -> Iterator[int]:
-        """Let the executor's calls be about one token of a step after the other."""
-        if self._tokens == 1:
-            yield 0
-            return
-        for token in range(self._tokens):
-            self._executor.select_token(token)
-            yield token
-        self._executor.select_token(0)
-
     def _list_unforeseen(self, wave: Wave) -> list[I32]:
         """Experts of each token that looking ahead has not named."""
         late = []
@@ -359,137 +298,6 @@ class FeedForward:
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons if late is None and end is None else 0
         return indices
-
-    def _begin_wave(
-        self, layer: int, owned: int, indices: I32, by_token: Bits | None = None
-    ) -> Wave:
-        """Find neurons, and begin to read those that are missing.
-
-        Cold ones for which the cache has no slot now are left for later waves.
-        """
-        cache = self._cache
-        if self.balance is None and cache.is_all_hot(layer, indices):
-            found = cache.look_up(layer, indices)
-            rest = indices[:0]
-            return Wave(
-                layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
-            )
-        end = len(indices)
-        free = cache.free_capacity
-        if end > free:
-            hot = cache.hot_range(layer)
-            below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
-            # Below the hot ones lie those of a dense unit that is lost.
-            end = min(above + free - below, end) if below < free else free
-        found = cache.look_up(layer, indices[:end])
-        if self.balance is not None:
-            self.balance.note(layer, indices[:end], len(found.resident_slots))
-        pending = None
-        cache.hold(found)
-        try:
-            if len(found.missing):
-                pending = self._reader.start(layer, found.missing, found.missing_slots)
-        except BaseException:
-            # The cache counts them as in memory, and nobody will read them.
-            cache.release(found)
-            cache.forget(layer, found.missing)
-            raise
-        rest = indices[end:].copy()
-        return Wave(
-            layer, found, pending=pending, rest=rest, held=True, owned=owned, by_token=by_token
-        )
-
-    def _compute_wave(self, wave: Wave) -> None:
-        found, pending = wave.found, wave.pending
-        try:
-            if wave.in_phases and wave.is_ahead:
-                # Gates have arrived: up and down are read while resident neurons are computed.
-                self._open_gates(wave)
-            if len(found.resident_slots):
-                self._add_neurons(wave, found.resident_slots)
-            if wave.in_phases and not wave.is_ahead:
-                self._open_gates(wave)
-            if pending is not None:
-                for number in range(len(pending.clusters)):
-                    slots, indices = self._take_cluster(wave, pending, number)
-                    if len(slots):
-                        self._add_neurons(wave, slots, indices)
-        except BaseException:
-            self._abandon_wave(wave)
-            raise
-        if wave.held:
-            self._cache.release(found)
-            if wave.closed:
-                closed = np.concatenate(wave.closed)
-                unread = self._reader.rest_bytes
-                self._cache.forget(wave.layer, closed, unread_bytes=unread)
-
-    def _open_gates(self, wave: Wave) -> None:
-        """Compute the gates that have been read, and begin to read what follows the open ones."""
-        pending, reader = wave.pending, self._reader
-        if wave.opened:
-            return
-        assert pending is not None and pending.gates is not None
-        for number, cluster in enumerate(pending.clusters):
-            slots = reader.finish(pending, number)
-            indices = pending.indices[cluster]
-            opened = self._find_open(wave, slots, indices)
-            rest = reader.start_rest(pending, number, opened)
-            wave.opened.append((slots.compress(opened), indices.compress(opened), rest))
-            closed = pending.gates[cluster] & ~opened
-            wave.closed.append(indices.compress(closed))
-
-    def _take_cluster(self, wave: Wave, pending: PendingRead, number: int) -> tuple[I32, I32]:
-        """Wait for a cluster; return the slots and stored indices of those of its neurons that may
-        fire."""
-        if pending.gates is None:
-            return self._reader.finish(pending, number), pending.indices[pending.clusters[number]]
-        slots, indices, rest = wave.opened[number]
-        if rest is not None:
-            self._reader.finish(rest, 0)
-        return slots, indices
-
-    def _find_open(self, wave: Wave, slots: I32, indices: I32) -> Bits:
-        """Whether the gates of the neurons in ``slots`` are open, for any token that named them;
-        ``indices`` are their stored indices."""
-        arena = self._cache.arena
-        if wave.by_token is None:
-            return self._executor.find_open(wave.layer, arena, slots, indices)
-        opened = np.zeros(len(slots), np.bool_)
-        for token in self._select_tokens():
-            own = np.flatnonzero(wave.by_token[token].take(indices))
-            if len(own):
-                found = self._executor.find_open(wave.layer, arena, slots[own], indices[own])
-                opened[own] |= found
-        return opened
-
-    def _add_neurons(self, wave: Wave, slots: I32, indices: I32 | None = None) -> None:
-        """Compute the neurons in ``slots``, with the gates that have found them, if they have;
-        ``indices``: their stored indices, where they are at hand."""
-        cache, layer, by_token = self._cache, wave.layer, wave.by_token
-        self._reader.advance()
-        # Gates are never computed ahead (P254): they are those of the layer's input.
-        known = self._predictor == "gate"
-        if indices is None and (known or self._separate_scales or by_token is not None):
-            indices = cache.find_indices(layer, slots)
-        if by_token is None:
-            self._executor.add_neurons(layer, cache.arena, slots, indices, known)
-            return
-        assert indices is not None
-        for token in self._select_tokens():
-            own = by_token[token].take(indices)
-            mine = slots.compress(own)
-            if len(mine):
-                self._executor.add_neurons(layer, cache.arena, mine, indices.compress(own), known)
-
-    def _abandon_wave(self, wave: Wave) -> None:
-        if wave.held:
-            self._cache.release(wave.found)
-        if wave.pending is not None:
-            for read in (wave.pending, *(rest for *_, rest in wave.opened)):
-                if read is not None:
-                    self._reader.abandon(read)
-            self._cache.forget(wave.layer, wave.found.missing)
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""

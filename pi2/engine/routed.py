@@ -19,7 +19,8 @@ import numpy as np
 
 from pi2.arrays import I32, Bits
 from pi2.engine.experts import ExpertNeurons, unite_experts
-from pi2.engine.feed_forward import FeedForward, Wave
+from pi2.engine.feed_forward import FeedForward
+from pi2.engine.waves import Wave
 
 PARTS = 4
 """Parts of what a token computes in a layer: the last one is computed when nothing is left to read,
