@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.backends.observer import ExecutorObserver
 from pi2.plan.arithmetic.units import UnitFacts
-from pi2.plan.documents.device import Unit
+from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Precision
@@ -321,6 +321,9 @@ class Backend(Protocol):
     """Whether it computes anything; one that does not runs plans dry, without a store."""
     NATIVE: bool
     """Whether it needs the processor that the device describes."""
+    KINDS: tuple[UnitKind, ...]
+    """Kinds of units that plans give to it unless somebody says otherwise; none for backends that
+    stand in for others."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.documents.device import UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import BuildRequest, Executor
 
 __all__ = [
     "COMPUTES",
+    "KINDS",
     "NATIVE",
     "build",
     "count_chunk_bytes",
@@ -23,6 +25,7 @@ __all__ = [
 
 COMPUTES = True
 NATIVE = True
+KINDS: tuple[UnitKind, ...] = ("cpu",)
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

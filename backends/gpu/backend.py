@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
 from pi2.plan.arithmetic.units import UnitFacts
-from pi2.plan.documents.device import Unit
+from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
 
 COMPUTES = True
 NATIVE = False
+# It has run on emulated GPUs only: a plan has to ask for it.
+KINDS: tuple[UnitKind, ...] = ()
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

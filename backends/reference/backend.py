@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.plan.arithmetic.sizes import Need
 from pi2.plan.arithmetic.units import UnitFacts
-from pi2.plan.documents.device import Unit
+from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # It stands in for the cpu backend, to compare with: a plan has the same room for both.
 __all__ = [
     "COMPUTES",
+    "KINDS",
     "NATIVE",
     "build",
     "build_unit",
@@ -29,6 +30,7 @@ __all__ = [
 
 COMPUTES = True
 NATIVE = False
+KINDS: tuple[UnitKind, ...] = ()
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import MIB, Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
+from pi2.plan.documents.backends import list_usual_backends
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -23,16 +24,14 @@ from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 MOST_CONTEXT = 4096
-COMPUTING: Mapping[UnitKind, str] = {"cpu": "cpu"}
-"""Backend that computes on a kind of unit."""
 
 
 def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
     """Backends of a plan that uses units of ``kinds``: those that compute, or, where there is none
     for one of them, ``null`` for all, with which the plan can be simulated and run dry."""
-    wanted = sorted(set(kinds))
-    if all(kind in COMPUTING for kind in wanted):
-        return {kind: COMPUTING[kind] for kind in wanted}
+    wanted, usual = sorted(set(kinds)), list_usual_backends()
+    if all(kind in usual for kind in wanted):
+        return {kind: usual[kind] for kind in wanted}
     return dict.fromkeys(wanted, "null")
 
 
@@ -40,7 +39,8 @@ def write_backends(kinds: Iterable[UnitKind]) -> str:
     """The line of a plan that names its backends."""
     wanted = sorted(set(kinds))
     line = f"backends = {write_value(choose_backends(wanted))}"
-    missing = [kind for kind in wanted if kind not in COMPUTING]
+    usual = list_usual_backends()
+    missing = [kind for kind in wanted if kind not in usual]
     if missing:
         line += f"  # null counts and computes nothing: no backend serves {missing[0]} yet"
     return line

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Backend, ExecutorBackend, UnitBackend
+    from pi2.plan.documents.device import UnitKind
 
 _PACKAGE = "pi2.backends"
 
@@ -28,6 +29,11 @@ def find_executor_backend(name: str) -> ExecutorBackend | None:
     """Import the module of a backend that computes whole models; None if it does not."""
     backend = find_backend(name)
     return cast("ExecutorBackend", backend) if hasattr(backend, "build") else None
+
+
+def list_usual_backends() -> dict[UnitKind, str]:
+    """The backend that serves each kind of unit unless a plan says otherwise, by the kind."""
+    return {kind: name for name in list_backend_names() for kind in find_backend(name).KINDS}
 
 
 def find_unit_backend(name: str) -> UnitBackend | None:
