@@ -45,7 +45,8 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
         wrapper_class=structlog.make_filtering_bound_logger(
             _LEVELS[min(max(verbosity, 0), len(_LEVELS) - 1)]
         ),
-        logger_factory=structlog.PrintLoggerFactory(file=target),
+        # Standard error may be another one when something is said: whoever embeds pi2 redirects it.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr if stream is None else stream),
         cache_logger_on_first_use=False,
     )
 

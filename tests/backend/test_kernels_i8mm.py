@@ -274,6 +274,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
     from tvm.tirx import Shuffle
     from tvm.tirx.script import builder as T
 
+    from pi2.backends.compiler import cache
     from pi2.backends.compiler import vectors as v
     from pi2.backends.compiler.compile import compile_library
     from pi2.backends.cpu import backend as cpu
@@ -305,7 +306,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
     own = dataclasses.replace(make_isa("avx2"), name="pairs", pairs=True)
     monkeypatch.setattr(table, "_X86", ((set(), own),))
     monkeypatch.setattr(i8mm, "emit_smmla", write_out)
-    monkeypatch.setattr(cpu, "load_or_compile", compile_here)
+    monkeypatch.setattr(cache, "load_or_compile", compile_here)
     model = RandomModel(hidden=160, ffn=45, chunk=5, context=32, threads=3, rank=None)
     ours, truth = cpu.build(model.request), reference.build(model.request)
     position = 0

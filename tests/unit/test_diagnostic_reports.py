@@ -39,7 +39,12 @@ def hide_version(report: str) -> str:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_report_is_as_expected(name: str) -> None:
+def test_the_report_is_as_expected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the top of a repository, by which files are named."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
     expected = (GOLDEN / FILES[name]).read_text(encoding="utf-8")
     assert hide_version(write_report(name)) == hide_version(expected)
 
