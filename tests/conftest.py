@@ -1,10 +1,13 @@
-"""What all tests share: how hypothesis draws, and quiet third parties."""
+"""What all tests share: how hypothesis draws, quiet third parties, and the cores of a worker."""
 
 from __future__ import annotations
 
 import os
 import signal
+import warnings
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
@@ -19,3 +22,18 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 # interrupt would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def every_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves its thread bound to some cores is named, and does not bind those that
+    follow it in the same worker."""
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    yield
+    after = os.sched_getaffinity(0)
+    if after != before:
+        os.sched_setaffinity(0, before)
+        warnings.warn(f"{request.node.nodeid} left its thread on {sorted(after)}", stacklevel=1)
