@@ -19,6 +19,14 @@ from pi2.plan.toml.paths import KeyPath
 from pi2.plan.toml.source import Kind, detect_kind
 from pi2.plan.toml.text import write_text
 
+_TABLES_OF_UNITS: tuple[KeyPath, ...] = (
+    ("units",),
+    ("memory", "units"),
+    ("projections", "attention"),
+    ("projections", "head"),
+)
+"""Tables of a plan whose keys are units of its device, beside ``split``."""
+
 SUGGESTED = Literal["key", "table", "value", "file"]
 
 
@@ -84,7 +92,7 @@ def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
         return known
     if get_origin(find_type(DOCUMENTS[kind], path)) is not dict:
         return []
-    if path[-1:] == ("split",):
+    if kind == "plan" and (path[-1:] == ("split",) or path in _TABLES_OF_UNITS):
         return checked.list_units()
     return ["cpu", "gpu", "npu"] if path in (("units",), ("backends",)) else []
 
@@ -109,6 +117,10 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
         return
     if kind == "plan" and path == ("store",):
         yield from _list_stores(checked, quote)
+        return
+    if kind == "plan" and path == ("prefill", "unit"):
+        for name in checked.list_units():
+            yield from _offer(name, quote, "unit of the device")
         return
     found = find_type(DOCUMENTS[kind], path)
     options = [found]

@@ -205,6 +205,15 @@ def test_completion_of_names(editor: Editor) -> None:
     assert "pi2-demo" in editor.complete(NAME, 'model = "pi|')
     units = editor.complete(NAME, 'device = "oneplus-12"\n[layers]\nsplit = { |')
     assert set(units) == {"cpu", "gpu", "npu"}
+    for place in (
+        "[units.|",
+        "[memory.units.|",
+        "[projections]\nattention = { |",
+        "[projections]\nhead = { |",
+        '[prefill]\nunit = "|',
+    ):
+        offered = editor.complete(NAME, f'device = "oneplus-12"\n{place}')
+        assert set(offered) == {"cpu", "gpu", "npu"}, place
 
 
 def apply(text: str, edit: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ WARNINGS = {
     "P411",
     "P412",
     "P413",
+    "P414",
 }
 
 # File: code, line, column, and the file to be changed where it is another one.
@@ -111,6 +112,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "look-ahead-of-gates.plan.toml": ("P254", 45, 14),
     "mail-address.device.toml": ("P412", 26, 10),
     "measured-without-spread.device.toml": ("P401", 25, 10),
+    "memory-of-the-sparse-unit.plan.toml": ("P414", 10, 15),
     "misnamed.device.toml": ("P244", 2, 6),
     "misnamed.model.toml": ("P243", 2, 6),
     "missing-device-file.plan.toml": ("P015", 2, 10),
@@ -160,6 +162,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "scales-without-room.plan.toml": ("P202", 12, 13),
     "self-reference.plan.toml": ("P014", 2, 10),
     "serial-number.device.toml": ("P411", 26, 10),
+    "settings-of-the-sparse-unit.plan.toml": ("P414", 11, 1),
     "share-above-one.plan.toml": ("P104", 24, 7),
     "shares-above-one.plan.toml": ("P210", 23, 9),
     "shares-below-one-in-override.plan.toml": ("P210", 28, 9),

@@ -1,0 +1,44 @@
+"""Settings of a single unit are given to a unit that heeds them.
+
+Why: the sparse unit computes in pi2's own process, cannot be lost alone, and has the segments of
+``[memory.segments]``; ``process``, ``on_failure`` and ``[memory.units.NAME]`` are for the units
+beside it.
+
+Example: ``[memory.units.cpu]`` in a plan whose sparse unit is ``cpu``.
+
+Fix: take the setting out, or give it to the unit that keeps hot neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.arithmetic.resolved import find_sparse_unit
+from pi2.plan.checking.findings import Facts, Finding
+from pi2.plan.toml.paths import KeyPath
+
+CODE = "P414"
+SEVERITY = "warning"
+NEEDS = ("plan", "device")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Look for settings of the sparse unit that only units beside it have."""
+    plan = facts.plan
+    name = find_sparse_unit(plan, facts.device)
+    ignored: list[KeyPath] = []
+    settings = plan.units.get(name)
+    if settings is not None:
+        named = settings.model_fields_set & {"process", "on_failure"}
+        ignored += [("units", name, key) for key in sorted(named)]
+    if name in plan.memory.units:
+        ignored.append(("memory", "units", name))
+    for path in ignored:
+        yield Finding(
+            path=path,
+            at="key",
+            message=f"does nothing: `{name}` is the sparse unit, which has no such setting",
+            help="take it out"
+            if path[0] == "units"
+            else "take it out: memory.segments are what the sparse unit has",
+        )
