@@ -52,7 +52,7 @@ class DenseSizes:
     layout: BundleLayout
     """Bundles with their scales in them."""
     experts: int
-    """Of a mixture, else 0."""
+    """Experts of a mixture; 0 for a model without experts."""
     counts: Sequence[int]
     """Neurons that are kept of each layer."""
     chunk: int

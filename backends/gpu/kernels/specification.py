@@ -25,7 +25,7 @@ class Target:
     fp16: bool
     """Whether kernels may have fp16 values; otherwise they take them out of words of 32 bits."""
     arch: str | None = None
-    """Of CUDA: ``sm_80``."""
+    """Architecture of a CUDA device, such as ``sm_80``; None for the other APIs."""
 
     def __post_init__(self) -> None:
         assert (self.arch is not None) == (self.api == "cuda"), self
@@ -39,11 +39,11 @@ class FfnKernels:
     precision: Precision
     activation: Activation
     threshold: float = 0.0
-    """Of ``fatrelu``."""
+    """Threshold of the activation ``fatrelu``."""
     gated: bool = True
     bias: bool = False
     experts: int = 0
-    """Of a mixture, shared ones too; 0 without."""
+    """Experts of a mixture, shared ones included; 0 for a model without experts."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0, self
@@ -99,7 +99,7 @@ class NormKernels:
     """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.norms`)."""
 
     length: int
-    """Of its vectors: zeros fill up the last group."""
+    """Elements of a vector as it lies in memory: zeros fill up the last group."""
     width: int
     """Elements that norms are taken of."""
     epsilon: float
@@ -118,11 +118,11 @@ class AttentionKernels:
     kv_heads: int
     head_dim: int
     scale: float
-    """Of scores."""
+    """Factor of the scores."""
     kv: KvType
     head_norm: bool = False
     epsilon: float = 0.0
-    """Of the norms of heads."""
+    """Epsilon of the norms of heads."""
     score_cap: float | None = None
     window: int | None = None
     """Tokens that a query looks back, itself included."""

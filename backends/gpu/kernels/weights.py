@@ -32,7 +32,7 @@ def list_elements(precision: Precision, word: int) -> list[int]:
 
 
 def place_elements(precision: Precision, word: c.Expr) -> list[c.Expr]:
-    """The same for a word that only the device knows."""
+    """Return which elements a group's word holds, for a word that only the device knows."""
     if precision == "int4":
         return [4 * word + b for b in range(4)] + [16 + 4 * word + b for b in range(4)]
     each = GROUP // WORDS[precision]

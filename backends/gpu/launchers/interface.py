@@ -44,12 +44,12 @@ class DeviceFacts:
 
     api: Api
     number: int
-    """Of the API's devices."""
+    """The device's number among those that the API lists."""
     name: str
     driver: str
     kind: DeviceKind
     memory_bytes: int | None
-    """Of its own; None where it uses main memory, or the API does not say."""
+    """Memory of the device's own; None where it uses main memory, or the API does not say."""
     fp16: bool
     """Whether kernels may have fp16 values."""
     compute_units: int | None
@@ -57,9 +57,9 @@ class DeviceFacts:
     """The largest array that a kernel may read."""
     max_block_threads: int
     shared_bytes: int
-    """That the threads of a work group may share."""
+    """Memory that the threads of a work group may share."""
     arch: str | None = None
-    """Of CUDA: ``sm_80``."""
+    """Architecture of a CUDA device, such as ``sm_80``; None for the other APIs."""
 
     @property
     def is_emulated(self) -> bool:
@@ -136,7 +136,7 @@ class Launcher(Protocol):
 
     facts: DeviceFacts
     allocated_bytes: int
-    """Of all arrays that are not released."""
+    """Bytes of all arrays that are not released."""
 
     def allocate(self, size: int) -> DeviceArray:
         """Make an array of ``size`` bytes, a multiple of 4; raises P361."""

@@ -42,7 +42,7 @@ _LIMITS = (
 )
 """What the device is asked for as far as it goes: the standard's own limits are those of phones."""
 _MOST_GROUPS = 65535
-"""Of the first axis: more go on along the third."""
+"""The most work groups along the first axis: more go on along the third."""
 _KEPT_NUMBERS = 64
 """Sets of numbers that a launch is kept ready for."""
 

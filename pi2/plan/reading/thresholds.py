@@ -31,8 +31,8 @@ class LayerThresholds(Table):
     """In a mixture, the thresholds of the gates of each expert's neurons, expert 0 first; ``gate``
     is for all together then."""
     down: Magnitude = 0.0
-    """Of the remaining neurons, those whose act(gate) * up is smaller count as zero: their down is
-    not read."""
+    """Neurons that remain and whose act(gate) * up is smaller count as zero: their down is not
+    read."""
     computed: Share
     """Share of neurons (in a mixture, of those of a token's experts) whose up is read."""
     active: Share
