@@ -16,8 +16,9 @@ from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
+    from pi2.engine.answer import SequenceResult
     from pi2.engine.batch import BatchResult
-    from pi2.engine.generation import GenerationResult, SequenceResult
+    from pi2.engine.generation import GenerationResult
     from pi2.engine.loaded_model import LoadedModel
     from pi2.engine.statistics import RunStatistics
 

@@ -3,15 +3,12 @@ takes the place of one that has ended."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from pi2.engine.forward import Forward
-from pi2.engine.generation import Answer, GenerationRequest, SequenceResult
+from pi2.engine.answer import GenerationRequest, SequenceResult
+from pi2.engine.scheduler import Rounds, Scheduler, Ticket
 from pi2.engine.statistics import RunStatistics, divide
-from pi2.engine.text import TokenDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +53,15 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         self,
         requests: Sequence[GenerationRequest],
         *,
-        forward: Forward,
-        make_decoder: Callable[[], TokenDecoder],
-        context: int,
+        scheduler: Scheduler,
         read_statistics: Callable[[], RunStatistics],
         progress: Callable[[float], None],
     ) -> None:
         """``progress`` is told the share of each prompt that is done, one prompt after the
         other."""
-        self._requests = requests
-        self._forward = forward
-        self._make_decoder = make_decoder
-        self._context = context
+        self._tickets = [Ticket(request, progress=progress) for request in requests]
+        self._scheduler = scheduler
         self._read_statistics = read_statistics
-        self._progress = progress
-        self._prefill_s = self._steps_s = 0.0
-        self._steps = self._stepped = 0
         self.finished: dict[int, SequenceResult] = {}
         """Sequences that have ended so far, by the number of their prompts."""
         self._result: BatchResult | None = None
@@ -83,6 +73,10 @@ class BatchGeneration(Iterator[tuple[int, str]]):
     def __next__(self) -> tuple[int, str]:
         return next(self._pieces)
 
+    def close(self) -> None:
+        """Give up what has not ended: the places are free for others."""
+        self._pieces.close()
+
     @property
     def result(self) -> BatchResult:
         """The result; what is still to be generated is generated first."""
@@ -91,68 +85,37 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         assert self._result is not None, "the generation was interrupted"
         return self._result
 
-    def _generate(self) -> Iterator[tuple[int, str]]:
-        before = self._read_statistics()
-        self._forward.reset_all()
-        run = self._forward.run
-        waiting = deque(range(len(self._requests)))
-        free = list(range(len(self._forward.positions)))
-        places: dict[int, int] = {}
-        """Places of the prompts that have one, by their numbers."""
-        answers: dict[int, Answer] = {}
-        while waiting or places:
-            found = []
-            while waiting and free:
-                number = waiting.popleft()
-                places[number] = free.pop(0)
-                answers[number] = Answer(
-                    self._requests[number], self._make_decoder(), self._context
-                )
-                found.append((number, self._read_prompt(answers[number], places[number])))
-                self._free_ended(answers, places, free)
-            if places:
-                found += self._step(answers, places)
-                self._free_ended(answers, places, free)
-            for number, piece in found:
-                if piece:
-                    yield number, piece
-                    self._forward.check_run(run)
-        self._result = BatchResult(
-            sequences=tuple(self.finished[number] for number in range(len(answers))),
-            steps=self._steps,
-            stepped_tokens=self._stepped,
-            steps_s=self._steps_s,
-            prefill_s=self._prefill_s,
-            statistics=self._read_statistics() - before,
+    def _generate(self) -> Generator[tuple[int, str], None, None]:
+        statistics, rounds = self._read_statistics(), self._scheduler.rounds
+        try:
+            for ticket in self._tickets:
+                self._scheduler.submit(ticket)
+            waiting = dict(enumerate(self._tickets))
+            while waiting:
+                self._scheduler.wait(list(waiting.values()))
+                for number, ticket in list(waiting.items()):
+                    if ticket.ended:
+                        del waiting[number]
+                        if ticket.error is not None:
+                            raise ticket.error
+                        assert ticket.result is not None
+                        self.finished[number] = ticket.result
+                    while ticket.pieces:
+                        if text := ticket.pieces.popleft().text:
+                            yield number, text
+        finally:
+            for ticket in self._tickets:
+                ticket.cancel()
+        self._result = self._describe(
+            self._read_statistics() - statistics, self._scheduler.rounds - rounds
         )
 
-    def _free_ended(
-        self, answers: dict[int, Answer], places: dict[int, int], free: list[int]
-    ) -> None:
-        """Give back the places of sequences that have ended."""
-        for number in list(places):
-            if answers[number].reason is not None:
-                free.append(places.pop(number))
-                self.finished[number] = answers[number].describe()
-
-    def _read_prompt(self, answer: Answer, place: int) -> str:
-        """Read a prompt into a place and draw the first token; the text that it makes."""
-        start = time.perf_counter()
-        self._forward.reset(place)
-        logits = self._forward.prefill(answer.prompt_ids, progress=self._progress, sequence=place)
-        piece = answer.take(logits[0])
-        self._prefill_s += time.perf_counter() - start
-        return piece
-
-    def _step(self, answers: dict[int, Answer], places: dict[int, int]) -> list[tuple[int, str]]:
-        """Draw a token of every sequence that has a place; the text that they make."""
-        start = time.perf_counter()
-        tokens = [answers[number].last_token for number in places]
-        logits = self._forward.step(tokens, list(places.values()))
-        found = [
-            (number, answers[number].take(row)) for number, row in zip(places, logits, strict=True)
-        ]
-        self._steps_s += time.perf_counter() - start
-        self._steps += 1
-        self._stepped += len(tokens)
-        return found
+    def _describe(self, statistics: RunStatistics, rounds: Rounds) -> BatchResult:
+        return BatchResult(
+            sequences=tuple(self.finished[number] for number in range(len(self._tickets))),
+            steps=rounds.steps,
+            stepped_tokens=rounds.stepped_tokens,
+            steps_s=rounds.steps_s,
+            prefill_s=rounds.prefill_s,
+            statistics=statistics,
+        )

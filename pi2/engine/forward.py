@@ -51,8 +51,6 @@ class Forward:
         self._embedding = embedding
         self.positions = [0] * sequences
         """Tokens of each sequence whose keys and values are kept."""
-        self.run = 0
-        """Number of the run, which `reset_all` begins."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
 
@@ -70,19 +68,9 @@ class Forward:
             self._loan.begin()
 
     def reset_all(self) -> None:
-        """Begin a run: all sequences anew."""
-        self.run += 1
+        """Begin all sequences anew."""
         for sequence in range(len(self.positions)):
             self.reset(sequence)
-
-    def check_run(self, run: int) -> None:
-        """UserError P613 if another run than ``run`` has begun: its sequences took the place."""
-        if run != self.run:
-            raise UserError.of(
-                "P613",
-                "this generation has ended: another one of the same model began before it was done",
-                help="take all of its text first, or use generate_batch, or load the model twice",
-            )
 
     def prefill(
         self,

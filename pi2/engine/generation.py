@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
-
-from pi2.arrays import F32, I32
-from pi2.engine.forward import Forward
-from pi2.engine.sampling import Sampler, SamplingOptions
-from pi2.engine.statistics import RunStatistics, divide
-from pi2.engine.text import StopFilter, TokenDecoder
-
-FinishReason = Literal["eos", "stop", "length", "context"]
-"""Why a generation ended: end token, stop string, token limit, or no room in the KV cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceResult:
-    """A finished sequence."""
-
-    text: str
-    """Everything that was generated, without the prompt."""
-    token_ids: tuple[int, ...]
-    """Ids that were generated, end token included."""
-    prompt_tokens: int
-    """Tokens of the prompt."""
-    finish_reason: FinishReason
-    """Why it ended."""
-    ttft_s: float
-    """Time to first token, in seconds."""
-    decode_s: float
-    """Time from the first token to the last, in seconds."""
-
-    @property
-    def prefill_tokens_s(self) -> float | None:
-        """Prompt tokens per second."""
-        return divide(self.prompt_tokens, self.ttft_s)
-
-    @property
-    def decode_tokens_s(self) -> float | None:
-        """Generated tokens per second, the first not counted."""
-        return divide(len(self.token_ids) - 1, self.decode_s)
+from pi2.engine.answer import GenerationRequest, SequenceResult
+from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.statistics import RunStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,91 +15,8 @@ class GenerationResult(SequenceResult):
     """A finished generation."""
 
     statistics: RunStatistics
-    """Counters of this generation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """What to generate."""
-
-    prompt_ids: Sequence[int]
-    max_tokens: int
-    stop: Sequence[str]
-    stop_ids: frozenset[int]
-    sampling: SamplingOptions
-
-
-class Answer:
-    """What has been generated of a request so far."""
-
-    def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
-        """``decoder`` is a new one; ``context``: tokens that a sequence has room for.  The clock
-        starts now."""
-        self._request = request
-        self._decoder = decoder
-        self._context = context
-        self._sampler = Sampler(request.sampling)
-        self._stop_filter = StopFilter(request.stop)
-        self._count = self._prompt = len(request.prompt_ids)
-        self._ids = np.empty(self._prompt + request.max_tokens, np.int64)
-        self._ids[: self._prompt] = request.prompt_ids
-        self._text: list[str] = []
-        self._start = self._first = self._now = time.perf_counter()
-        self.reason: FinishReason | None = None
-        """Why it has ended; None as long as it goes on."""
-
-    @property
-    def prompt_ids(self) -> I32:
-        """Tokens of the prompt [n]."""
-        return self._ids[: self._prompt].astype(np.int32)
-
-    @property
-    def last_token(self) -> int:
-        """The token that comes next through the model."""
-        return int(self._ids[self._count - 1])
-
-    def take(self, logits: F32) -> str:
-        """Draw a token from ``logits`` [vocab]; return the text that has become certain."""
-        assert self.reason is None, "it has ended"
-        token = self._sampler.sample(logits, self._ids[: self._count])
-        self._ids[self._count] = token
-        self._count += 1
-        self._now = time.perf_counter()
-        if self._count == self._prompt + 1:
-            self._first = self._now
-        piece = ""
-        if token in self._request.stop_ids:
-            self.reason = "eos"
-        else:
-            piece = self._stop_filter.push(self._decoder.push(token))
-            if self._stop_filter.stopped:
-                self.reason = "stop"
-            elif self._count == len(self._ids):
-                self.reason = "length"
-            elif self._count > self._context:
-                # The last token has no room for its key and value.
-                self.reason = "context"
-        if self.reason is not None:
-            piece += self._flush()
-        if piece:
-            self._text.append(piece)
-        return piece
-
-    def _flush(self) -> str:
-        last = self._stop_filter.push(self._decoder.flush())
-        return last if self._stop_filter.stopped else last + self._stop_filter.flush()
-
-    def describe(self) -> SequenceResult:
-        """The result of what has ended."""
-        assert self.reason is not None, "it goes on"
-        return SequenceResult(
-            text="".join(self._text),
-            token_ids=tuple(int(token) for token in self._ids[self._prompt : self._count]),
-            prompt_tokens=self._prompt,
-            finish_reason=self.reason,
-            ttft_s=self._first - self._start,
-            decode_s=self._now - self._first,
-        )
+    """Counters of the model from its beginning to its end, with what was done for others
+    meanwhile."""
 
 
 class Generation(Iterator[str]):
@@ -146,19 +26,14 @@ class Generation(Iterator[str]):
         self,
         request: GenerationRequest,
         *,
-        forward: Forward,
-        decoder: TokenDecoder,
-        context: int,
+        scheduler: Scheduler,
         read_statistics: Callable[[], RunStatistics],
         progress: Callable[[float], None],
     ) -> None:
-        """``decoder`` is a new one; ``progress`` is told the share of the prompt that is done."""
-        self._request = request
-        self._forward = forward
-        self._decoder = decoder
-        self._context = context
+        """``progress`` is told the share of the prompt that is done."""
+        self._ticket = Ticket(request, progress=progress)
+        self._scheduler = scheduler
         self._read_statistics = read_statistics
-        self._progress = progress
         self._result: GenerationResult | None = None
         self._pieces = self._generate()
 
@@ -168,6 +43,10 @@ class Generation(Iterator[str]):
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def close(self) -> None:
+        """Give it up: its place is free for another one."""
+        self._pieces.close()
+
     @property
     def result(self) -> GenerationResult:
         """The result; what is still to be generated is generated first."""
@@ -176,21 +55,48 @@ class Generation(Iterator[str]):
         assert self._result is not None, "the generation was interrupted"
         return self._result
 
-    def _generate(self) -> Iterator[str]:
-        forward = self._forward
+    def _generate(self) -> Generator[str, None, None]:
+        ticket = self._ticket
         before = self._read_statistics()
-        answer = Answer(self._request, self._decoder, self._context)
-        forward.reset_all()
-        run = forward.run
-        logits = forward.prefill(answer.prompt_ids, progress=self._progress)[0]
-        while True:
-            piece = answer.take(logits)
-            if piece:
-                yield piece
-                forward.check_run(run)
-            if answer.reason is not None:
-                break
-            logits = forward.decode(answer.last_token)
-        found = answer.describe()
+        self._scheduler.submit(ticket)
+        try:
+            while True:
+                self._scheduler.wait([ticket])
+                ended = ticket.ended
+                while ticket.pieces:
+                    if text := ticket.pieces.popleft().text:
+                        yield text
+                if ended:
+                    break
+        finally:
+            ticket.cancel()
+        if ticket.error is not None:
+            raise ticket.error
+        found = ticket.result
+        assert found is not None
         values = {name: getattr(found, name) for name in found.__dataclass_fields__}
         self._result = GenerationResult(**values, statistics=self._read_statistics() - before)
+
+
+class AsyncGeneration(AsyncIterator[str]):
+    """Iterate over it with ``async for`` for the text as it is made."""
+
+    def __init__(self, ticket: Ticket, pieces: AsyncIterator[str]) -> None:
+        self._ticket = ticket
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncGeneration:
+        return self
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    @property
+    def result(self) -> SequenceResult:
+        """The result of what has ended."""
+        assert self._ticket.result is not None, "it goes on, or was given up"
+        return self._ticket.result
+
+    def cancel(self) -> None:
+        """Give it up: its place is free for another one before the next token."""
+        self._ticket.cancel()

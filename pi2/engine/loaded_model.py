@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,12 +15,15 @@ from tokenizers import Tokenizer
 from pi2.arrays import F32
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
+from pi2.engine.answer import GenerationRequest
 from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, read_chat_template
+from pi2.engine.driver import Driver, stream_pieces
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
-from pi2.engine.generation import Generation, GenerationRequest
+from pi2.engine.generation import AsyncGeneration, Generation
 from pi2.engine.sampling import SamplingOptions
+from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import TokenDecoder
 from pi2.memory.budget import Budget
@@ -27,6 +31,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.sandbox.tokenizer import decode_ids, encode_text
 from pi2.store.reader import NeuronStore
 
@@ -54,13 +59,24 @@ class Parts:
 class LoadedModel:
     """A plan's model, loaded.  Use it as a context manager, or call ``close``.
 
-    One generation at a time: a new one begins new sequences.
+    Any threads may share it.  As many generations go on at the same time as the plan's
+    ``decode.batch`` says; others wait in line.  After ``close``, everything that computes raises
+    UserError P615.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.changes: tuple[str, ...] = ()
         """What was made smaller or larger to fit the plan to another budget, a line each."""
+        plan = parts.resolved.plan
+        self._scheduler = Scheduler(
+            parts.forward,
+            context=plan.kv.context,
+            piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
+            make_decoder=lambda: TokenDecoder(self._decode),
+        )
+        self._driver: Driver | None = None
+        self._starting = Lock()
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -248,12 +264,55 @@ class LoadedModel:
         )
         return Generation(
             self._describe_request(prompt, sampling, max_tokens, stop, ignore_eos),
-            forward=self._parts.forward,
-            decoder=TokenDecoder(self._decode),
-            context=self.plan.plan.kv.context,
+            scheduler=self._scheduler,
             read_statistics=lambda: self.stats,
             progress=progress,
         )
+
+    def generate_async(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> AsyncGeneration:
+        """Generate text after ``prompt`` for ``async for``: a thread of the model computes.
+
+        Options and errors are those of ``generate``.  Whoever stops iterating, or is cancelled,
+        gives the generation up before its next token.
+        """
+        sampling = self._choose_sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        ticket = Ticket(self._describe_request(prompt, sampling, max_tokens, stop, ignore_eos))
+
+        async def give_texts() -> AsyncIterator[str]:
+            async for piece in stream_pieces(self._get_driver(), ticket):
+                if piece.text:
+                    yield piece.text
+
+        return AsyncGeneration(ticket, give_texts())
+
+    def _get_driver(self) -> Driver:
+        """The thread that computes for those who do not."""
+        with self._starting:
+            self._scheduler.check_open()
+            if self._driver is None:
+                self._driver = Driver(self._scheduler)
+                self._driver.start()
+            return self._driver
 
     def generate_batch(
         self,
@@ -296,9 +355,7 @@ class LoadedModel:
             requests.append(self._describe_request(prompt, own, max_tokens, stop, ignore_eos))
         return BatchGeneration(
             requests,
-            forward=self._parts.forward,
-            make_decoder=lambda: TokenDecoder(self._decode),
-            context=self.plan.plan.kv.context,
+            scheduler=self._scheduler,
             read_statistics=lambda: self.stats,
             progress=progress,
         )
@@ -318,6 +375,7 @@ class LoadedModel:
         stop: str | Sequence[str],
         ignore_eos: bool,
     ) -> GenerationRequest:
+        self._scheduler.check_open()
         if max_tokens < 1:
             raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -348,20 +406,27 @@ class LoadedModel:
 
     def iterate_logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
-    ) -> Iterator[F32]:
+    ) -> Generator[F32, None, None]:
         """Logits as `logits` gives them, in pieces [n, vocab], n at most a chunk: those of a long
         text would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
         forward, chunk = self._parts.forward, self.plan.plan.prefill.chunk
-        forward.reset_all()
-        if mode == "prefill":
-            for start in range(0, len(ids), chunk):
-                piece = ids[start : start + chunk]
-                yield forward.prefill(piece, all_logits=True, end=len(ids))
-        else:
-            for token in ids.tolist():
-                yield forward.decode(token)[None].copy()
+        scheduler = self._scheduler
+        with scheduler.borrow_place() as place:
+            if mode == "prefill":
+                for start in range(0, len(ids), chunk):
+                    piece = ids[start : start + chunk]
+                    with scheduler.exclude():
+                        found = forward.prefill(
+                            piece, all_logits=True, end=len(ids), sequence=place
+                        )
+                    yield found
+            else:
+                for token in ids.tolist():
+                    with scheduler.exclude():
+                        found = forward.step([token], [place]).copy()
+                    yield found
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:
@@ -380,7 +445,10 @@ class LoadedModel:
             )
 
     def close(self) -> None:
-        """Give back threads, files and memory."""
+        """Give back threads, files and memory.  What is still under way ends (P615)."""
+        self._scheduler.close()
+        if self._driver is not None:
+            self._driver.end()
         with self._parts.release:
             self._parts.feed_forward.abandon()
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pi2.arrays import F32, I64
 from pi2.diagnostics import UserError
+
+Bias = NDArray[np.float32]
+"""What is added to logits [vocab]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How the next token is drawn.
 
-    In this order: repetition penalty, temperature, top-k, top-p, min-p.
+    In this order: repetition penalty, presence and frequency penalty, bias, temperature, top-k,
+    top-p, min-p.
     """
 
     temperature: float = 0.0
@@ -27,6 +34,12 @@ class SamplingOptions:
     """Keep tokens with at least min_p times the probability of the most likely one."""
     repetition_penalty: float = 1.0
     """Divide the positive logits of tokens already seen by it, multiply the negative ones."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens, times how often each was generated already."""
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Added to the logits of single tokens, by their ids."""
     seed: int | None = None
     """Start of the random numbers; None draws one."""
 
@@ -51,14 +64,26 @@ class Sampler:
         self._options = options
         self._random = np.random.default_rng(options.seed)
 
-    def sample(self, logits: F32, seen: I64) -> int:
-        """Return a token id for ``logits`` [vocab]; ``seen`` holds the ids so far."""
+    def sample(
+        self, logits: F32, seen: I64, *, prompt: int | None = None, bias: Bias | None = None
+    ) -> int:
+        """Return a token id for ``logits`` [vocab]; ``seen`` holds the ids so far, those of the
+        prompt first, which are ``prompt``, by default all; ``bias`` [vocab] is added, and is minus
+        infinity for tokens that must not come."""
         options = self._options
         scores = logits.astype(np.float64)
         if options.repetition_penalty != 1.0 and len(seen):
             ids = np.unique(seen)
             penalty = options.repetition_penalty
             scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)
+        own = seen[len(seen) if prompt is None else prompt :]
+        if len(own) and (options.presence_penalty or options.frequency_penalty):
+            ids, counts = np.unique(own, return_counts=True)
+            scores[ids] -= options.presence_penalty + options.frequency_penalty * counts
+        for token, value in options.logit_bias.items():
+            scores[token] += value
+        if bias is not None:
+            scores += bias[: len(scores)]
         if options.temperature == 0.0:
             return int(np.argmax(scores))
         scores /= options.temperature

@@ -279,19 +279,3 @@ def test_several_prompts_are_shown_in_their_order(tmp_path: Path) -> None:
     lines.write_text("\n \n", "utf-8")
     assert "P603" in str(run_command(*common, "--prompts", str(lines)).exception)
     assert run_command(*common, "--prompts", str(lines), "--prompt", "a").exit_code == 2
-
-
-def test_a_generation_that_another_one_replaced_does_not_go_on(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    with pi2.load(plan) as model:
-        first = model.generate("a", **options)
-        next(first)
-        whole = model.generate("b", **options).result.text
-        with pytest.raises(pi2.UserError, match="P613"):
-            list(first)
-        several = model.generate_batch(["b", "c"], **options)
-        next(several)
-        assert model.generate("b", **options).result.text == whole
-        with pytest.raises(pi2.UserError, match="P613"):
-            list(several)

@@ -1,0 +1,194 @@
+"""What is generated for one request, token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from pi2.arrays import F32, I32
+from pi2.engine.sampling import Bias, Sampler, SamplingOptions
+from pi2.engine.statistics import divide
+from pi2.engine.text import StopFilter, TokenDecoder
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+"""Why a generation ended: end token, stop string, token limit, or no room in the KV cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceResult:
+    """A finished sequence."""
+
+    text: str
+    """Everything that was generated, without the prompt."""
+    token_ids: tuple[int, ...]
+    """Ids that were generated, end token included."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    ttft_s: float
+    """Time to first token, in seconds."""
+    decode_s: float
+    """Time from the first token to the last, in seconds."""
+
+    @property
+    def prefill_tokens_s(self) -> float | None:
+        """Prompt tokens per second."""
+        return divide(self.prompt_tokens, self.ttft_s)
+
+    @property
+    def decode_tokens_s(self) -> float | None:
+        """Generated tokens per second, the first not counted."""
+        return divide(len(self.token_ids) - 1, self.decode_s)
+
+
+class Constraint(Protocol):
+    """Says which tokens may come next, such as those that go on with a JSON document."""
+
+    def find_bias(self) -> Bias | None:
+        """What to add to the logits [vocab], minus infinity to tokens that must not come; None
+        where every token may."""
+
+    def accept(self, token: int) -> None:
+        """Take notice of the token that was drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What to generate."""
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    stop: Sequence[str]
+    stop_ids: frozenset[int]
+    sampling: SamplingOptions
+    alternatives: int | None = None
+    """Most likely tokens to report beside every one that is drawn; None reports nothing."""
+    make_constraint: Callable[[], Constraint] | None = None
+    """Makes what says which tokens may come; None lets all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """How likely a token was that was drawn."""
+
+    token: int
+    log_probability: float
+    """Natural logarithm of its probability, before penalties and temperature."""
+    alternatives: tuple[tuple[int, float], ...]
+    """The most likely tokens, likeliest first, and the logarithms of theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a token has brought."""
+
+    text: str
+    """Text that has become certain; empty where a character or a stop string may not be whole."""
+    scores: tuple[TokenScore, ...] = ()
+    """How likely the token was, if that was asked for."""
+
+
+class Answer:
+    """What has been generated of a request so far."""
+
+    def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
+        """``decoder`` is a new one; ``context``: tokens that a sequence has room for.  The clock
+        starts now."""
+        self._request = request
+        self._decoder = decoder
+        self._context = context
+        self._sampler = Sampler(request.sampling)
+        self._stop_filter = StopFilter(request.stop)
+        make = request.make_constraint
+        self._constraint = None if make is None else make()
+        self._count = self._prompt = len(request.prompt_ids)
+        # A request may allow more than there is room for: the answer ends with the context.
+        most = min(request.max_tokens, context + 1 - self._prompt)
+        self._ids = np.empty(self._prompt + max(most, 0), np.int64)
+        self._ids[: self._prompt] = request.prompt_ids
+        self._text: list[str] = []
+        self._start = self._first = self._now = time.perf_counter()
+        self.reason: FinishReason | None = None
+        """Why it has ended; None as long as it goes on."""
+
+    @property
+    def prompt_ids(self) -> I32:
+        """Tokens of the prompt [n]."""
+        return self._ids[: self._prompt].astype(np.int32)
+
+    @property
+    def last_token(self) -> int:
+        """The token that comes next through the model."""
+        return int(self._ids[self._count - 1])
+
+    @property
+    def made_tokens(self) -> int:
+        """Tokens that were generated so far."""
+        return self._count - self._prompt
+
+    def take(self, logits: F32) -> Piece:
+        """Draw a token from ``logits`` [vocab]; return what has become certain."""
+        assert self.reason is None, "it has ended"
+        bias = None if self._constraint is None else self._constraint.find_bias()
+        token = self._sampler.sample(
+            logits, self._ids[: self._count], prompt=self._prompt, bias=bias
+        )
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        self._ids[self._count] = token
+        self._count += 1
+        self._now = time.perf_counter()
+        if self._count == self._prompt + 1:
+            self._first = self._now
+        text = ""
+        if token in self._request.stop_ids:
+            self.reason = "eos"
+        else:
+            text = self._stop_filter.push(self._decoder.push(token))
+            if self._stop_filter.stopped:
+                self.reason = "stop"
+            elif self.made_tokens == self._request.max_tokens:
+                self.reason = "length"
+            elif self._count > self._context:
+                # The last token has no room for its key and value.
+                self.reason = "context"
+        if self.reason is not None:
+            text += self._flush()
+        if text:
+            self._text.append(text)
+        count = self._request.alternatives
+        scores = () if count is None else (_score(logits, token, count),)
+        return Piece(text, scores)
+
+    def _flush(self) -> str:
+        last = self._stop_filter.push(self._decoder.flush())
+        return last if self._stop_filter.stopped else last + self._stop_filter.flush()
+
+    def describe(self) -> SequenceResult:
+        """The result of what has ended."""
+        assert self.reason is not None, "it goes on"
+        return SequenceResult(
+            text="".join(self._text),
+            token_ids=tuple(int(token) for token in self._ids[self._prompt : self._count]),
+            prompt_tokens=self._prompt,
+            finish_reason=self.reason,
+            ttft_s=self._first - self._start,
+            decode_s=self._now - self._first,
+        )
+
+
+def _score(logits: F32, token: int, count: int) -> TokenScore:
+    """How likely ``token`` was of ``logits`` [vocab], beside the ``count`` most likely ones."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    count = min(count, len(scores))
+    found = np.argpartition(-scores, count - 1)[:count] if count else np.empty(0, np.int64)
+    ranked = found[np.lexsort((found, -scores[found]))]
+    alternatives = tuple((int(other), float(scores[other])) for other in ranked)
+    return TokenScore(token, float(scores[token]), alternatives)
