@@ -41,7 +41,13 @@ from pi2.machine import (
     detect_machine,
     list_allowed_cores,
 )
-from pi2.memory.arena import allocate_cache, allocate_staging, make_balance, make_loan
+from pi2.memory.arena import (
+    allocate_cache,
+    allocate_staging,
+    find_granule,
+    make_balance,
+    make_loan,
+)
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -134,7 +140,13 @@ def build(
             executor.observe(observer)
         # Whoever looks at neurons wants to see them all: then the executor computes them.
         alone = observer is not None
-        cache = allocate_cache(resolved, budget, by_hotness=is_by_hotness(store), alone=alone)
+        cache = allocate_cache(
+            resolved,
+            budget,
+            by_hotness=is_by_hotness(store),
+            alone=alone,
+            granule=find_granule(resolved, grouped),
+        )
         if store is not None:
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
@@ -344,9 +356,10 @@ def report_build(
         units=list(resolved.dense_units),
         threads=request.threads,
         architecture=request.architecture,
-        hot_neurons=sum(len(slots) for slots in cache.hot_slots),
-        cold_slots=cache.cold_capacity,
-        neurons=cache.neurons * len(cache.hot_slots),
+        hot_neurons=cache.granule * sum(len(slots) for slots in cache.hot_slots),
+        cold_slots=cache.granule * cache.cold_capacity,
+        granule=cache.granule,
+        neurons=cache.granule * cache.neurons * len(cache.hot_slots),
         predictor=resolved.plan.decode.predictor,
     )
     if reader.fallback is not None:

@@ -203,11 +203,13 @@ class _ReadRecorder(ReadObserver):
             self._count_hits(now)
 
     def _count_hits(self, now: float) -> None:
-        hits = sum(counters.hits for counters in self._cache.counters)
-        misses = sum(counters.misses for counters in self._cache.counters)
+        size = self._cache.granule
+        hits = size * sum(counters.hits for counters in self._cache.counters)
+        misses = size * sum(counters.misses for counters in self._cache.counters)
         self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
-        hot = sum(len(slots) for slots in self._cache.hot_slots)
-        self._tape.recorder.add_counter("slots", now, hot=hot, cold=self._cache.cold_capacity)
+        hot = size * sum(len(slots) for slots in self._cache.hot_slots)
+        cold = size * self._cache.cold_capacity
+        self._tape.recorder.add_counter("slots", now, hot=hot, cold=cold)
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
         tape = self._tape

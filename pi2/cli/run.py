@@ -269,6 +269,8 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
         "cache_hit_rate": _rounded(statistics.hit_rate),
+        "foreseen_share": _rounded(statistics.routing_recall),
+        "tokens_without_ahead": statistics.tokens_without_ahead,
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
@@ -328,6 +330,11 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
     ]
+    if run["foreseen_share"] is not None:
+        stopped = run["tokens_without_ahead"]
+        rest = f", and did not pay in {stopped} tokens" if stopped else ""
+        named = _percent(run["foreseen_share"])
+        lines.append(f"looking ahead named {named} of the experts that computed{rest}")
     lines += summarise_units(run["units"])
     if model.is_dry:
         lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")

@@ -235,7 +235,8 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     order = {
         "hotness": "most active first",
         "coactivation": "most active first, in bands; what fires together lies together",
-        "expert": "most active first, in bands; what belongs to an expert lies together",
+        "expert": "most active first; what belongs to an expert lies together"
+        + (", in bands" if manifest.predictor is not None else ""),
         "index": "as in the checkpoint",
     }
     yield "order", order[manifest.order]

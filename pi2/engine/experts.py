@@ -19,6 +19,13 @@ class ExpertNeurons:
         # Then what experts have, one after the other, is ascending, too.
         self._by_expert = [bool((np.diff(layer) > 0).all()) for layer in layers]
 
+    def divide(self, granule: int) -> ExpertNeurons:
+        """Make the same of granules: so many neighbours each, of one expert."""
+        if granule == 1:
+            return self
+        layers = [group[:, ::granule].reshape(-1) // granule for group in self._groups]
+        return ExpertNeurons([layer.astype(np.int32) for layer in layers], self.experts)
+
     def list_neurons(self, layer: int, experts: I32, first: int = 0, end: int | None = None) -> I32:
         """Stored indices, ascending, of the neurons of ``experts`` (ascending) in ``layer``, from
         ``first`` on and before ``end``."""

@@ -73,14 +73,16 @@ class FeedForward(Waves):
             balance=balance,
             separate_scales=separate_scales,
         )
-        self.shares = shares or DenseShares(executor, {}, [None] * layers, cache.neurons)
+        self._neurons = self._single.neurons
+        """Neurons of a layer."""
+        self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
         self._experts = experts
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
         # What is computed of chosen experts does not depend on what is in memory.
         in_order = in_order or (experts is not None and decode.predictor in ("none", "router"))
         self._stream = NeuronStream(
-            cache, reader, staging, layers, first=self._count_owned, in_order=in_order
+            self._single, reader, staging, layers, first=self._count_owned, in_order=in_order
         )
         self._is_whole = False
         """Whether all neurons of the next layer are taken, since nearly all experts compute."""
@@ -90,7 +92,7 @@ class FeedForward(Waves):
         self._threshold = decode.threshold
         self._missing_threshold = decode.missing_threshold
         self._look_ahead = decode.look_ahead
-        self._token_neurons = cache.neurons if token_neurons is None else token_neurons
+        self._token_neurons = self._neurons if token_neurons is None else token_neurons
         self._wave: Wave | None = None
         self._sequences = 0
         """Sequences of a step; 0 in a prompt."""
@@ -127,7 +129,7 @@ class FeedForward(Waves):
         if not self._leaves_out or self._is_whole:
             self._stream.begin(layer)
         owned = self._count_owned(layer)
-        others = range(owned, self._cache.neurons)
+        others = range(owned, self._neurons)
         for chunk in range(chunks):
             executor.select_chunk(chunk)
             executor.begin_ffn(layer)

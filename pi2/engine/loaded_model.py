@@ -153,20 +153,21 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        counters = self._parts.cache.counters
+        counters, size = self._parts.cache.counters, self._parts.cache.granule
         neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
         return RunStatistics(
             predicted_neurons=neurons.predicted,
             active_neurons=neurons.active,
             possible_neurons=neurons.possible,
             dense_neurons=self._parts.feed_forward.shares.computed,
-            cache_hits=sum(layer.hits for layer in counters),
-            cache_misses=sum(layer.misses for layer in counters),
-            cache_skips=sum(layer.skips for layer in counters),
-            cache_evictions=sum(layer.evictions for layer in counters),
+            cache_hits=size * sum(layer.hits for layer in counters),
+            cache_misses=size * sum(layer.misses for layer in counters),
+            cache_skips=size * sum(layer.skips for layer in counters),
+            cache_evictions=size * sum(layer.evictions for layer in counters),
             flash_read_bytes=self._parts.reader.read_bytes,
             routed_experts=neurons.routed,
             foreseen_experts=neurons.foreseen,
+            tokens_without_ahead=neurons.without_ahead,
             gate_reads=self._parts.reader.gate_reads,
             flash_saved_bytes=self._parts.reader.saved_bytes,
             hot_grown=0 if balance is None else balance.grown,

@@ -16,7 +16,9 @@ from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
@@ -129,7 +131,7 @@ def open_reader(
     """Open the store's neuron files for reading."""
     stride = resolved.bundle.stride
     if store is None:
-        return NullReader(stride, count_gate_read_bytes(resolved))
+        return NullReader(stride * cache.granule, count_gate_read_bytes(resolved))
     files = [
         BundleFile(
             path=layer.path,
@@ -141,12 +143,16 @@ def open_reader(
         )
         for layer in store.layers
     ]
-    io = resolved.plan.io
+    io, request_bytes = resolved.plan.io, choose_request_bytes(resolved.plan, resolved.device)
+    depth = io.depth
+    if cache.granule > 1:
+        depth = count_requests_in_flight(resolved.plan, request_bytes)
     settings = ReadSettings(
         engine=io.engine,
         direct=io.mode == "direct",
         threads=io.threads,
-        depth=io.depth,
+        depth=depth,
+        request_bytes=request_bytes,
         merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
         verify=io.verify == "first-read",
@@ -166,27 +172,29 @@ def load_neurons(
 ) -> None:
     """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
     where decoding needs them."""
+    single, size = SingleNeurons(cache), cache.granule
     layers = len(cache.hot_slots)
     # All are begun at once: one run is compared with its checks while the next one is read.
     reads: list[list[Future[None]]] = [[] for _ in range(layers)]
     for filling in cache.fill() if fill else ():
-        arena = cache.arena[filling.slots.start : filling.slots.stop]
-        reads[filling.layer].append(reader.start_run(filling.layer, filling.first, arena))
+        arena = single.arena[filling.slots.start * size : filling.slots.stop * size]
+        reads[filling.layer].append(reader.start_run(filling.layer, filling.first * size, arena))
     for layer in range(layers):
-        hot = cache.hot_bundles(layer)
+        hot = single.hot_slots[layer]
         if len(hot):
-            reads[layer].append(reader.start_run(layer, cache.hot_range(layer).start, hot))
+            arena = single.arena[hot.start : hot.stop]
+            reads[layer].append(reader.start_run(layer, single.hot_range(layer).start, arena))
     for layer in range(layers):
         for read in reads[layer]:
             read.result()
         if request.gate_rows is not None:
             weights, scales = request.gate_rows[layer]
-            size = staging.shape[1]
-            places = np.arange(cache.neurons)
+            step = staging.shape[1]
+            places = np.arange(single.neurons)
             if request.expert_neurons is not None:
-                places[request.expert_neurons[layer]] = np.arange(cache.neurons)
-            for first in range(0, cache.neurons, size):
-                piece = staging[0, : min(size, cache.neurons - first)]
+                places[request.expert_neurons[layer]] = np.arange(single.neurons)
+            for first in range(0, single.neurons, step):
+                piece = staging[0, : min(step, single.neurons - first)]
                 reader.start_run(layer, first, piece).result()
                 rows = places[first : first + len(piece)]
                 if request.scales is not None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
+from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
 
@@ -98,7 +98,7 @@ class NeuronStream:
 
     def __init__(
         self,
-        cache: NeuronCache,
+        cache: SingleNeurons,
         reader: FlashReader | NullReader,
         staging: U8,
         layers: int,

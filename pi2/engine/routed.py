@@ -13,16 +13,19 @@ this layer's before its attention.  What it gets wrong is read when the routing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pi2.arrays import I32, Bits
-from pi2.engine.experts import ExpertNeurons, unite_experts
+from pi2.engine.experts import unite_experts
 from pi2.engine.feed_forward import FeedForward
+from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.waves import Wave
 
-PARTS = 4
+PARTS = 2
 """Parts of what a token computes in a layer: the last one is computed when nothing is left to read,
 and every call takes its time."""
 
@@ -30,10 +33,43 @@ and every call takes its time."""
 class RoutedFeedForward(FeedForward):
     """Computes FFN layers of mixtures, of each the chosen experts."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """See `FeedForward`; ``experts`` are given."""
+        super().__init__(*arguments, **named)
+        assert self._experts is not None, "the model is no mixture"
+        self._groups = self._experts.divide(self._cache.granule)
+        self.read_ahead = ReadAhead()
+        self._start_s = 0.0
+
     _ahead: Wave | None = None
     """What was begun ahead of the layer that is computed."""
     _now: Wave | None = None
     """What has been begun since its routing was known."""
+
+    def begin_step(self, tokens: int) -> None:
+        """Let what follows be about so many tokens, each of another sequence."""
+        super().begin_step(tokens)
+        self._start_s = time.perf_counter()
+
+    def end_token(self) -> None:
+        """Count what a token activated, and whether looking ahead pays."""
+        super().end_token()
+        if self._look_ahead != "none":
+            self.read_ahead.end_token(time.perf_counter() - self._start_s)
+            self.counters.without_ahead = self.read_ahead.idle_tokens
+
+    def prepare_sparse(self, layer: int) -> None:
+        """Begin to read what the layer's router would choose now, where the plan looks ahead."""
+        if self._looks_ahead(layer):
+            super().prepare_sparse(layer)
+        else:
+            self._reader.advance()
+
+    def _looks_ahead(self, layer: int) -> bool:
+        """Whether reads of ``layer`` begin before its routing is known."""
+        if layer == self._layers or not self.read_ahead.is_on:
+            return False
+        return len(self._cache.hot_slots[layer]) < self._cache.neurons
 
     def _begin_ahead(self, layer: int) -> Wave:
         self._executor.begin_ffn(layer)
@@ -48,16 +84,11 @@ class RoutedFeedForward(FeedForward):
         wave.experts = guessed
         return wave
 
-    @property
-    def _groups(self) -> ExpertNeurons:
-        assert self._experts is not None, "the model is no mixture"
-        return self._experts
-
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of the experts that the router chose, for every token of a step."""
         executor, guessed = self._executor, None
         self._ahead, self._wave = self._wave, None
-        if self._look_ahead == "layer" and layer + 1 < self._layers:
+        if self._look_ahead == "layer" and self._looks_ahead(layer + 1):
             executor.begin_ffn(layer + 1)
             guessed = self._list_experts()
         owned = self._begin_layer(layer)
@@ -80,16 +111,16 @@ class RoutedFeedForward(FeedForward):
     ) -> None:
         """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
         within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
+        cache, by_token = self._cache, None
         indices = self._groups.list_neurons(layer, unite_experts(chosen), bounds.start, bounds.stop)
-        by_token = None
         if len(chosen) == 1:
-            self.counters.predicted += len(indices)
+            self.counters.predicted += len(indices) * cache.granule
         else:
-            by_token = np.zeros((len(chosen), self._cache.neurons), np.bool_)
+            by_token = np.zeros((len(chosen), cache.neurons), np.bool_)
             for row, experts in zip(by_token, chosen, strict=True):
                 row[self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)] = True
-            self.counters.predicted += int(np.count_nonzero(by_token))
-        size = -(-self._token_neurons // PARTS)
+            self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
+        size = -(-self._token_neurons // (PARTS * cache.granule))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         while parts:
             count = self._begin_parts(layer, bounds.start, parts, by_token)
@@ -102,7 +133,7 @@ class RoutedFeedForward(FeedForward):
             wave, self._now = self._now, None
             assert wave is not None
             if wave.held:
-                self._cache.release(wave.found)
+                cache.release(wave.found)
         self._end_ahead()
 
     def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:

@@ -32,6 +32,8 @@ class RunStatistics:
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
     """Those of them that looking ahead had named."""
+    tokens_without_ahead: int = 0
+    """Tokens that did not look ahead, because it did not pay."""
     gate_reads: int = 0
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
@@ -54,6 +56,7 @@ class RunStatistics:
             flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
             routed_experts=self.routed_experts - other.routed_experts,
             foreseen_experts=self.foreseen_experts - other.foreseen_experts,
+            tokens_without_ahead=self.tokens_without_ahead - other.tokens_without_ahead,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
             hot_grown=self.hot_grown - other.hot_grown,

@@ -17,6 +17,7 @@ from pi2.backends.protocol import Executor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
+from pi2.memory.granules import SingleNeurons, expand
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan import Decode
 
@@ -32,6 +33,8 @@ class NeuronCounters:
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen: int = 0
     """Those of them that looking ahead had named."""
+    without_ahead: int = 0
+    """Tokens that did not look ahead, because it did not pay."""
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class Waves:
         """``balance`` and ``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
         self._executor = executor
         self._cache = cache
+        self._single = SingleNeurons(cache)
         self._reader = reader
         self._predictor = decode.predictor
         self.balance = balance
@@ -211,20 +215,23 @@ class Waves:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
         ``indices``: their stored indices, where they are at hand."""
         cache, layer, by_token = self._cache, wave.layer, wave.by_token
+        arena, size = self._single.arena, cache.granule
         self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
         known = self._predictor == "gate"
         if indices is None and (known or self._separate_scales or by_token is not None):
             indices = cache.find_indices(layer, slots)
         if by_token is None:
-            self._executor.add_neurons(layer, cache.arena, slots, indices, known)
+            places = None if indices is None else expand(indices, size)
+            self._executor.add_neurons(layer, arena, expand(slots, size), places, known)
             return
         assert indices is not None
         for token in self._select_tokens():
             own = by_token[token].take(indices)
             mine = slots.compress(own)
             if len(mine):
-                self._executor.add_neurons(layer, cache.arena, mine, indices.compress(own), known)
+                places = expand(indices.compress(own), size)
+                self._executor.add_neurons(layer, arena, expand(mine, size), places, known)
 
     def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:

@@ -82,16 +82,27 @@ def check_experts(model: Model) -> None:
         )
 
 
-def group_experts(order: I32, ffn: int) -> I32:
+def count_bands(model: Model) -> int:
+    """Bands of hotness in the order by expert: without predictors experts are needed as a whole,
+    and each lies in one stretch."""
+    return EXPERT_BANDS if model.predictor is not None else 1
+
+
+def group_experts(order: I32, ffn: int, bands: int = EXPERT_BANDS) -> I32:
     """The stored order [neurons] of a mixture's layer by expert, from that by hotness.
 
-    In `EXPERT_BANDS` equal bands of hotness every expert's neurons (of the checkpoint: its number
+    In equal ``bands`` of hotness every expert's neurons (of the checkpoint: its number
     times ``ffn`` and what follows) lie together, the most active first.  So what is hot comes first
     to within a band, whatever a plan has room for, and what a token of few experts misses lies
-    closer together.
+    closer together.  In one band the experts that are used most come first.
     """
-    bands = np.arange(len(order), dtype=np.int64) * EXPERT_BANDS // len(order)
-    return order[np.lexsort((order // ffn, bands))]
+    owners = order // ffn
+    if bands == 1:
+        places = np.bincount(owners, weights=np.arange(len(order)))
+        rank = np.argsort(np.argsort(places, kind="stable"), kind="stable")
+        return order[np.argsort(rank[owners], kind="stable")]
+    band = np.arange(len(order), dtype=np.int64) * bands // len(order)
+    return order[np.lexsort((owners, band))]
 
 
 def _bad_counts(path: Path, problem: str) -> UserError:

@@ -20,7 +20,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
-from pi2.importing.activations import order_neurons, read_counts
+from pi2.importing.activations import count_bands, group_experts, order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.powerinfer_predictors import list_predictor_files
 from pi2.importing.predictors import LayerPredictor, find_predictors
@@ -34,7 +34,7 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize
 from pi2.progress import Progress, ignore_progress
 from pi2.store.identity import describe_weights
-from pi2.store.manifest import Manifest, name_layer_file
+from pi2.store.manifest import Manifest, Order, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -74,12 +74,12 @@ def convert_checkpoint(
     ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.
     ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
     in the checkpoint.
-    ``activations``: Parquet file of counts; neurons are then stored most active first, and the
-    file is kept in the store.  ``extras``: further files to keep, by their path in the store;
-    ``notes``: contents of files that people may change later, such as a plan, by their path; what
-    a replaced store has there is kept with the ending ``.old``.  ``stride`` and ``scales``: how
-    bundles lie (`pi2.plan.weights.layout`).  ``quantizer`` rounds weights; by
-    default to nearest.
+    ``activations``: Parquet file of counts; neurons are then stored most active first, those of a
+    mixture without predictors by expert, and the file is kept in the store. ``extras``: further
+    files to keep, by their path in the store; ``notes``: contents of files that people may change
+    later, such as a plan, by their path; what a replaced store has there is kept with the ending
+    ``.old``. ``stride`` and ``scales``: how bundles lie (`pi2.plan.weights.layout`). ``quantizer``
+    rounds weights; by default to nearest.
     ``progress`` is called with a label and the share of bytes read.
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
@@ -98,7 +98,7 @@ def convert_checkpoint(
         output,
         model,
         ranks=None if found is None else [predictor.rank for predictor in found],
-        order="index" if activations is None else "hotness",
+        order=_name_order(model, activations),
         stride=stride,
         scales=scales,
         replace=replace,
@@ -369,7 +369,20 @@ def _choose_order(model: Model, activations: Path | None) -> I32:
     layers, neurons = model.shape.layers, model.layer_neurons
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
-    return order_neurons(read_counts(activations, layers, neurons))
+    by_hotness = order_neurons(read_counts(activations, layers, neurons))
+    if _name_order(model, activations) == "hotness":
+        return by_hotness
+    bands = count_bands(model)
+    return np.stack([group_experts(order, model.shape.ffn, bands) for order in by_hotness])
+
+
+def _name_order(model: Model, activations: Path | None) -> Order:
+    """Order of the store.  The checkpoint's is expert by expert; without predictors experts are
+    read as a whole, and stay so."""
+    if activations is None:
+        return "index"
+    is_routed = model.moe is not None and model.predictor is None
+    return "expert" if is_routed else "hotness"
 
 
 def _describe_job(

@@ -3,9 +3,10 @@ what weighs hot and cold neurons, and the staging buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from pi2.arrays import U8
+from pi2.arrays import I32, U8
 from pi2.diagnostics import UserError
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import PAGE, Budget
@@ -13,6 +14,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.context import describe_context
 from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
+from pi2.memory.granules import choose_granule
 from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
@@ -24,21 +26,27 @@ BANDS = 64
 
 
 def allocate_cache(
-    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False, alone: bool = False
+    resolved: ResolvedPlan,
+    budget: Budget,
+    *,
+    by_hotness: bool = False,
+    alone: bool = False,
+    granule: int = 1,
 ) -> NeuronCache:
     """Make one arena for hot and cold neurons; the cold cache takes all of its segment.
 
     ``alone``: the sparse unit computes what dense units own, too, which lies here then instead of
     there, if they use main memory.  UserError P610 where there is no room for it.
+    ``granule``: neurons that share a slot (`find_granule`).
 
     Where hot regions may grow, the arena has room for all neurons of every layer, and memory for as
     many as before: addresses cost nothing.
     """
-    stride = resolved.bundle.stride
+    stride = resolved.bundle.stride * granule
     ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
-    hot, first = [len(own) for own in ranges], [own.start for own in ranges]
+    hot, first = [len(own) // granule for own in ranges], [own.start for own in ranges]
     neurons = resolved.model.layer_neurons
-    cold_slots, most_slots = count_cold_slots(resolved)
+    cold_slots, most_slots = count_cold_slots(resolved, granule)
     if not cold_slots and any(first) and alone and resolved.plan.decode.predictor != "none":
         raise UserError.of(
             "P610",
@@ -51,9 +59,11 @@ def allocate_cache(
     reserved, spare = most_slots - cold_slots, count_spare_slots(resolved)
     if spare:
         reserved += len(hot) * neurons - sum(first)
-    arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(-1, stride)
+    arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(
+        -1, resolved.bundle.stride
+    )
     # Only an order by hotness tells beforehand which neurons will be used often.
-    expected = expect_uses(len(hot), neurons) if by_hotness else None
+    expected = expect_uses(len(hot), neurons // granule) if by_hotness else None
     policy = resolved.plan.cache.policy
     return NeuronCache(
         arena,
@@ -65,7 +75,24 @@ def allocate_cache(
         most_hot=[neurons - start for start in first] if spare else None,
         cold=most_slots - spare if spare else None,
         give_back=partial(budget.give_back, small_pages=spare > 0),
+        granule=granule,
     )
+
+
+def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
+    """Neurons that share a slot of the cache: neighbours of one expert, where a router names
+    experts; ``grouped`` has every layer's stored indices, expert by expert.
+
+    One by one, they go between hot and cold, and to and from units.
+    """
+    plan = resolved.plan
+    if plan.decode.predictor != "router" or plan.cache.rebalance is not None or grouped is None:
+        return 1
+    granule = choose_granule(grouped, resolved.model.expert_count, resolved.bundle.stride)
+    in_whole = all(
+        layer.dense is None and layer.hot_neurons % granule == 0 for layer in resolved.layers
+    )
+    return granule if in_whole else 1
 
 
 def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
@@ -113,12 +140,13 @@ def count_neurons_at_risk(resolved: ResolvedPlan) -> int:
     )
 
 
-def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
-    """Cold slots of the segment, and with what the context lends while it is empty."""
+def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int]:
+    """Cold slots of the segment, each for ``granule`` neurons, and with what the context lends
+    while it is empty."""
     neurons = resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
-    absent += count_neurons_at_risk(resolved)
-    stride = resolved.bundle.stride
+    absent = (absent + count_neurons_at_risk(resolved)) // granule
+    stride = resolved.bundle.stride * granule
     cold = min(resolved.plan.memory.segments.cold // stride, absent)
     if not resolved.plan.kv.lend:
         return cold, cold
@@ -129,7 +157,7 @@ def make_loan(
     resolved: ResolvedPlan, cache: NeuronCache, budget: Budget, balance: HotBalance | None = None
 ) -> ContextLoan | None:
     """What the context lends, where the plan says so and there are neurons to lie in it."""
-    cold_slots, most_slots = count_cold_slots(resolved)
+    cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
     if most_slots == cold_slots:
         return None
     budget.use_small_pages("kv")

@@ -5,6 +5,10 @@ layer's contiguous and in stored order, so that dense kernels can run over them;
 when the hot region is made smaller.  Where a dense unit owns a layer's first neurons, the hot ones
 here are those that follow, and what it owns is asked for only when the unit is lost.  The slots
 behind them are the cold cache, shared by all layers, one neuron a slot.
+
+Where neurons are always needed together, as those of an expert are, a *granule* of neighbours in
+stored order takes a slot instead of one neuron.  Then indices, slots and counts here are of
+granules, and `pi2.memory.granules` tells those who ask for single neurons.
 """
 
 from __future__ import annotations
@@ -74,8 +78,12 @@ class NeuronCache:
         most_hot: Sequence[int] | None = None,
         cold: int | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
+        granule: int = 1,
     ) -> None:
-        """``hot``: number of hot neurons of each layer, and ``first_hot`` the stored index of the
+        """``granule``: neurons that share a slot.  ``arena`` and ``neurons`` are of single neurons,
+        all other numbers of granules.
+
+        ``hot``: number of hot neurons of each layer, and ``first_hot`` the stored index of the
         first of them, 0 by default; ``neurons``: FFN neurons per layer; ``expected`` [layers,
         neurons]: how often a token uses each, where statistics tell.
 
@@ -84,8 +92,12 @@ class NeuronCache:
         shrink, which needs an arena with more slots than there is memory.  ``give_back`` is told
         of parts of the arena that are not in use any more.
         """
-        self.arena = arena
-        self.neurons = neurons
+        self.arena = arena.reshape(len(arena) // granule, arena.shape[1] * granule)
+        self.granule = granule
+        self.neurons = neurons // granule
+        """Granules of a layer."""
+        assert neurons % granule == 0, (neurons, granule)
+        arena, neurons = self.arena, self.neurons
         self.loops: HostLoops | None = None
         """What looks neurons up in compiled code, where a backend has it."""
         self._give_back = give_back

@@ -21,6 +21,7 @@ import numpy as np
 from pi2.arrays import I32, U8, U32, Bits
 from pi2.diagnostics import UserError
 from pi2.memory.checks import NeuronChecks
+from pi2.memory.granules import divide_slots, expand
 from pi2.memory.io_engine import (
     EngineName,
     IoEngine,
@@ -38,6 +39,7 @@ from pi2.memory.requests import (
     find_addresses,
     keep_gates,
     make_batch,
+    make_granule_batch,
     make_rest,
 )
 from pi2.memory.uring import RingUnavailable, UringEngine
@@ -77,6 +79,8 @@ class ReadSettings:
     """Most bundles between two wanted ones that are read with them."""
     cluster: int = 64
     """Neurons that are read together before they are computed, at least."""
+    request_bytes: int = 1 << 19
+    """About so many bytes are one request, where neurons are read in larger stretches."""
     verify: bool = False
     """Check every bundle when it is read for the first time."""
     gate_bytes: int = 0
@@ -112,9 +116,12 @@ class FlashReader:
         settings: ReadSettings,
         loops: HostLoops | None = None,
     ) -> None:
-        """``loops`` prepare and issue reads in compiled code; numpy and Python do without."""
+        """``arena`` has slots of one neuron, or of several that are read together.  ``loops``
+        prepare and issue reads in compiled code; numpy and Python do without."""
         self._files = files
         self._arena = arena
+        self._granule = arena.shape[1] // files[0].stride if files else 1
+        """Neurons of a slot: indices of what is read into slots count as many at once."""
         self._address: int = arena.ctypes.data
         self._loops = loops
         self._settings = settings
@@ -183,7 +190,8 @@ class FlashReader:
         """Try one read at the second bundle: only it shows whether the block size fits."""
         if len(self._arena) == 0 or file.count < 2:
             return True
-        return self._accepts(fd, self._arena[-1], file.bundles_offset + file.stride)
+        slot = self._arena[-1, : file.stride]
+        return self._accepts(fd, slot, file.bundles_offset + file.stride)
 
     def _accepts_gate(self, fd: int, file: BundleFile) -> bool:
         """Try to read the first bundle in two."""
@@ -227,6 +235,8 @@ class FlashReader:
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
         their gates; what has not been checked yet is read whole."""
+        if self._granule > 1:
+            return self._start_granules(layer, indices, slots)
         start_s = 0.0 if self._observer is None else time.perf_counter()
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
@@ -252,6 +262,25 @@ class FlashReader:
             clusters, batch.parts = divide_requests(clusters, batch.requests)
             self._submit(batch)
         pending = PendingRead(layer, indices, slots, clusters, batch, gates)
+        if self._observer is not None:
+            self._observer.note_start(pending, start_s)
+        return pending
+
+    def _start_granules(self, layer: int, indices: I32, slots: I32) -> PendingRead:
+        """Begin to read granules, each of which is a cluster."""
+        start_s = 0.0 if self._observer is None else time.perf_counter()
+        batch = make_granule_batch(
+            layer,
+            indices,
+            slots,
+            address=self._address,
+            base=self._files[layer].bundles_offset,
+            size=self._arena.shape[1],
+            request_bytes=self._settings.request_bytes,
+        )
+        self._submit(batch)
+        clusters = tuple(slice(number, number + 1) for number in range(len(indices)))
+        pending = PendingRead(layer, indices, slots, clusters, batch)
         if self._observer is not None:
             self._observer.note_start(pending, start_s)
         return pending
@@ -317,11 +346,15 @@ class FlashReader:
         sizes = batch.sizes[part]
         failed = batch.results[part] != sizes
         if failed.any():
-            self._read_again(pending, cluster, failed[batch.requests[cluster] - part.start])
+            places = batch.requests[cluster] - part.start
+            self._read_again(pending, cluster, np.logical_or.reduceat(failed, places))
         # Bytes between neighbours were read too.
         self.read_bytes += int(sizes.sum())
         if self._checks is not None:
-            self._verify(self._checks, pending.layer, pending.indices[cluster], self._arena, slots)
+            arena = divide_slots(self._arena, self._granule)
+            indices = expand(pending.indices[cluster], self._granule)
+            own = expand(slots, self._granule)
+            self._verify(self._checks, pending.layer, indices, arena, own)
         if self._observer is not None:
             self._observer.note_wait(pending, number, start_s, time.perf_counter())
         return slots
@@ -338,8 +371,8 @@ class FlashReader:
             self._engine.abandon(pending.batch)
 
     def _read_bundle(self, layer: int, index: int, slot: int) -> None:
-        file = self._files[layer]
-        self._read_fully(layer, self._arena[slot], file.bundles_offset + index * file.stride)
+        target = self._arena[slot]
+        self._read_fully(layer, target, self._files[layer].bundles_offset + index * target.size)
 
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32

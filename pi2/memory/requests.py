@@ -20,6 +20,7 @@ Content = Literal["neurons", "gates", "rest"]
 
 PENDING = -(2**62)
 """Result of a read that is not over."""
+PAGE_BYTES = 4096
 MOST_BUNDLES = 16
 """In one read: more would keep a single queue of the drive busy while others are idle."""
 
@@ -45,7 +46,7 @@ class ReadBatch:
     sizes: I64
     """Bytes of each, [n]."""
     requests: I32
-    """Request that reads each bundle, [b]."""
+    """Request that reads each bundle, [b]; the first of several."""
     results: I64
     """Bytes read, below 0 after a failure, PENDING before the end, [n]."""
 
@@ -121,6 +122,41 @@ def make_batch(
         sizes=counts * stride,
         requests=np.arange(number, dtype=np.int32).repeat(counts),
         results=np.full(number, PENDING, np.int64),
+    )
+
+
+def make_granule_batch(
+    file: int,
+    indices: I32,
+    slots: I32,
+    *,
+    address: int,
+    base: int,
+    size: int,
+    request_bytes: int,
+) -> ReadBatch:
+    """Plan reads of the granules ``indices`` [b] of ``size`` bytes into ``slots`` [b]: each is
+    read in equal requests of about ``request_bytes``, the first ones first."""
+    each = max(1, round(size / request_bytes))
+    step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
+    starts = np.arange(0, size, step, dtype=np.int64)
+    each, number = len(starts), len(indices) * len(starts)
+    sizes = np.tile(np.minimum(step, size - starts), len(indices))
+    vectors = np.empty((number, 2), np.int64)
+    places = np.multiply(slots, size, dtype=np.int64) + address
+    vectors[:, 0] = (places[:, None] + starts).reshape(-1)
+    vectors[:, 1] = sizes
+    offsets = np.multiply(indices, size, dtype=np.int64) + base
+    return ReadBatch(
+        file=file,
+        vectors=vectors,
+        firsts=np.arange(number, dtype=np.int32),
+        counts=np.ones(number, np.int32),
+        offsets=(offsets[:, None] + starts).reshape(-1),
+        sizes=sizes,
+        requests=np.arange(0, number, each, dtype=np.int32),
+        results=np.full(number, PENDING, np.int64),
+        parts=tuple(slice(first, first + each) for first in range(0, number, each)),
     )
 
 

@@ -20,7 +20,13 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
-from pi2.importing.activations import check_experts, group_experts, order_neurons, read_counts
+from pi2.importing.activations import (
+    check_experts,
+    count_bands,
+    group_experts,
+    order_neurons,
+    read_counts,
+)
 from pi2.regular_file import check_regular
 from pi2.statistics.identity import check_identity
 from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
@@ -85,7 +91,8 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
             help="give the statistics of `pi2 activations PLAN --text FILE -o STATS` with "
             "--statistics STATS",
         )
-    return np.stack([group_experts(order, model.shape.ffn) for order in by_hotness])
+    bands = count_bands(model)
+    return np.stack([group_experts(order, model.shape.ffn, bands) for order in by_hotness])
 
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:

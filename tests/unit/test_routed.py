@@ -292,7 +292,7 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     device = check_file(find_document("host", "device", Path())).document
     assert isinstance(device, Device)
     text = draft_first_plan(model, device, 0, "./store")
-    assert tomllib.loads(text)["decode"] == {"predictor": "router"}
+    assert tomllib.loads(text)["decode"] == {"predictor": "router", "look_ahead": "layer"}
     # Nobody knows which experts will be used: what does not fit is left to the cache.
     wish = Wish(device="host", model="./m", store="./s", budget_bytes=512 << 20)
     large = model.model_copy(

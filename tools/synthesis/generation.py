@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.importing.activations import group_experts
+from pi2.importing.activations import count_bands, group_experts
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest
@@ -64,7 +64,8 @@ def write_synthetic_store(
                 bundles = _make_layer(blueprint, layer, writer, pool)
                 original = blueprint.draw_original(layer)
                 if order == "expert":
-                    grouped = group_experts(original, model.shape.ffn)
+                    bands = count_bands(model)
+                    grouped = group_experts(original, model.shape.ffn, bands)
                     bundles = _rearrange(bundles, original, grouped)
                     original = grouped
                 writer.write_layer(layer, original, bundles)

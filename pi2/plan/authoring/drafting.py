@@ -110,7 +110,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 1.0},
         "prefill": {"chunk": min(128, context)},
-        "decode": {"predictor": choose_predictor(model)},
+        "decode": choose_decoding(model),
         "kv": {"context": context},
     }
     used = _resolve(values, device, model).bundle.used_bytes
@@ -122,6 +122,13 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
 def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     plan = Plan.model_validate_json(json.dumps(values))
     return ResolvedPlan(plan=plan, device=device, model=model)
+
+
+def choose_decoding(model: Model) -> dict[str, Any]:
+    """Table ``decode`` of a plan for ``model``, where nobody has said more."""
+    predictor = choose_predictor(model)
+    # A router that looks ahead loses nothing, and stops where it does not pay.
+    return {"predictor": predictor} | ({"look_ahead": "layer"} if predictor == "router" else {})
 
 
 def choose_predictor(model: Model) -> str:

@@ -176,6 +176,10 @@ class Io(Table):
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Number of unneeded neurons that may be read and discarded between two needed ones, so that
     both are one request. Adjacent neurons are always one request."""
+    request: Annotated[Bytes, Field(ge=4096, le=64 << 20, examples=["512 KiB"])] | None = None
+    """Bytes of one request where a mixture's experts are read in whole stretches; at most 8 MiB
+    are in flight then, so that the first expert arrives soon. Absent means the smallest size
+    from 128 KiB to 1 MiB at which the device's storage is nearly at its fastest, or 512 KiB."""
     verify: Literal["never", "first-read"] = "first-read"
     """``first-read`` verifies each neuron's checksum when it is first read, and the hashes of
     the other files at loading. ``never`` computes with whatever the files contain: a damaged byte

@@ -1,0 +1,86 @@
+"""Neurons that are cached and read together, and what single neurons are to those who ask.
+
+A router names experts, never single neurons.  So the neighbours in stored order that one expert
+has take one slot of the cache, as far as they are not so many that a slot would be unwieldy: a
+lookup is of a few entries, a read fills one stretch of memory, and nothing is divided that is
+always used as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pi2.arrays import I32, U8
+from pi2.memory.cache import NeuronCache
+from pi2.memory.policy import ABSENT
+
+MOST_GRANULE_BYTES = 4 << 20
+"""Larger ones would leave more of the cache's end unused, and be computed later."""
+
+
+def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
+    """Neurons that should be cached together: the most, up to `MOST_GRANULE_BYTES`, into which
+    the stretches that each expert has in every layer can be divided; 1 where experts do not lie
+    in one stretch.
+
+    ``layers``: stored indices [neurons] of each, expert by expert, ascending within each.
+    """
+    for layer in layers:
+        groups = layer.reshape(experts, -1)
+        size = groups.shape[1]
+        starts = groups[:, 0]
+        if (groups[:, -1] - starts != size - 1).any() or (starts % size).any():
+            return 1
+    size = len(layers[0]) // experts
+    most = max(1, MOST_GRANULE_BYTES // stride)
+    return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
+
+
+def expand(entries: I32, granule: int) -> I32:
+    """Numbers of the neurons [n granule] of ``entries`` [n], each entry's in order."""
+    if granule == 1:
+        return entries
+    first: I32 = np.multiply(entries, granule, dtype=np.int32)[:, None]
+    return np.add(first, np.arange(granule, dtype=np.int32)).reshape(-1)
+
+
+def divide_slots(arena: U8, granule: int) -> U8:
+    """``arena`` [slots, bytes] by single neurons, [slots granule, bytes / granule]."""
+    slots, size = arena.shape
+    return arena.reshape(slots * granule, size // granule)
+
+
+class SingleNeurons:
+    """A cache's content by single neurons, for reading only."""
+
+    def __init__(self, cache: NeuronCache) -> None:
+        self._cache = cache
+        self._granule = cache.granule
+        self.neurons = cache.neurons * cache.granule
+        self.arena: U8 = divide_slots(cache.arena, cache.granule)
+        """The neurons [slots, stride]."""
+
+    @property
+    def hot_slots(self) -> list[range]:
+        """Slots of the hot neurons of every layer."""
+        size = self._granule
+        return [range(slots.start * size, slots.stop * size) for slots in self._cache.hot_slots]
+
+    def hot_range(self, layer: int) -> slice:
+        """Stored indices of the layer's hot neurons."""
+        hot = self._cache.hot_range(layer)
+        return slice(hot.start * self._granule, hot.stop * self._granule)
+
+    def find_slots(self, layer: int, first: int, count: int) -> I32:
+        """Return where the neurons ``first``, ``first + 1``, ... of ``layer`` are, [count]; ABSENT
+        for those on flash only."""
+        size = self._granule
+        if size == 1:
+            return self._cache.find_slots(layer, first, count)
+        start = first // size
+        entries = self._cache.find_slots(layer, start, -(-(first + count) // size) - start)
+        slots = expand(entries, size)
+        slots[np.repeat(entries == ABSENT, size)] = ABSENT
+        return slots[first - start * size :][:count]
