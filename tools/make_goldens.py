@@ -54,6 +54,18 @@ UNKNOWN = {
 """Common options that a family has under other names or not at all."""
 ROPE: Options = {"rope_theta": 10000.0}
 
+HYBRID: Options = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Qwen's layers with a state."""
+
 MODELS: dict[str, tuple[str, Options]] = {
     "llama": ("Llama", {"rope_parameters": ROPE | {"rope_type": "default"}}),
     "llama-relu-odd-heads": (
@@ -299,6 +311,108 @@ MODELS: dict[str, tuple[str, Options]] = {
             "sliding_window_layout": [0, 1, 1],
             "sliding_window_size": 6,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        HYBRID
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen3-5": (
+        "Qwen3_5Text",
+        HYBRID
+        | {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-5-moe": (
+        "Qwen3_5MoeText",
+        HYBRID
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "intermediate_size": 20,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_d_state": 10,
+            "mamba_n_groups": 2,
+            "mamba_expand": 2,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.5, 1.5],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 72,
+            "num_local_experts": 0,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_expand": 1,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 2,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_expand": 2,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 20,
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "conv_bias": True,
         },
     ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),

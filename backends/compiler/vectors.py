@@ -205,3 +205,34 @@ def take_cap(value: Expr, limit: float, lanes: int) -> Expr:
     """Return limit * tanh(value / limit)."""
     inner = take_tanh(value * constant(1.0 / limit, "float32", lanes), lanes)
     return inner * constant(limit, "float32", lanes)
+
+
+def take_sigmoid(value: Expr, lanes: int) -> Expr:
+    """Return 1 / (1 + exp(-value))."""
+    one = constant(1.0, "float32", lanes)
+    return one / (one + take_exponential(constant(0.0, "float32", lanes) - value, lanes))
+
+
+def take_silu(value: Expr, lanes: int) -> Expr:
+    """Return value / (1 + exp(-value))."""
+    one = constant(1.0, "float32", lanes)
+    return value / (one + take_exponential(constant(0.0, "float32", lanes) - value, lanes))
+
+
+def take_softplus(value: Expr, lanes: int) -> Expr:
+    """Return ln(1 + exp(value)), relative error below 1e-6.
+
+    The larger of value and 0, and ln(1 + y) for y = exp(-|value|) as 2 artanh(y / (2 + y)).
+    """
+
+    def number(literal: float) -> Expr:
+        return constant(literal, "float32", lanes)
+
+    value = let(value)
+    small = let(take_exponential(number(0.0) - T.abs(value), lanes))
+    ratio = let(small / (number(2.0) + small))
+    square = let(ratio * ratio)
+    series = number(1.0 / 15)
+    for odd in (13, 11, 9, 7, 5, 3, 1):
+        series = let(T.fma(series, square, number(1.0 / odd)))
+    return T.max(value, number(0.0)) + number(2.0) * ratio * series

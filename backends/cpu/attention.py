@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pi2.arrays import F32
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
+from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import BuildRequest
@@ -60,16 +61,21 @@ class Attention:
         self._weights: list[Views] = []
         self._sees_all: list[bool] = []
         """Whether each layer sees all tokens although others have a window."""
+        self._kinds = [model.find_kind(layer) for layer in self._layers]
         for layer in self._layers:
+            self._sees_all.append(spec.some_full and model.find_window(layer) is None)
+            if self._kinds[layer] != "attention":
+                self._weights.append({})
+                continue
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
             turned = tables[model.find_rope(layer) is model.other_rope]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
             self._weights.append(space.wrap_tensors(**names) | own | turned)
-            self._sees_all.append(spec.some_full and model.find_window(layer) is None)
+        self._states = None if spec.state is None else States(request, space, spec)
         self._caches = [
-            [_make_cache(space, spec, self.context) for _ in self._layers]
-            for _ in range(request.sequences)
+            [self._make_cache(space, layer, sequence) for layer in self._layers]
+            for sequence in range(request.sequences)
         ]
         self.mixed: F32 = space.make("float32", tokens, spec.width)
         """What the queries have mixed [tokens, width]."""
@@ -84,6 +90,13 @@ class Attention:
         for name, *size in (("sums", spec.head_dim), ("tops",), ("totals",)):
             array = space.make("float32", spec.heads, SPANS, *size)
             self._room[f"span_{name}"] = space.wrap(array)
+
+    def _make_cache(self, space: Workspace, layer: int, sequence: int) -> Views:
+        """Return views of what a layer keeps of a sequence: keys and values, or a state."""
+        if self._kinds[layer] == "attention":
+            return _make_cache(space, self._spec, self.context)
+        assert self._states is not None
+        return self._states.kept[sequence][layer]
 
     def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
         """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
@@ -132,6 +145,10 @@ class Attention:
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._room, views)
         name = function.removesuffix("_all")
+        if self._kinds[layer] != "attention":
+            assert self._states is not None
+            function = f"state_{name}"
+            arrays = (self._states.weights[layer], cache, self._states.room, views)
         given = f"{which} position context"
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
 

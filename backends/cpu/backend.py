@@ -45,6 +45,8 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
+    if facts.resolved.divided_rows is not None and facts.resolved.model.state_layers:
+        return ["cannot divide projections and the head of a model whose layers keep a state"]
     rows, norm = facts.resolved.divided_rows, facts.resolved.model.norm
     if rows is not None and rows.output and norm.outputs:
         return ["cannot divide projections whose results are normalised (norm.outputs)"]

@@ -22,6 +22,7 @@ from pi2.plan.arithmetic.sizes import (
 )
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.plan.weights.states import describe_state
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -45,12 +46,16 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
+    qkv = model.qkv_rows
 
     inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
     inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
     activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
+    state = describe_state(model)
+    if state is not None:
+        each = state.stored_width
+        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     ropes = 1 if model.other_rope is None else 2
     # Rows of scales of gathered neurons.
@@ -70,7 +75,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
-        tables += threads * UNPACKED_ROWS_BYTES * (shape.stored_hidden + shape.stored_query)
+        length = shape.stored_hidden + shape.stored_query
+        length += 0 if state is None else state.stored_width
+        tables += threads * UNPACKED_ROWS_BYTES * length
     return Need(
         activations + logits + tables,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "

@@ -8,6 +8,7 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
+from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
@@ -75,6 +76,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         logit_cap=model.logit_softcap,
         head_bias=model.head_bias,
         scales=request.bundle.scales,
+        output_gate=model.attention.output_gate,
+        state=describe_state(model),
     )
 
 

@@ -21,7 +21,7 @@ from pi2.backends.kernels.attention import (
     emit_merge,
     emit_span_attention,
 )
-from pi2.backends.kernels.kv import Cache, emit_append, emit_rope, make_cache
+from pi2.backends.kernels.kv import Cache, count_lanes, emit_append, emit_rope, make_cache
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.norms import (
     NormWeights,
@@ -147,6 +147,8 @@ class _Block:
             attend_span,
         )
         emit_merge(spec, spans, cache, self.mixed.values, token)
+        if spec.output_gate:
+            self.emit_gates(token)
 
     def emit_mix_chunk(self) -> None:
         """Attention of several tokens of a sequence."""
@@ -161,32 +163,69 @@ class _Block:
             emit_chunk_attention(
                 spec, self.qkv, self.cache, values, tokens, self.position, tile, head
             )
+        if spec.output_gate:
+            emit_each_token(tokens, self.emit_gates)
+
+    def emit_gates(self, token: v.Expr) -> None:
+        """Multiply what ``token`` has mixed by the sigmoids of its gates."""
+        spec, values = self.schedule.spec, self.mixed.values
+        size = spec.heads * spec.head_dim
+        lanes = count_lanes(size)
+        gates = v.let(token * spec.qkv_rows + (spec.qkv_rows - size))
+        with T.serial(size // lanes * self.hidden.once) as step:
+            place = v.let(token * spec.width + step * lanes)
+            gate = v.let(v.load(self.qkv, gates + step * lanes, lanes))
+            part = v.load(values, place, lanes) * v.take_sigmoid(gate, lanes)
+            v.store(values, place, part, lanes)
 
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
-        spec, isa = self.schedule.spec, self.schedule.isa
-        x, hidden, mixed, tokens = self.x, self.hidden, self.mixed, self.tokens
-        bias, norm = self.output_bias, self.output_norm
+        emit_add_output(
+            self.schedule,
+            self.output,
+            self.output_bias,
+            self.output_norm,
+            self.x,
+            self.hidden,
+            self.mixed,
+            self.tokens,
+            self.schedule.spec.other_output,
+        )
 
-        def add_residual(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
-            row = v.let(own + spec.other_output) if spec.other_output else own
-            place = v.let(token * spec.hidden + row)
-            total = value if bias is None else value + bias[row]
-            if norm is not None:
-                # What attention has read is not needed any more.
-                v.store(hidden.values, place, total, 1)
-                return
-            if spec.residual_factor != 1.0:
-                total = total * v.constant(spec.residual_factor, "float32")
-            v.store(x, place, x[place] + total, 1)
 
-        emit_each_token(tokens, lambda token: emit_quantize(mixed, token))
-        emit_multiply(isa, spec.threads, self.output, mixed, tokens, add_residual)
+def emit_add_output(
+    schedule: Schedule,
+    output: Matrix,
+    bias: v.Buffer | None,
+    norm: v.Buffer | None,
+    x: v.Buffer,
+    hidden: Activations,
+    mixed: Activations,
+    tokens: v.Expr,
+    other_rows: int = 0,
+) -> None:
+    """Project what was ``mixed`` and add it to x; the first ``other_rows`` are another unit's."""
+    spec, isa = schedule.spec, schedule.isa
+
+    def add_residual(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
+        row = v.let(own + other_rows) if other_rows else own
+        place = v.let(token * spec.hidden + row)
+        total = value if bias is None else value + bias[row]
         if norm is not None:
-            norms = (norm, hidden.once)
-            emit_each_token(
-                tokens, lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token)
-            )
+            # What attention has read is not needed any more.
+            v.store(hidden.values, place, total, 1)
+            return
+        if spec.residual_factor != 1.0:
+            total = total * v.constant(spec.residual_factor, "float32")
+        v.store(x, place, x[place] + total, 1)
+
+    emit_each_token(tokens, lambda token: emit_quantize(mixed, token))
+    emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
+    if norm is not None:
+        norms = (norm, hidden.once)
+        emit_each_token(
+            tokens, lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token)
+        )
 
 
 def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:

@@ -16,6 +16,9 @@ whose they are, predictions the ``first`` token and how many there are; ``attend
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
 ``begin_ffn`` and ``add_dense`` but for that.
+
+Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
+``state_attend_mix`` and ``state_attend_output``, which are given the same.
 """
 
 from __future__ import annotations
@@ -48,6 +51,12 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.state_block import (
+    emit_state_attend,
+    emit_state_output,
+    emit_state_project,
+    emit_state_token,
+)
 from pi2.backends.kernels.vocabulary import emit_add_positions, emit_embed, emit_logits
 
 
@@ -110,8 +119,14 @@ class Program:
             bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
         if spec.gate_rows is not None:
             bound["predict_gate"] = partial(emit_predict_gate, named)
+        if spec.state is not None:
+            bound["state_attend"] = partial(emit_state_attend, schedule)
         if not spec.sequences:
             return bound
+        if spec.state is not None:
+            bound["state_attend_project"] = partial(emit_state_project, step)
+            bound["state_attend_mix"] = partial(emit_state_token, step)
+            bound["state_attend_output"] = partial(emit_state_output, step)
         bound["attend_project"] = partial(emit_attend_project, step)
         bound["attend_mix"] = partial(emit_attend_mix, step)
         bound["attend_output"] = partial(emit_attend_output, step)

@@ -22,6 +22,7 @@ from pi2.plan.weights.layout import (
     fill_groups,
     lay_out_bundle,
 )
+from pi2.plan.weights.states import StateShape
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""
@@ -124,6 +125,10 @@ class KernelSpec:
     head_bias: bool = False
     scales: ScalesPlace = "inline"
     """Where the scales of neurons lie."""
+    output_gate: bool = False
+    """Whether gates of what attention mixes come with queries, keys and values."""
+    state: StateShape | None = None
+    """Sizes of layers with a state, if there are some."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.norm_width <= self.hidden, self
@@ -149,7 +154,8 @@ class KernelSpec:
     @property
     def qkv_rows(self) -> int:
         """Rows of the fused query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        gates = self.heads if self.output_gate else 0
+        return (self.heads + 2 * self.kv_heads + gates) * self.head_dim
 
     @property
     def bundle(self) -> BundleLayout:
@@ -210,4 +216,6 @@ class KernelSpec:
         values = json.loads(text)
         values["ranks"] = tuple(values["ranks"])
         values["features"] = tuple(values["features"])
+        if values["state"] is not None:
+            values["state"] = StateShape(**values["state"])
         return cls(**values)

@@ -9,7 +9,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.kv_cache import KvCache
-from pi2.backends.reference.operators import cap, normalize, rotate
+from pi2.backends.reference.operators import cap, normalize, rotate, take_sigmoid
 from pi2.backends.rope import RopeTables
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
@@ -48,7 +48,8 @@ class Attention:
         count = len(qkv)
         end = position + count
         kv_width = shape.kv_heads * shape.head_dim
-        query, key, value = np.split(qkv, [shape.query, shape.query + kv_width], axis=-1)
+        keys_end, values_end = shape.query + kv_width, shape.query + 2 * kv_width
+        query, key, value, gates = np.split(qkv, [shape.query, keys_end, values_end], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
         key = key.reshape(count, shape.kv_heads, shape.head_dim)
         if attention.head_norm:
@@ -80,4 +81,7 @@ class Attention:
             weights /= weights.sum(axis=-1, keepdims=True)
             mixed[:, head] = weights @ values[:, kv_head]
         padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
-        return np.concatenate([mixed.reshape(count, -1), padding], axis=1)
+        flat = mixed.reshape(count, -1)
+        if attention.output_gate:
+            flat = flat * take_sigmoid(gates)
+        return np.concatenate([flat, padding], axis=1)

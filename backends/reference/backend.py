@@ -44,7 +44,9 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return nothing: it computes every model that the plan language can state."""
+    """Return what it cannot compute of a plan."""
+    if facts.resolved.divided_rows is not None and facts.resolved.model.state_layers:
+        return ["cannot divide projections and the head of a model whose layers keep a state"]
     return []
 
 

@@ -13,9 +13,11 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.attention import Attention
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize
+from pi2.backends.reference.states import States
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
+from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -34,6 +36,8 @@ class ReferenceExecutor(ObservableExecutor):
         self._model = request.model
         shape = self._model.shape
         self._attention = Attention(request)
+        state = describe_state(self._model)
+        self._states = None if state is None else States(request, state)
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
         self._u = self._x
@@ -43,6 +47,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
         """Sequences and positions of a step; None in a chunk."""
         self._divided = request.rows or DividedRows(unit="")
+        self._gates = self._x
         self._read = self._qkv = self._mixed = self._output = self._products = self._x
         self._others: dict[int, tuple[F32, ...]] = {}
         """What belongs to other chunks."""
@@ -137,11 +142,24 @@ class ReferenceExecutor(ObservableExecutor):
 
     def project(self, layer: int) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
+        if self._model.find_kind(layer) != "attention":
+            self._project_state(layer)
+            return
         first = self._divided.qkv
         weights = self._layer(layer, "qkv")
         products = np.zeros((len(self._read), len(weights)), np.float32)
         products[:, first:] = self._read @ weights[first:].T
         self._qkv = products + self._bias(layer, "qkv_bias", self._model.attention.qkv_bias)
+
+    def _project_state(self, layer: int) -> None:
+        """Multiply with the projections into a layer with a state."""
+        state = describe_state(self._model)
+        assert state is not None
+        self._qkv = self._read @ self._layer(layer, "state_in").T
+        self._qkv = self._qkv + self._bias(layer, "state_in_bias", state.projection_bias)
+        self._gates = np.zeros((len(self._read), 0), np.float32)
+        if state.gates:
+            self._gates = self._read @ self._layer(layer, "state_gates").T
 
     def put_projected(self, layer: int, values: F32) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
@@ -150,17 +168,31 @@ class ReferenceExecutor(ObservableExecutor):
     def mix(self, layer: int, position: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
         parts = self._list_parts(position)
-        mixed = [self._attention.mix(layer, self._qkv[tokens], *place) for tokens, *place in parts]
+        if self._model.find_kind(layer) != "attention":
+            assert self._states is not None
+            mixed = [
+                self._states.mix(layer, self._qkv[tokens], self._gates[tokens], *place)
+                for tokens, *place in parts
+            ]
+        else:
+            mixed = [
+                self._attention.mix(layer, self._qkv[tokens], *place) for tokens, *place in parts
+            ]
         self._mixed = np.concatenate(mixed)
         return self._mixed
 
     def project_output(self, layer: int) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
-        first = self._divided.output
-        weights = self._layer(layer, "output")
+        state = describe_state(self._model)
+        if state is not None and self._model.find_kind(layer) != "attention":
+            first, prefix, bias = 0, "state_", state.projection_bias
+        else:
+            first, prefix = self._divided.output, ""
+            bias = self._model.attention.output_bias
+        weights = self._layer(layer, f"{prefix}output")
         output = np.zeros((len(self._mixed), len(weights)), np.float32)
         output[:, first:] = self._mixed @ weights[first:].T
-        output = output + self._bias(layer, "output_bias", self._model.attention.output_bias)
+        output = output + self._bias(layer, f"{prefix}output_bias", bias)
         self._output = output
         if first == 0:
             self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))

@@ -30,7 +30,9 @@ class KvCache:
     def __init__(self, request: BuildRequest) -> None:
         shape = request.model.shape
         self._int8 = request.kv_type == "int8"
-        vectors = (request.sequences, 2, shape.layers, request.context, shape.kv_heads)
+        kept = request.model.attention_layers
+        self._places = {layer: place for place, layer in enumerate(kept)}
+        vectors = (request.sequences, 2, len(kept), request.context, shape.kv_heads)
         count, size = int(np.prod(vectors)), shape.head_dim
         raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
         self._elements: Raw
@@ -44,7 +46,7 @@ class KvCache:
 
     def keep(self, sequence: int, kind: int, layer: int, position: int, x: F32) -> None:
         """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
-        place = (sequence, kind, layer, slice(position, position + len(x)))
+        place = (sequence, kind, self._places[layer], slice(position, position + len(x)))
         if self._int8:
             self._elements[place], self._scales[place] = quantize_kv(x)
         else:
@@ -52,7 +54,8 @@ class KvCache:
 
     def read(self, sequence: int, kind: int, layer: int, end: int) -> F32:
         """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
-        found = self._elements[sequence, kind, layer, :end].astype(np.float32)
+        place = (sequence, kind, self._places[layer], slice(end))
+        found = self._elements[place].astype(np.float32)
         if self._int8:
-            found *= self._scales[sequence, kind, layer, :end, :, None].astype(np.float32)
+            found *= self._scales[place][..., None].astype(np.float32)
         return found

@@ -62,3 +62,18 @@ def rotate(x: F32, cosines: F32, sines: F32) -> F32:
     first, second = x[..., :half], x[..., half:]
     cos, sin = cosines[:, None, :], sines[:, None, :]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def take_sigmoid(x: F32) -> F32:
+    """1 / (1 + exp(-x)), also where the exponential would overflow."""
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)), np.float32)
+
+
+def take_silu(x: F32) -> F32:
+    """x sigmoid(x)."""
+    return np.asarray(x * take_sigmoid(x), np.float32)
+
+
+def take_softplus(x: F32) -> F32:
+    """ln(1 + exp(x)), also where the exponential would overflow."""
+    return np.asarray(np.logaddexp(np.float32(0), x), np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ MLC_CONFIG = "mlc-chat-config.json"
 SENTENCE_PIECE = "tokenizer.model"
 """The SentencePiece library's file."""
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MOST_EXPERTS = 4096
+"""Most experts of a layer."""
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
 
@@ -149,7 +151,7 @@ def open_folder(folder: Path) -> Checkpoint:
         folder=folder,
         config=config,
         config_file=folder / "config.json",
-        tensors=tensors,
+        tensors=divide_stacks(tensors),
         files=tuple(files),
     )
 
@@ -165,10 +167,34 @@ _WRAPPED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",
-    }
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
 }
 """Families of models of text and pictures, and what their configurations leave out of the text's
 because it is the family's default."""
+
+
+def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors with matrices of experts that lie one after the other in one tensor as tensors of
+    their own: ``NAME.0``, ``NAME.1`` and so on."""
+    divided: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        is_stack = type(tensor) is SourceTensor and len(tensor.shape) == 3
+        is_stack = is_stack and tensor.shape[1] > 1 and tensor.shape[2] > 1
+        if not is_stack or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
+            divided[name] = tensor
+            continue
+        size_bytes = tensor.size_bytes // tensor.shape[0]
+        for number in range(tensor.shape[0]):
+            divided[f"{name}.{number}"] = replace(
+                tensor,
+                name=f"{name}.{number}",
+                shape=tensor.shape[1:],
+                offset=tensor.offset + number * size_bytes,
+                size_bytes=size_bytes,
+            )
+    return divided
 
 
 def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.small_files import keep_old_notes, read_extra_files
+from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize
@@ -164,7 +165,11 @@ class _Conversion:
         layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
         if kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
+        if kind.startswith("state_"):
+            return self._quantize_state(tensor, layer, kind, pool)
         keys = FUSED.get(kind, (kind,))
+        if kind in FUSED and self._model.attention.output_gate:
+            keys = (*keys, kind.replace("qkv", "query_gate"))
         sources = [self._find(key, layer) for key in keys]
         return self._quantize_rows(tensor, sources, pool)
 
@@ -266,6 +271,19 @@ class _Conversion:
         if missing > 0 and tensor.precision != "fp32":
             # What is added to the residual stream is as long as its vectors are.
             yield quantize(np.zeros((missing, tensor.length), np.float32), tensor.precision)
+
+    def _quantize_state(
+        self, tensor: DenseTensor, layer: int, kind: str, pool: ThreadPoolExecutor
+    ) -> TensorPieces:
+        """A tensor of a layer with a state."""
+        tensors = self._source.tensors
+        if tensor.precision != "fp32":
+            sources = find_state_rows(tensors, self._model, kind, layer)
+            yield from self._quantize_rows(tensor, sources, pool)
+            return
+        values, source = read_state_vector(tensors, self._model, kind, layer)
+        self._quantize(values, "fp32", source)  # says what is wrong
+        yield pad_columns(values, tensor.length), None
 
     def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
         """Rows of the predictors of a layer, or of one expert after the other."""

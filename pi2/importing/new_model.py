@@ -20,7 +20,7 @@ from pi2.importing.requirements import check_checkpoint, raise_findings
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_tensors import Tensors
+from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
@@ -137,9 +137,9 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     patterns: dict[str, str] = {
         key: field.default
         for key, field in names.model_fields.items()
-        if isinstance(field.default, str) and key not in ("fused_order", "head")
+        if isinstance(field.default, str) and key not in (*TENSOR_OPTIONS, "head")
     }
-    stated = {key: value for key, value in tables["tensors"].items() if key != "fused_order"}
+    stated = {key: value for key, value in tables["tensors"].items() if key not in TENSOR_OPTIONS}
     patterns |= stated
     embedding = patterns["embedding"]
     if embedding in checkpoint.tensors:

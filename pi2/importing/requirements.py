@@ -10,6 +10,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.state_rows import list_state_shapes
 from pi2.plan.documents.model import Model
 
 _COUNTED = 1000
@@ -34,12 +35,16 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
     yield _require(model, "embedding", (model.shape.vocab, hidden))
     if model.positions is not None:
         yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
-    layered = [*_list_attention(model).items(), *_list_ffn(model).items()]
+    mixers = {"attention": _list_attention(model)}
+    if model.state_kind is not None:
+        norms_before = {key: mixers["attention"][key] for key in _list_norms(model)}
+        mixers[model.state_kind] = norms_before | list_state_shapes(model)
+    ffn = _list_ffn(model)
     experts = 1 if model.moe is None else model.moe.experts
     for layer in range(model.shape.layers):
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
-        for key, size in layered:
+        for key, size in [*mixers[model.find_kind(layer)].items(), *ffn.items()]:
             for expert in range(experts):
                 need = _require(model, key, size, layer, expert)
                 if need.name not in asked:
@@ -60,6 +65,11 @@ def _require(
     return Requirement(key=key, name=name, shape=shape)
 
 
+def _list_norms(model: Model) -> list[str]:
+    """Keys of the norm before attention, or what stands in its place."""
+    return ["attention_norm"] + ["attention_norm_bias"] * model.norm.bias
+
+
 def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's attention by key of ``model.tensors``."""
     shape, attention = model.shape, model.attention
@@ -73,11 +83,13 @@ def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
     if fused:
         needs["fused_qkv"] = (queries + 2 * keys, hidden)
     else:
-        needs |= {"query": (queries, hidden), "key": (keys, hidden), "value": (keys, hidden)}
+        gated = queries * (1 + attention.output_gate)
+        needs |= {"query": (gated, hidden), "key": (keys, hidden), "value": (keys, hidden)}
     if attention.qkv_bias and fused_bias:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
-        needs |= {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
+        gated = queries * (1 + attention.output_gate)
+        needs |= {"query_bias": (gated,), "key_bias": (keys,), "value_bias": (keys,)}
     if attention.head_norm:
         needs |= {"query_norm": (shape.head_dim,), "key_norm": (shape.head_dim,)}
     needs["output"] = (hidden, queries)
@@ -95,7 +107,9 @@ def _list_ffn(model: Model) -> dict[str, tuple[int, ...]]:
     if model.moe is not None:
         needs["router"] = (model.moe.experts, hidden)
         shared = model.moe.shared_experts * ffn
-        if shared:
+        if shared and model.ffn.gated and model.tensors.fused_shared is not None:
+            needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}
+        elif shared:
             needs |= {"shared_up": (shared, hidden), "shared_down": (hidden, shared)}
             needs |= {"shared_gate": (shared, hidden)} if model.ffn.gated else {}
         if model.moe.shared_gate:
@@ -183,9 +197,12 @@ def describe_shape_problem(
 
 
 def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
-    """Key of the configuration that states the neurons of an FFN."""
-    own = "moe_intermediate_size"
-    return own if model.moe is not None and own in checkpoint.config else "intermediate_size"
+    """Key of the configuration that states the neurons of an FFN; none where it takes a formula."""
+    config = checkpoint.config
+    if "block_auto_adjust_ff_dim" in config:
+        return ""
+    own = "moe_intermediate_size" if model.moe is not None else "shared_intermediate_size"
+    return own if own in config else "intermediate_size"
 
 
 def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:

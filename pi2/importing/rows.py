@@ -70,6 +70,10 @@ def name_source(model: Model, key: str) -> tuple[str, str]:
         fused = "fused_qkv_bias" if rest else "fused_qkv"
         if getattr(names, fused) is not None:
             return fused, getattr(names, fused)
+    if part == "query" and rest in ("gate", "gate_bias"):
+        # Every query head is followed by its gates.
+        own = "query" if rest == "gate" else "query_bias"
+        return own, getattr(names, own)
     if key in ("gate", "up") and names.fused_gate_up is not None:
         return "fused_gate_up", names.fused_gate_up
     return key, getattr(names, key)
@@ -90,6 +94,9 @@ def find_rows(
     if shared is not None:
         assert model.moe is not None
         ffn, first = model.shape.ffn, expert - model.moe.experts
+        fused = model.tensors.fused_shared
+        if fused is not None and key in ("gate", "up"):
+            shared, first = "fused_shared", first + model.moe.shared_experts * (key == "up")
         name = fill_name(getattr(model.tensors, shared), layer)
         return Rows(tensor=tensors[name], index=np.arange(first * ffn, (first + 1) * ffn))
     source, pattern = name_source(model, key)
@@ -109,6 +116,14 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
     part, _, rest = key.partition("_")
     if part not in _QKV:
         return None
+    if part == "query" and rest != "norm" and model.attention.output_gate:
+        inside = np.arange(shape.head_dim)
+        if rest.startswith("gate"):
+            inside = inside + shape.head_dim
+        elif (order := order_head(model, layer)) is not None:
+            inside = order
+        heads_first = np.arange(shape.heads) * (2 * shape.head_dim)
+        return np.asarray((heads_first[:, None] + inside).reshape(-1))
     turned = order_head(model, layer) if part != "value" else None
     if rest == "norm":
         return turned

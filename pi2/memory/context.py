@@ -30,13 +30,13 @@ class ContextMemory:
 
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
-    shape = resolved.model.shape
+    model, layers = resolved.model, len(resolved.model.attention_layers)
     # Keys and values, and the scales of either.
     kinds = 4 if resolved.plan.kv.type == "int8" else 2
     return ContextMemory(
         total_bytes=resolved.needs.kv.bytes,
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
-        runs=resolved.plan.decode.batch * kinds * shape.layers * shape.kv_heads,
+        runs=resolved.plan.decode.batch * kinds * layers * model.shape.kv_heads,
     )
 
 

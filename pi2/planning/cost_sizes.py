@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pi2.plan.arithmetic.mixers import (
+    count_mixer_bytes,
+    count_mixer_weights,
+    count_state_traffic,
+)
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
@@ -40,11 +45,8 @@ class Sizes:
 def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision = model.shape, model.quantization
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
     active = model.active_experts
-    projections = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
-    projections += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
+    projections = count_mixer_bytes(model) + count_state_traffic(model)
     neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
     if mode == "gate":
@@ -71,7 +73,7 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
         head_weights=shape.vocab * shape.stored_hidden,
         predictor_weights=predictor_weights,
         neuron_weights=len(bundle.parts) * shape.stored_hidden,
-        projection_weights=qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query,
+        projection_weights=count_mixer_weights(model),
         hidden=shape.stored_hidden,
         is_gated=bundle.is_gated,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs, reads_embedding
-from pi2.plan.authoring.drafting import SEGMENT_REMARKS, write_backends
+from pi2.plan.authoring.drafting import name_segments, write_backends
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
@@ -65,7 +65,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
 def _name_segments(planned: PlannedPlan) -> dict[str, str]:
     """What the segments hold in this plan."""
     embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
-    return SEGMENT_REMARKS | ({"attention": "attention, norms, head"} if embedded else {})
+    own = name_segments(planned.resolved.model)
+    return own | ({"attention": "attention, norms, head"} if embedded else {})
 
 
 def _write_layers(layers: dict[str, Any]) -> Iterator[str]:

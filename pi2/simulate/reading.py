@@ -6,6 +6,11 @@ from collections import Counter
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.memory.context import count_lent_bytes
+from pi2.plan.arithmetic.mixers import (
+    count_mixer_bytes,
+    count_mixer_weights,
+    count_state_traffic,
+)
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes, reads_embedding
 from pi2.plan.documents.device import Device, Unit
@@ -213,10 +218,7 @@ class _Reader:
         """Sizes of the model, as the store holds them."""
         model, shape = self._model, self._model.shape
         precision = model.quantization
-        query = shape.heads * shape.head_dim
-        qkv = query + 2 * shape.kv_heads * shape.head_dim
-        attention = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
-        attention += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
+        attention = count_mixer_bytes(model) + count_state_traffic(model)
         head = precision.embedding if model.tied_head else precision.head
         return Workload(
             layers=shape.layers,
@@ -230,7 +232,7 @@ class _Reader:
             head_bytes=matrix_bytes(shape.vocab, shape.stored_hidden, head),
             neuron_bytes=self._resolved.bundle.neuron_bytes,
             dense_neuron_bytes=self._size_dense_neuron(),
-            attention_weights=qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query,
+            attention_weights=count_mixer_weights(model),
             active=self._read_active(),
             skew=self._read_skew(),
             batch=self._resolved.plan.decode.batch,

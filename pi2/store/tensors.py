@@ -8,6 +8,7 @@ from typing import Literal
 
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.states import StateShape, describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -46,8 +47,7 @@ class DenseTensor:
 def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]:
     """List the dense tensors of ``model``; ``ranks`` of its predictors by layer, None without."""
     shape, precision = model.shape, model.quantization
-    queries = shape.heads * shape.head_dim
-    rows_of_qkv = queries + 2 * shape.kv_heads * shape.head_dim
+    state = describe_state(model)
     outputs = model.norm.outputs
     tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.stored_hidden)]
     if model.positions is not None:
@@ -60,19 +60,10 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
         if model.norm.bias:
             tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
-        tensors.append(
-            _quantized(name("qkv"), precision.attention, rows_of_qkv, shape.stored_hidden)
-        )
-        if model.attention.qkv_bias:
-            tensors.append(_vector(name("qkv_bias"), rows_of_qkv))
-        if model.attention.head_norm:
-            tensors.append(_vector(name("query_norm"), shape.head_dim))
-            tensors.append(_vector(name("key_norm"), shape.head_dim))
-        tensors.append(
-            _quantized(name("output"), precision.attention, shape.stored_hidden, shape.stored_query)
-        )
-        if model.attention.output_bias:
-            tensors.append(_vector(name("output_bias"), shape.stored_hidden))
+        if state is not None and model.find_kind(layer) != "attention":
+            tensors += _list_state(model, state, layer)
+        else:
+            tensors += _list_attention(model, layer)
         tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
         tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))
         if model.norm.bias:
@@ -101,6 +92,38 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
     if model.head_bias:
         tensors.append(_vector(HEAD_BIAS, shape.vocab))
     return tensors
+
+
+def _list_attention(model: Model, layer: int) -> list[DenseTensor]:
+    """Projections of an attention layer, and what belongs to them."""
+    shape, precision = model.shape, model.quantization.attention
+
+    def name(kind: str) -> str:
+        return name_layer_tensor(layer, kind)
+
+    tensors = [_quantized(name("qkv"), precision, model.qkv_rows, shape.stored_hidden)]
+    if model.attention.qkv_bias:
+        tensors.append(_vector(name("qkv_bias"), model.qkv_rows))
+    if model.attention.head_norm:
+        tensors.append(_vector(name("query_norm"), shape.head_dim))
+        tensors.append(_vector(name("key_norm"), shape.head_dim))
+    tensors.append(_quantized(name("output"), precision, shape.stored_hidden, shape.stored_query))
+    if model.attention.output_bias:
+        tensors.append(_vector(name("output_bias"), shape.stored_hidden))
+    return tensors
+
+
+def _list_state(model: Model, state: StateShape, layer: int) -> list[DenseTensor]:
+    """Tensors of a layer with a state."""
+    return [
+        DenseTensor(
+            name=name_layer_tensor(layer, tensor.kind),
+            precision=tensor.precision or "fp32",
+            rows=tensor.rows,
+            length=tensor.length,
+        )
+        for tensor in list_state_tensors(model, state)
+    ]
 
 
 def _quantized(name: str, precision: Precision, rows: int, length: int) -> DenseTensor:

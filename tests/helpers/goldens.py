@@ -85,7 +85,8 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
 
     values = model.model_dump(mode="json", exclude_none=True)
     (folder / "golden.model.toml").write_text(tomlkit.dumps(values))
-    segments = dict.fromkeys(("attention", "kv", "predictor", "hot", "cold", "workspace"), "64 MiB")
+    names = ("attention", "kv", "state", "predictor", "hot", "cold", "workspace")
+    segments = dict.fromkeys(names, "64 MiB")
     document: dict[str, Any] = {
         "schema_version": 2,
         "device": "host",

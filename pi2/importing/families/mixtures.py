@@ -52,7 +52,13 @@ def describe_qwen2_moe(config: Config) -> Tables:
         tables["attention"] |= read_window(
             config, tables["shape"]["layers"], lambda n: n % 2 == 0 and n < last, width=4096
         )
-    _add_experts(config, tables)
+    add_experts(config, tables)
+    add_shared_experts(config, tables)
+    return tables
+
+
+def add_shared_experts(config: Config, tables: Tables) -> None:
+    """Qwen's shared experts, which have a router of their own."""
     ffn, shared = tables["shape"]["ffn"], config.read("shared_expert_intermediate_size", int, 0)
     if shared % ffn:
         raise config.refuse(
@@ -61,7 +67,6 @@ def describe_qwen2_moe(config: Config) -> Tables:
         )
     if shared:
         tables["moe"] |= {"shared_experts": shared // ffn, "shared_gate": True}
-    return tables
 
 
 def describe_qwen3_moe(config: Config) -> Tables:
@@ -71,11 +76,11 @@ def describe_qwen3_moe(config: Config) -> Tables:
     tables["attention"].pop("window_layers", None)
     if config.read("use_sliding_window", bool, False):
         tables["attention"] |= read_whole_window(config)
-    _add_experts(config, tables)
+    add_experts(config, tables)
     return tables
 
 
-def _add_experts(config: Config, tables: Tables) -> None:
+def add_experts(config: Config, tables: Tables) -> None:
     """Qwen's experts."""
     config.demand("decoder_sparse_step", 1, 1)
     if config.read_list("mlp_only_layers"):

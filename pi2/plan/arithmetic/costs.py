@@ -13,6 +13,9 @@ from pi2.plan.toml.paths import KeyPath
 
 _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("kv",): ("kv", "workspace"),
+    ("model", "layers"): ("attention", "kv", "state", "workspace"),
+    ("model", "recurrence"): ("attention", "state", "workspace"),
+    ("model", "convolution"): ("attention", "state", "workspace"),
     ("layers", "hot"): ("hot", "cold"),
     ("layers", "split"): ("hot", "cold"),
     ("layers", "batches"): ("hot", "cold"),

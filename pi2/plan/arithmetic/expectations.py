@@ -5,10 +5,10 @@ Rough on purpose, from the model's statistics and the device's figures; `pi2 sim
 
 from __future__ import annotations
 
+from pi2.plan.arithmetic.mixers import count_mixer_bytes
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import matrix_bytes
 
 SKEWED_PART = 0.8
 """Part of the activations that ``sparsity.skew`` speaks of."""
@@ -72,9 +72,5 @@ def find_memory_rate(device: Device) -> float | None:
 
 def count_attention_bytes(resolved: ResolvedPlan) -> int:
     """Bytes that a layer's attention reads for a token when the context is full."""
-    shape, precision = resolved.model.shape, resolved.model.quantization
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
-    weights = matrix_bytes(qkv, shape.stored_hidden, precision.attention)
-    weights += matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention)
-    return weights + resolved.needs.kv.bytes // shape.layers
+    needs, layers = resolved.needs, resolved.model.shape.layers
+    return count_mixer_bytes(resolved.model) + (needs.kv.bytes + needs.state.bytes) // layers

@@ -4,7 +4,8 @@ Whoever writes a plan, or changes a plan's budget, asks `fit_plan`.  It takes a 
 most that may stay in memory, and spends the budget in this order:
 
 1. A unit with memory of its own owns as much of its shares as fit there.
-2. ``runtime``, ``attention``, ``kv``, ``predictor`` and ``workspace`` have what they need.
+2. ``runtime``, ``attention``, ``kv``, ``state``, ``predictor`` and ``workspace`` have what they
+   need.
 3. Hot neurons, and units that use main memory, have what the plan states, if it fits beside the
    smallest cache that works.  Else every share becomes smaller in proportion, so that they take
    `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached; none
@@ -37,7 +38,7 @@ HOT_PART = Fraction(1, 2)
 """Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
 SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
-FIXED = ("attention", "kv", "predictor", "workspace")
+FIXED = ("attention", "kv", "state", "predictor", "workspace")
 """Segments besides ``runtime`` that do not depend on what is hot."""
 _LARGE_BYTES = 16 * MIB
 _PAGE_BYTES = 4096

@@ -38,8 +38,7 @@ def count_rows(share: float, rows: int) -> int:
 
 def count_qkv_rows(model: Model) -> int:
     """Rows of a layer's projection to queries, keys and values."""
-    shape = model.shape
-    return shape.query + 2 * shape.kv_heads * shape.head_dim
+    return model.qkv_rows
 
 
 def name_head(model: Model) -> str:

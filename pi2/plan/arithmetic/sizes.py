@@ -13,9 +13,15 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.mixers import (
+    count_projection_bytes,
+    count_state_bytes,
+    count_state_tensor_bytes,
+)
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import find_executor_backend, find_unit_backend
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
 from pi2.plan.weights.layout import (
     matrix_bytes,
     round_up,
@@ -30,8 +36,6 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType, Plan
 
-ALIGNMENT = 64
-"""Alignment in bytes: every allocation begins at a multiple of it."""
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""
 KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
@@ -89,6 +93,7 @@ class Needs:
 
     attention: Need
     kv: Need
+    state: Need
     predictor: Need
     hot: Need
     cold: Need
@@ -124,6 +129,7 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
     return Needs(
         attention=_need_attention(resolved),
         kv=_need_kv(plan, model),
+        state=_need_state(plan, model),
         predictor=_need_predictor(plan, model),
         hot=_need_hot(resolved),
         cold=_need_cold(resolved),
@@ -134,29 +140,19 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
 def _need_attention(resolved: ResolvedPlan) -> Need:
     """Dense weights, and the scales of all neurons where they are resident.
 
-    embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d, output d
-    x h w, two norms of d floats, and (h + 2k) w floats of bias, two norms of w floats for heads, d
-    floats for each other bias and each norm of outputs, routers of e x d and d floats where the
-    model has them; final norm d floats; learned positions of 2 d bytes for each token of the
-    model's context; head V x d if untied, and V floats of its bias; per layer f rows of resident
-    scales.  Every tensor is rounded up to 64 bytes.
+    embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d (another
+    h w where heads have gates), output d x h w, two norms of d floats, and (h + 2k) w floats of
+    bias, two norms of w floats for heads, d floats for each other bias and each norm of outputs,
+    routers of e x d and d floats where the model has them; of layers with a state, what
+    `pi2.plan.weights.states` lists instead of qkv and output; final norm d floats; learned
+    positions of 2 d bytes for each token of the model's context; head V x d if untied, and V floats
+    of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64 bytes.
     """
     plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization
-    query = shape.heads * shape.head_dim
-    qkv = query + 2 * shape.kv_heads * shape.head_dim
     norm = _align(4 * shape.stored_hidden)
-    layer = _align(matrix_bytes(qkv, shape.stored_hidden, precision.attention))
-    layer += (
-        _align(matrix_bytes(shape.stored_hidden, shape.stored_query, precision.attention))
-        + 2 * norm
-    )
     norms = 1 + model.norm.bias
-    layer += 2 * norm * (norms - 1) + norm * (model.attention.output_bias + model.ffn.bias)
-    if model.attention.qkv_bias:
-        layer += _align(4 * qkv)
-    if model.attention.head_norm:
-        layer += 2 * _align(4 * shape.head_dim)
+    layer = 2 * norm * norms + norm * model.ffn.bias
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
     layer += 2 * norm * model.norm.outputs
@@ -170,9 +166,12 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     if model.positions is not None:
         positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
     scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
-    total = embedding + positions + shape.layers * layer + norm * norms + head + scales
+    mixers = len(model.attention_layers) * count_projection_bytes(model)
+    mixers += len(model.state_layers) * count_state_tensor_bytes(model)
+    total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
     parts = [f"embedding {approximate_bytes(embedding)}"]
-    parts.append(f"{shape.layers} layers of {approximate_bytes(layer)}")
+    mean = layer + mixers // shape.layers
+    parts.append(f"{shape.layers} layers of {approximate_bytes(mean)}")
     if positions:
         parts.append(f"positions {approximate_bytes(positions)}")
     if head:
@@ -183,9 +182,10 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
 
 
 def count_kv_token_bytes(model: Model, kind: KvType) -> int:
-    """Bytes of the key and the value of one token in a layer."""
+    """Bytes of the key and the value of one token in a layer; the mean of all layers."""
     scale = KV_SCALE_BYTES if kind == "int8" else 0
-    return 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+    each = 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+    return each * len(model.attention_layers) // model.shape.layers
 
 
 def count_chunk_tokens(plan: Plan) -> int:
@@ -208,17 +208,29 @@ def _need_kv(plan: Plan, model: Model) -> Need:
     tokens = round_up(plan.kv.context, KV_TOKENS)
     element = KV_ELEMENT_BYTES[plan.kv.type]
     row = shape.kv_heads * shape.head_dim
-    batch = plan.decode.batch
-    total = 2 * batch * shape.layers * _align(tokens * row * element)
+    batch, layers = plan.decode.batch, len(model.attention_layers)
+    total = 2 * batch * layers * _align(tokens * row * element)
     scales = ""
     if plan.kv.type == "int8":
-        total += 2 * batch * shape.layers * _align(tokens * shape.kv_heads * KV_SCALE_BYTES)
+        total += 2 * batch * layers * _align(tokens * shape.kv_heads * KV_SCALE_BYTES)
         scales = f", and {shape.kv_heads} scales"
     return Need(
         total,
         ("" if batch == 1 else f"{batch} sequences x ")
-        + f"2 (keys, values) x {shape.layers} layers x {tokens} tokens x {row} elements "
+        + f"2 (keys, values) x {layers} layers x {tokens} tokens x {row} elements "
         f"of {element} byte{'s' if element > 1 else ''}{scales}",
+    )
+
+
+def _need_state(plan: Plan, model: Model) -> Need:
+    """States: per layer that has one and sequence, the convolution's earlier tokens and the
+    recurrent state, float32."""
+    layers, batch, each = len(model.state_layers), plan.decode.batch, count_state_bytes(model)
+    if not layers:
+        return Need(0, "nothing, every layer keeps keys and values")
+    several = "" if batch == 1 else f"{batch} sequences x "
+    return Need(
+        batch * layers * each, f"{several}{layers} layers of {approximate_bytes(each)} each"
     )
 
 

@@ -144,12 +144,19 @@ SEGMENT_REMARKS = {
     "runtime": "Python and libraries",
     "attention": "embeddings, attention, norms",
     "kv": "keys and values of the context",
+    "state": "states of layers without keys and values",
     "predictor": "predictors of active neurons",
     "hot": "hot neurons",
     "cold": "cache of cold neurons",
     "workspace": "activations and staging",
 }
 """What a plan's segments hold, for those who read it."""
+
+
+def name_segments(model: Model) -> dict[str, str]:
+    """What the segments of a plan for ``model`` hold: those that it needs."""
+    has_states = bool(model.state_layers)
+    return {name: text for name, text in SEGMENT_REMARKS.items() if has_states or name != "state"}
 
 
 def _describe_units(device: Device) -> list[str]:
@@ -181,7 +188,7 @@ def _write(wish: Wish, values: dict[str, Any], final: ResolvedPlan) -> str:
         "",
         "[memory.segments]",
     ]
-    for name, remark in SEGMENT_REMARKS.items():
+    for name, remark in name_segments(final.model).items():
         lines.append(f"{name} = {write_value(values['memory']['segments'][name])}  # {remark}")
     used = final.bundle.used_bytes
     lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]

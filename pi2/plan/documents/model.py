@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
+from pi2.plan.documents.model_states import Convolution, LayerKind, LayerKinds, Recurrence
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
@@ -146,6 +147,9 @@ class Attention(Table):
     """Whether the output projection has a bias."""
     head_norm: bool = False
     """Whether every head of queries and keys goes through an RMSNorm before it is rotated."""
+    output_gate: bool = False
+    """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
+    (Qwen3-Next)."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
     """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
@@ -270,6 +274,12 @@ class Model(Document):
     """Learned position vectors, if the model has them."""
     attention: Attention = Attention.default()
     """Attention."""
+    layers: LayerKinds | None = None
+    """What mixes the tokens of each layer; absent means attention in all."""
+    recurrence: Recurrence | None = None
+    """Sizes of layers of the kinds ``delta`` and ``mamba``, if there are some."""
+    convolution: Convolution | None = None
+    """Sizes of layers of the kind ``convolution``, if there are some."""
     residual: Literal["sequential", "parallel"] = "sequential"
     """``sequential``: the FFN reads the output of attention; ``parallel``: it reads the layer's
     input."""
@@ -320,6 +330,36 @@ class Model(Document):
     def is_smooth(self) -> bool:
         """Whether no activation is ever exactly zero."""
         return self.ffn.activation in SMOOTH_ACTIVATIONS
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of a layer's projection to queries, keys and values, and to gates of its output."""
+        shape = self.shape
+        gates = shape.query if self.attention.output_gate else 0
+        return shape.query + 2 * shape.kv_heads * shape.head_dim + gates
+
+    @property
+    def state_kind(self) -> Literal["delta", "mamba", "convolution"] | None:
+        """What the layers with a state are; None where all layers are attention."""
+        kinds = () if self.layers is None else self.layers.kinds
+        return next((kind for kind in kinds if kind != "attention"), None)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values."""
+        layers = range(self.shape.layers)
+        return tuple(layer for layer in layers if self.find_kind(layer) == "attention")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state instead."""
+        layers = range(self.shape.layers)
+        return tuple(layer for layer in layers if self.find_kind(layer) != "attention")
+
+    def find_kind(self, layer: int) -> LayerKind:
+        """What mixes the tokens of ``layer``."""
+        kinds = () if self.layers is None else self.layers.kinds
+        return kinds[layer] if layer < len(kinds) else "attention"
 
     def lay_out_bundle(
         self, stride: int | None = None, scales: ScalesPlace = "inline"

@@ -92,8 +92,43 @@ class Tensors(Table):
     """Up projection of the shared experts [shared experts x ffn, hidden]."""
     shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj.weight"
     """Down projection of the shared experts [hidden, shared experts x ffn]."""
+    fused_shared: str | None = Field(
+        default=None, examples=["model.layers.{layer}.shared_mlp.input_linear.weight"]
+    )
+    """Gate and up projections of the shared experts in one tensor, gates first."""
     shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
     """Router of the shared experts [1, hidden]."""
+    state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
+    """Projection into a layer with a state: ``state_order`` says what its rows are."""
+    state_order: Literal["separate", "grouped", "mamba", "convolution"] = "separate"
+    """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
+    input gates and decays in ``state_beta`` and ``state_alpha``; ``grouped``: for every key head
+    its query, key, values and gates in ``state_in``, its input gates and decays in ``state_beta``;
+    ``mamba``: gates, x, B, C and step sizes, all in ``state_in``; ``convolution``: b, c and x."""
+    state_in_bias: str = "model.layers.{layer}.mamba.in_proj.bias"
+    """Bias of ``state_in``."""
+    state_gate: str = "model.layers.{layer}.linear_attn.in_proj_z.weight"
+    """Projection to gates of the output [value_heads x value_dim, hidden]."""
+    state_beta: str = "model.layers.{layer}.linear_attn.in_proj_b.weight"
+    """Projection to input gates [value_heads, hidden]."""
+    state_alpha: str = "model.layers.{layer}.linear_attn.in_proj_a.weight"
+    """Projection to decays [value_heads, hidden]."""
+    state_convolution: str = "model.layers.{layer}.linear_attn.conv1d.weight"
+    """Convolution over tokens [channels, 1, kernel]."""
+    state_convolution_bias: str = "model.layers.{layer}.linear_attn.conv1d.bias"
+    """Bias of the convolution [channels]."""
+    state_decay: str = "model.layers.{layer}.linear_attn.A_log"
+    """Logarithms of rates of decay [value_heads]."""
+    state_step: str = "model.layers.{layer}.linear_attn.dt_bias"
+    """Bias of step sizes [value_heads]."""
+    state_skip: str = "model.layers.{layer}.linear_attn.D"
+    """Share of the values that is added to the output [value_heads] (``mamba``)."""
+    state_norm: str = "model.layers.{layer}.linear_attn.norm.weight"
+    """Norm of the output [value_dim], or [value_heads x value_dim] (``mamba``)."""
+    state_output: str = "model.layers.{layer}.linear_attn.out_proj.weight"
+    """Projection back [hidden, value_heads x value_dim]."""
+    state_output_bias: str = "model.layers.{layer}.linear_attn.out_proj.bias"
+    """Bias of the projection back [hidden]."""
     predictor_in: str = "model.layers.{layer}.mlp.predictor.fc1.weight"
     """First matrix of the activation predictor [rank, hidden]."""
     predictor_out: str = "model.layers.{layer}.mlp.predictor.fc2.weight"
@@ -102,5 +137,5 @@ class Tensors(Table):
     """Bias of the activation predictor [ffn]."""
 
 
-TENSOR_OPTIONS = frozenset({"fused_order"})
+TENSOR_OPTIONS = frozenset({"fused_order", "state_order"})
 """Keys of `Tensors` that are not names."""

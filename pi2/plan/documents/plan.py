@@ -61,6 +61,8 @@ class Segments(Table):
     """Cache of cold neurons, filled on demand."""
     workspace: Bytes
     """Activations, prefill staging buffers, logits."""
+    state: Bytes = 0
+    """States of the layers that have one instead of keys and values, of every sequence."""
 
 
 class UnitMemory(Table):

@@ -35,6 +35,9 @@ from typing import Literal
 GROUP = 32
 """Weights that share a scale."""
 
+ALIGNMENT = 64
+"""Alignment in bytes: every allocation begins at a multiple of it."""
+
 PartName = Literal["gate", "up", "down"]
 Precision = Literal["int4", "int8", "fp16"]
 ScalesPlace = Literal["inline", "resident"]

@@ -21,7 +21,9 @@ SEVERITY = "error"
 NEEDS = ("model",)
 
 _ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"})
-_PER_EXPERT = frozenset({"gate", "up", "down", "predictor_in", "predictor_out", "predictor_bias"})
+_PER_EXPERT = frozenset(
+    {"gate", "up", "fused_gate_up", "down", "predictor_in", "predictor_out", "predictor_bias"}
+)
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
@@ -31,6 +33,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     for key, name in model.tensors:
         if key in TENSOR_OPTIONS or name is None or (key in _BIASES and not model.ffn.bias):
+            continue
+        if key in ("gate", "up") and model.tensors.fused_gate_up is not None:
             continue
         wanted = {"{layer}"} if key not in _ONCE else set()
         if model.moe is not None and key in _PER_EXPERT:

@@ -1,0 +1,175 @@
+"""The functions of a layer with a state, from norm to residual.
+
+As of attention, of a chunk of one sequence it is one function; a step of several sequences takes
+three with the same parameters: ``project`` for all tokens, ``mix`` for every token with the state
+of its own sequence, ``output`` for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.attention_block import emit_add_output
+from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.norms import NormWeights, emit_normalize
+from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.parameters import emit_each_token, take_matrix
+from pi2.backends.kernels.rows import emit_copy
+from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.states import StateArrays, emit_state_mix
+from pi2.plan.weights.states import StateShape
+
+
+def emit_state_attend(schedule: Schedule, take: Parameters) -> None:
+    """Add the block of a layer with a state to x; the state is that after the last token."""
+    block = _take_block(schedule, take, "tokens")
+    block.emit_project()
+    block.emit_mix(T.int32(0), block.tokens)
+    block.emit_output()
+
+
+def emit_state_project(schedule: Schedule, take: Parameters) -> None:
+    """Set the projections of the tokens of several sequences."""
+    _take_block(schedule, take, "tokens").emit_project()
+
+
+def emit_state_token(schedule: Schedule, take: Parameters) -> None:
+    """Mix one of them with the state of its sequence."""
+    block = _take_block(schedule, take, "token")
+    block.emit_mix(block.tokens, T.int32(1))
+
+
+def emit_state_output(schedule: Schedule, take: Parameters) -> None:
+    """Add what was mixed for all of them to x."""
+    _take_block(schedule, take, "tokens").emit_output()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StateBlock:
+    """The parameters of all functions."""
+
+    schedule: Schedule
+    tokens: v.Expr
+    """Their number; in a function for one token, which it is."""
+    position: v.Expr
+    x: v.Buffer
+    before: v.Buffer | None
+    norm: NormWeights
+    project: Matrix
+    bias: v.Buffer | None
+    gates: Matrix | None
+    output: Matrix
+    output_bias: v.Buffer | None
+    output_norm: v.Buffer | None
+    hidden: Activations
+    arrays: StateArrays
+
+    def emit_project(self) -> None:
+        """Normalise x; the projections of all tokens."""
+        spec, isa, arrays = self.schedule.spec, self.schedule.isa, self.arrays
+        shape, bias = arrays.shape, self.bias
+
+        def store_projected(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            total = value if bias is None else value + bias[row]
+            v.store(arrays.projected, v.wide(token) * shape.rows + v.wide(row), total, 1)
+
+        def store_gate(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            # Step sizes alone come second, where decays are.
+            column = row + (2 * shape.value_heads - shape.gates)
+            v.store(arrays.gates, token * (2 * shape.value_heads) + column, value, 1)
+
+        def prepare(token: v.Expr) -> None:
+            if self.before is not None:
+                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
+            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
+
+        emit_each_token(self.tokens, prepare)
+        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_projected)
+        if self.gates is not None:
+            emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store_gate)
+
+    def emit_mix(self, first: v.Expr, count: v.Expr) -> None:
+        """Mix ``count`` tokens of one sequence from ``first`` on, which stands at the position."""
+        emit_state_mix(self.schedule.spec, self.arrays, self.position, first, count)
+
+    def emit_output(self) -> None:
+        """Project what was mixed and add it to x."""
+        emit_add_output(
+            self.schedule,
+            self.output,
+            self.output_bias,
+            self.output_norm,
+            self.x,
+            self.hidden,
+            self.arrays.mixed,
+            self.tokens,
+        )
+
+
+def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBlock:
+    """Declare the parameters; ``number`` names the first: how many tokens, or which."""
+    spec, shape = schedule.spec, schedule.spec.state
+    assert shape is not None
+    tokens = take.take_number(number)
+    position = take.take_number("position")
+    context = take.take_number("context")
+    x = schedule.take_rows(take, "x")
+    before = schedule.take_rows(take, "before") if spec.keeps_input else None
+    norm = schedule.take_norm(take)
+    project = take_matrix(take, "state_in", shape.rows, spec.hidden, spec.attention)
+    gates = None
+    if shape.gates:
+        gates = take_matrix(take, "state_gates", shape.gates, spec.hidden, "fp16")
+    output = take_matrix(take, "state_output", spec.hidden, shape.stored_width, spec.attention)
+    bias = output_bias = output_norm = None
+    if shape.projection_bias:
+        bias = take.take_array("state_in_bias", "float32", shape.rows)
+        output_bias = take.take_array("state_output_bias", "float32", spec.hidden)
+    if spec.norm_outputs:
+        output_norm = take.take_array("output_norm", "float32", spec.hidden)
+    count = tokens if number == "tokens" else context
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
+    mixed = schedule.take_chunk(take, "state_mixed", shape.stored_width, count)
+    return _StateBlock(
+        schedule=schedule,
+        tokens=tokens,
+        position=position,
+        x=x,
+        before=before,
+        norm=norm,
+        project=project,
+        bias=bias,
+        gates=gates,
+        output=output,
+        output_bias=output_bias,
+        output_norm=output_norm,
+        hidden=hidden,
+        arrays=_take_arrays(take, shape, mixed),
+    )
+
+
+def _take_arrays(take: Parameters, shape: StateShape, mixed: Activations) -> StateArrays:
+    """Declare what the mixing reads and writes."""
+
+    def take_vector(name: str, length: int, there: bool = True) -> v.Buffer | None:
+        return take.take_array(f"state_{name}", "float32", length) if there else None
+
+    recurs, heads = shape.kind != "convolution", shape.value_heads
+    return StateArrays(
+        shape=shape,
+        projected=take.take_array("state_projected", "float32", "tokens", shape.rows),
+        gates=take.take_array("state_factors", "float32", "tokens", max(1, 2 * heads)),
+        mixed=mixed,
+        tail=take.take_array("state_tail", "float32", max(1, shape.kept)),
+        memory=take.take_array("state_memory", "float32", max(1, shape.memory)),
+        convolution=take.take_array("state_convolution", "float32", shape.kernel, shape.channels),
+        convolution_bias=take_vector("convolution_bias", shape.channels, shape.convolution_bias),
+        decay=take_vector("decay", heads, recurs),
+        step=take_vector("step", heads, recurs),
+        skip=take_vector("skip", heads, shape.kind == "mamba"),
+        norm=take_vector("norm", shape.width if shape.kind == "mamba" else shape.value_dim, recurs),
+    )

@@ -1,0 +1,128 @@
+"""Layers with a state in the reference backend: gated delta rule, Mamba-2 and short convolutions.
+
+Sources: Yang, Kautz and Hatamizadeh 2024 ("Gated Delta Networks"), Dao and Gu 2024 ("Transformers
+are SSMs"), and the models' code in Hugging Face transformers for what they leave open.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pi2.arrays import F32
+from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus
+from pi2.plan.weights.layout import ALIGNMENT, round_up
+from pi2.plan.weights.states import StateShape
+from pi2.plan.weights.tensor_names import name_layer_tensor
+
+
+class States:
+    """States of all sequences: what the convolution reads of earlier tokens, and matrices."""
+
+    def __init__(self, request: BuildRequest, shape: StateShape) -> None:
+        self._request = request
+        self._shape = shape
+        self._tails: dict[tuple[int, int], F32] = {}
+        self._memories: dict[tuple[int, int], F32] = {}
+        memory = (shape.value_heads, shape.key_dim, shape.value_dim)
+        for sequence in range(request.sequences):
+            for layer in request.model.state_layers:
+                place = (sequence, layer)
+                self._tails[place] = self._allocate(shape.kernel - 1, shape.channels)
+                self._memories[place] = self._allocate(*memory)
+
+    def _allocate(self, *shape: int) -> F32:
+        size = 4 * int(np.prod(shape))
+        if size == 0:
+            return np.zeros(shape, np.float32)
+        raw = self._request.allocate("state", round_up(size, ALIGNMENT))
+        return raw[:size].view(np.float32).reshape(shape)
+
+    def _read(self, layer: int, kind: str) -> F32:
+        tensor = self._request.tensors[name_layer_tensor(layer, kind)]
+        return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+
+    def mix(self, layer: int, projected: F32, gates: F32, sequence: int, position: int) -> F32:
+        """What a sequence's tokens from ``position`` on mix, [T, stored width].
+
+        ``projected`` [T, rows] and ``gates`` [T, gates] as `StateShape` has them.  A sequence that
+        begins (position 0) begins with a state of zeros.
+        """
+        shape, place = self._shape, (sequence, layer)
+        if position == 0:
+            self._tails[place][:] = 0
+            self._memories[place][:] = 0
+        if shape.kind == "convolution":
+            mixed = self._mix_convolution(layer, projected, place)
+        else:
+            mixed = self._mix_recurrent(layer, projected, gates, place)
+        padding = np.zeros((len(mixed), shape.stored_width - shape.width), np.float32)
+        return np.concatenate([mixed, padding], axis=1)
+
+    def _mix_convolution(self, layer: int, projected: F32, place: tuple[int, int]) -> F32:
+        before, after, values = np.split(projected, 3, axis=1)
+        return np.asarray(after * self._convolve(layer, before * values, place))
+
+    def _convolve(self, layer: int, inputs: F32, place: tuple[int, int]) -> F32:
+        """Causal convolution of each channel of ``inputs`` [T, channels]; keeps the last ones."""
+        tail = self._tails[place]
+        known = np.concatenate([tail, inputs])
+        weights = self._read(layer, "state_convolution")
+        result = sum(
+            weights[step] * known[step : step + len(inputs)] for step in range(len(weights))
+        )
+        if self._shape.convolution_bias:
+            result = result + self._read(layer, "state_convolution_bias")
+        tail[:] = known[len(inputs) :]
+        return np.asarray(result, np.float32)
+
+    def _mix_recurrent(self, layer: int, projected: F32, gates: F32, place: tuple[int, int]) -> F32:
+        shape, count = self._shape, len(projected)
+        keys = shape.key_heads * shape.key_dim
+        convolved = take_silu(self._convolve(layer, projected[:, : shape.channels], place))
+        query, key, value = np.split(convolved, [keys, 2 * keys], axis=1)
+        query = query.reshape(count, shape.key_heads, shape.key_dim)
+        key = key.reshape(count, shape.key_heads, shape.key_dim)
+        value = value.reshape(count, shape.value_heads, shape.value_dim)
+        rate = self._read(layer, "state_decay")[0]
+        step_bias = self._read(layer, "state_step")[0]
+        if shape.kind == "delta":
+            query = _normalize_l2(query) * np.float32(shape.key_dim**-0.5)
+            key = _normalize_l2(key)
+            entry = take_sigmoid(gates[:, : shape.value_heads])
+            decay = np.exp(rate * take_softplus(gates[:, shape.value_heads :] + step_bias))
+        else:
+            entry = take_softplus(gates + step_bias)
+            entry = np.clip(entry, shape.shortest_step, shape.longest_step or np.inf)
+            decay = np.exp(rate * entry)
+        together = shape.value_heads // shape.key_heads
+        query, key = np.repeat(query, together, axis=1), np.repeat(key, together, axis=1)
+        memory = self._memories[place]
+        mixed = np.empty_like(value)
+        for token in range(count):
+            memory *= decay[token, :, None, None]
+            added = value[token]
+            if shape.kind == "delta":
+                added = added - np.einsum("hkv,hk->hv", memory, key[token])
+            added = added * entry[token, :, None]
+            memory += key[token, :, :, None] * added[:, None, :]
+            mixed[token] = np.einsum("hkv,hk->hv", memory, query[token])
+        if shape.kind == "mamba":
+            mixed += self._read(layer, "state_skip")[0][None, :, None] * value
+        return self._normalize_output(layer, mixed, projected[:, shape.channels :])
+
+    def _normalize_output(self, layer: int, mixed: F32, gates: F32) -> F32:
+        """Norm and gates: of Mamba-2 gates come first, of the delta rule the norm of each head."""
+        shape, weight = self._shape, self._read(layer, "state_norm")
+        epsilon = np.float32(self._request.model.norm.epsilon)
+        flat = mixed.reshape(len(mixed), -1)
+        if shape.kind == "mamba":
+            groups = (flat * take_silu(gates)).reshape(len(mixed), shape.norm_groups, -1)
+            factor = 1 / np.sqrt(np.mean(np.square(groups), axis=-1, keepdims=True) + epsilon)
+            return np.asarray((groups * factor).reshape(len(mixed), -1) * weight)
+        factor = 1 / np.sqrt(np.mean(np.square(mixed), axis=-1, keepdims=True) + epsilon)
+        return np.asarray((mixed * factor * weight).reshape(len(mixed), -1) * take_silu(gates))
+
+
+def _normalize_l2(x: F32) -> F32:
+    return np.asarray(x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(1e-6)))

@@ -1,0 +1,262 @@
+"""Families most of whose layers keep a state of fixed size instead of keys and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pi2.importing.config import Config
+from pi2.importing.families.decoders import (
+    LAYER,
+    Tables,
+    describe_decoder,
+    describe_granite,
+)
+from pi2.importing.families.mixtures import add_experts, add_shared_experts
+
+_KINDS = {
+    "full_attention": "attention",
+    "attention": "attention",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "conv": "linear",
+}
+"""Whether layers are attention, by their names in configurations."""
+
+
+def describe_qwen3_next(config: Config) -> Tables:
+    """Gated DeltaNet beside gated attention, with experts; the rows of a projection are in groups,
+    one for each key head."""
+    tables = _describe_qwen(config)
+    add_experts(config, tables)
+    tables["moe"]["normalise_weights"] = config.read("norm_topk_prob", bool, True)
+    add_shared_experts(config, tables)
+    tables["tensors"] |= {
+        "state_order": "grouped",
+        "state_in": f"{LAYER}.linear_attn.in_proj_qkvz.weight",
+        "state_beta": f"{LAYER}.linear_attn.in_proj_ba.weight",
+    }
+    return tables
+
+
+def describe_qwen3_5(config: Config) -> Tables:
+    """Qwen3-Next without experts, its projections apart."""
+    return _describe_qwen(config)
+
+
+def describe_qwen3_5_moe(config: Config) -> Tables:
+    """The same with experts."""
+    tables = _describe_qwen(config.change({"intermediate_size": 1}))
+    add_experts(config, tables)
+    tables["moe"]["normalise_weights"] = True
+    add_shared_experts(config, tables)
+    return tables
+
+
+def _describe_qwen(config: Config) -> Tables:
+    defaults = {} if config.has("head_dim") else {"head_dim": 256}
+    tables = describe_decoder(config.change(defaults), rotated=0.25)
+    if tables["ffn"]["activation"] != "silu":
+        raise config.refuse("hidden_act is not silu, which its convolutions apply")
+    tables["norm"]["weight_offset"] = 1.0
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] = {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "head_norm": True,
+        "output_gate": True,
+    }
+    interval = config.read("full_attention_interval", int, 4)
+    if interval < 1:
+        raise config.refuse(f"full_attention_interval is {interval}")
+    _add_kinds(config, tables, "delta", lambda layer: (layer + 1) % interval == 0)
+    tables["recurrence"] = {
+        "key_heads": config.read("linear_num_key_heads", int, 16),
+        "value_heads": config.read("linear_num_value_heads", int, 32),
+        "key_dim": config.read("linear_key_head_dim", int, 128),
+        "value_dim": config.read("linear_value_head_dim", int, 128),
+        "kernel": config.read("linear_conv_kernel_dim", int, 4),
+    }
+    return tables
+
+
+def _add_kinds(
+    config: Config, tables: Tables, kind: str, is_attention: Callable[[int], bool]
+) -> None:
+    """State what mixes the tokens of each layer: ``layer_types``, else what ``is_attention``
+    says."""
+    layers = tables["shape"]["layers"]
+    stated = config.read_list("layer_types") or config.read_list("layers_block_type")
+    if not stated:
+        stated = ["attention" if is_attention(n) else "linear_attention" for n in range(layers)]
+    if len(stated) != layers or not all(type(item) is str and item in _KINDS for item in stated):
+        raise config.refuse(f"layer_types is not a list of {layers} kinds of layers")
+    kinds = [kind if _KINDS[item] == "linear" else "attention" for item in stated]
+    if kind in kinds:
+        tables["layers"] = {"kinds": kinds}
+
+
+def describe_granite_hybrid(config: Config) -> Tables:
+    """Granite with Mamba-2 in most layers, and a shared FFN beside its experts, or alone."""
+    experts = config.read("num_local_experts", int, 8)
+    shared = config.read("shared_intermediate_size", int, 1024)
+    own = config.read("intermediate_size", int) if experts else shared
+    tables = describe_granite(config.change({"intermediate_size": own, "mlp_bias": False}))
+    tables["attention"]["output_bias"] = config.read("attention_bias", bool, False)
+    if config.read("position_embedding_type", str, "none") != "rope":
+        tables["rope"] = {"kind": "none"}
+    _add_mamba(config, tables, lambda layer: False)
+    block = f"{LAYER}.block_sparse_moe"
+    input_name, output_name = (
+        f"{LAYER}.shared_mlp.{side}_linear.weight" for side in ("input", "output")
+    )
+    if not experts:
+        tables["tensors"] |= {
+            "fused_gate_up": input_name,
+            "down": output_name,
+        }
+        return tables
+    if own < 1 or shared % own:
+        raise config.refuse(
+            f"shared_intermediate_size is {shared}, no multiple of {own}, the neurons of the "
+            "other experts"
+        )
+    tables["moe"] = {
+        "experts": experts,
+        "active_experts": config.read("num_experts_per_tok", int, 2),
+        "shared_experts": shared // own,
+    }
+    tables["tensors"] |= {
+        "router": f"{block}.router.layer.weight",
+        "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
+        "down": f"{block}.output_linear.weight.{{expert}}",
+        "fused_shared": input_name,
+        "shared_down": output_name,
+    }
+    return tables
+
+
+def describe_bamba(config: Config) -> Tables:
+    """Llama with Mamba-2 in most layers."""
+    tables = describe_decoder(config, rotated=0.5)
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
+    chosen = config.read_list("attn_layer_indices")
+    _add_mamba(config, tables, lambda layer: layer in chosen)
+    tables["tensors"] |= {
+        "ffn_norm": f"{LAYER}.pre_ff_layernorm.weight",
+        "final_norm": "model.final_layernorm.weight",
+        **{part: f"{LAYER}.feed_forward.{part}_proj.weight" for part in ("gate", "up", "down")},
+    }
+    return tables
+
+
+def _add_mamba(config: Config, tables: Tables, is_attention: Callable[[int], bool]) -> None:
+    """Sizes and names of Mamba-2."""
+    if tables["ffn"]["activation"] != "silu":
+        raise config.refuse("hidden_act is not silu, which its convolutions apply")
+    hidden = tables["shape"]["hidden"]
+    width = int(config.read("mamba_expand", float, 2.0) * hidden)
+    heads = config.read("mamba_n_heads", int, 128)
+    if heads < 1 or width % heads:
+        raise config.refuse(f"{width} channels are not divided by {heads} heads")
+    groups = config.read("mamba_n_groups", int, 1)
+    limits = [
+        math.inf if isinstance(item, dict) else item for item in config.read_list("time_step_limit")
+    ] or [0.0, math.inf]
+    if len(limits) != 2 or not all(type(item) in (int, float) and item >= 0 for item in limits):
+        raise config.refuse("time_step_limit is not two numbers")
+    _add_kinds(config, tables, "mamba", is_attention)
+    tables["recurrence"] = {
+        "key_heads": groups,
+        "value_heads": heads,
+        "key_dim": config.read("mamba_d_state", int, 256),
+        "value_dim": width // heads,
+        "kernel": config.read("mamba_d_conv", int, 4),
+        "convolution_bias": config.read("mamba_conv_bias", bool, True),
+        "projection_bias": config.read("mamba_proj_bias", bool, False),
+        "norm_groups": groups,
+        "shortest_step": float(limits[0]),
+    }
+    if math.isfinite(limits[1]):
+        tables["recurrence"]["longest_step"] = float(limits[1])
+    mamba = f"{LAYER}.mamba"
+    tables["tensors"] |= {
+        "state_order": "mamba",
+        "state_in": f"{mamba}.in_proj.weight",
+        "state_in_bias": f"{mamba}.in_proj.bias",
+        "state_convolution": f"{mamba}.conv1d.weight",
+        "state_convolution_bias": f"{mamba}.conv1d.bias",
+        "state_decay": f"{mamba}.A_log",
+        "state_step": f"{mamba}.dt_bias",
+        "state_skip": f"{mamba}.D",
+        "state_norm": f"{mamba}.norm.weight",
+        "state_output": f"{mamba}.out_proj.weight",
+        "state_output_bias": f"{mamba}.out_proj.bias",
+    }
+
+
+def describe_lfm2(config: Config) -> Tables:
+    """Short convolutions beside attention whose heads are normalised."""
+    size = config.read_first(("block_ff_dim", "intermediate_size"), int)
+    if config.read("block_auto_adjust_ff_dim", bool, True):
+        size = int(2 * size / 3)
+        size = int(config.read("block_ffn_dim_multiplier", float, 1.0) * size)
+        multiple = config.read("block_multiple_of", int, 256)
+        if multiple < 1:
+            raise config.refuse(f"block_multiple_of is {multiple}")
+        size = -(-size // multiple) * multiple
+    tables = _describe_lfm2(config, size)
+    tables["tensors"] |= {
+        part: f"{LAYER}.feed_forward.{name}.weight"
+        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    }
+    return tables
+
+
+def _describe_lfm2(config: Config, ffn: int) -> Tables:
+    """What LFM2 with and without experts share."""
+    theta = config.read("theta", float, config.read("rope_theta", float, 1_000_000.0))
+    tables = describe_decoder(
+        config.change({"intermediate_size": ffn, "hidden_act": "silu", "rope_theta": theta})
+    )
+    epsilon = config.read("block_norm_eps", float, config.read("norm_eps", float, 1e-5))
+    tables["norm"] = {"epsilon": config.read("norm_eps", float, epsilon)}
+    tables["attention"] = {"head_norm": True}
+    tables["tied_head"] = config.read(
+        "tie_word_embeddings", bool, config.read("tie_embedding", bool, True)
+    )
+    chosen = config.read_list("full_attn_idxs")
+    _add_kinds(config, tables, "convolution", lambda layer: not chosen or layer in chosen)
+    tables["convolution"] = {
+        "width": tables["shape"]["hidden"],
+        "kernel": config.read("conv_L_cache", int, 3),
+        "bias": config.read("conv_bias", bool, False),
+    }
+    conv = f"{LAYER}.conv"
+    tables["tensors"] |= {
+        "attention_norm": f"{LAYER}.operator_norm.weight",
+        "ffn_norm": f"{LAYER}.ffn_norm.weight",
+        "final_norm": "model.embedding_norm.weight",
+        "query_norm": f"{LAYER}.self_attn.q_layernorm.weight",
+        "key_norm": f"{LAYER}.self_attn.k_layernorm.weight",
+        "output": f"{LAYER}.self_attn.out_proj.weight",
+        "state_order": "convolution",
+        "state_in": f"{conv}.in_proj.weight",
+        "state_in_bias": f"{conv}.in_proj.bias",
+        "state_convolution": f"{conv}.conv.weight",
+        "state_convolution_bias": f"{conv}.conv.bias",
+        "state_output": f"{conv}.out_proj.weight",
+        "state_output_bias": f"{conv}.out_proj.bias",
+    }
+    return tables
+
+
+FAMILIES = {
+    "bamba": describe_bamba,
+    "granitemoehybrid": describe_granite_hybrid,
+    "lfm2": describe_lfm2,
+    "qwen3_5_moe_text": describe_qwen3_5_moe,
+    "qwen3_5_text": describe_qwen3_5,
+    "qwen3_next": describe_qwen3_next,
+}

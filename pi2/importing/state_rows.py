@@ -1,0 +1,130 @@
+"""Which rows of a checkpoint's tensors become which tensor of a layer with a state.
+
+`pi2.plan.weights.states` says what a store has; checkpoints keep the same rows in other orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from pi2.arrays import F32, I64
+from pi2.importing.rows import Rows, fill_name
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.states import StateShape, describe_state
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes in the checkpoint by key of ``model.tensors``."""
+
+
+def list_state_shapes(model: Model) -> Shapes:
+    """Tensors of a layer with a state, and their shapes in the checkpoint."""
+    shape = _describe(model)
+    hidden, order, heads = model.shape.hidden, model.tensors.state_order, shape.value_heads
+    needs: Shapes = {"state_convolution": (shape.channels, 1, shape.kernel)}
+    if order == "separate":
+        needs["state_in"] = (shape.channels, hidden)
+        needs["state_gate"] = (shape.width, hidden)
+        needs |= {"state_beta": (heads, hidden), "state_alpha": (heads, hidden)}
+    elif order == "grouped":
+        needs |= {"state_in": (shape.rows, hidden), "state_beta": (2 * heads, hidden)}
+    else:
+        needs["state_in"] = (shape.rows + shape.gates, hidden)
+    if shape.projection_bias:
+        needs |= {"state_in_bias": needs["state_in"][:1], "state_output_bias": (hidden,)}
+    if shape.convolution_bias:
+        needs["state_convolution_bias"] = (shape.channels,)
+    if shape.kind != "convolution":
+        needs |= {"state_decay": (heads,), "state_step": (heads,)}
+        needs["state_norm"] = (shape.width if shape.kind == "mamba" else shape.value_dim,)
+    if shape.kind == "mamba":
+        needs["state_skip"] = (heads,)
+    needs["state_output"] = (hidden, shape.width)
+    return needs
+
+
+def find_state_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
+) -> list[Rows]:
+    """Rows of a matrix of the store, ``state_in``, ``state_gates`` or ``state_output``, and of
+    ``state_in_bias``, one after the other."""
+
+    def take(key: str, index: I64 | None = None) -> Rows:
+        name = fill_name(getattr(model.tensors, key), layer)
+        return Rows(tensor=tensors[name], index=index)
+
+    return [take(key, index) for key, index in _list_rows(model, _describe(model), kind)]
+
+
+def _list_rows(model: Model, shape: StateShape, kind: str) -> Iterator[tuple[str, I64 | None]]:
+    order = model.tensors.state_order
+    if kind == "state_in" and order == "separate":
+        yield from (("state_in", None), ("state_gate", None))
+    elif kind == "state_gates" and order == "separate":
+        yield from (("state_beta", None), ("state_alpha", None))
+    elif kind == "state_in" and order == "grouped":
+        yield "state_in", _ungroup(shape)
+    elif kind == "state_gates" and order == "grouped":
+        together = shape.value_heads // shape.key_heads
+        pairs = np.arange(shape.gates).reshape(shape.key_heads, 2, together)
+        yield "state_beta", pairs.transpose(1, 0, 2).reshape(-1)
+    elif kind in ("state_in", "state_in_bias") and order == "mamba":
+        yield kind, _order_mamba(shape)
+    elif kind == "state_gates" and order == "mamba":
+        yield "state_in", np.arange(shape.gates) + shape.rows
+    else:
+        yield kind, None
+
+
+def _ungroup(shape: StateShape) -> I64:
+    """Queries, keys, values and gates of rows that have them for every key head."""
+    values = shape.value_heads // shape.key_heads * shape.value_dim
+    sizes = (shape.key_dim, shape.key_dim, values, values)
+    rows = np.arange(shape.rows).reshape(shape.key_heads, -1)
+    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def _order_mamba(shape: StateShape) -> I64:
+    """C, B, x and gates of rows that have gates, x, B, C and step sizes."""
+    return np.concatenate([_order_channels(shape) + shape.width, np.arange(shape.width)])
+
+
+def _order_channels(shape: StateShape) -> I64:
+    """C, B and x of channels that are x, B and C."""
+    keys = shape.key_heads * shape.key_dim
+    values, before, after = np.split(np.arange(shape.channels), [shape.width, shape.width + keys])
+    return np.concatenate([after, before, values])
+
+
+def read_state_vector(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
+) -> tuple[F32, SourceTensor]:
+    """A float32 tensor [rows, length] of the store, and where it comes from."""
+    shape = _describe(model)
+    tensor = tensors[fill_name(getattr(model.tensors, kind), layer)]
+    values = tensor.read()
+    if kind == "state_convolution":
+        values = values.reshape(shape.channels, shape.kernel).T
+    else:
+        values = values.reshape(1, -1)
+    if kind == "state_decay":
+        values = -np.exp(values)
+    if model.tensors.state_order == "mamba":
+        if kind.startswith("state_convolution"):
+            values = values[:, _order_channels(shape)]
+        if kind == "state_step" and shape.projection_bias:
+            # Step sizes come out of the projection with a bias of their own.
+            bias = tensors[fill_name(model.tensors.state_in_bias, layer)].read()
+            values = values + bias[shape.rows :]
+        if kind == "state_in_bias":
+            values = values[:, _order_mamba(shape)]
+    return np.ascontiguousarray(values), tensor
+
+
+def _describe(model: Model) -> StateShape:
+    shape = describe_state(model)
+    assert shape is not None, "a rule says so first"
+    return shape

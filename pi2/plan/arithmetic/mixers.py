@@ -1,0 +1,77 @@
+"""Bytes of what mixes a layer's tokens: projections of attention, or what stands in its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.plan.weights.layout import ALIGNMENT, matrix_bytes, round_up
+from pi2.plan.weights.states import describe_state, list_state_tensors
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.model import Model
+
+
+def count_projection_bytes(model: Model) -> int:
+    """Bytes of the projections of an attention layer, their biases and norms of heads."""
+    shape, precision = model.shape, model.quantization.attention
+    size = _align(matrix_bytes(model.qkv_rows, shape.stored_hidden, precision))
+    size += _align(matrix_bytes(shape.stored_hidden, shape.stored_query, precision))
+    size += _align(4 * shape.stored_hidden) * model.attention.output_bias
+    size += _align(4 * model.qkv_rows) * model.attention.qkv_bias
+    return size + 2 * _align(4 * shape.head_dim) * model.attention.head_norm
+
+
+def count_state_tensor_bytes(model: Model) -> int:
+    """Bytes of the projections, the convolution and the vectors of a layer with a state."""
+    shape = describe_state(model)
+    size = 0
+    for tensor in [] if shape is None else list_state_tensors(model, shape):
+        if tensor.precision is None:
+            size += _align(4 * tensor.rows * tensor.length)
+        else:
+            size += _align(matrix_bytes(tensor.rows, tensor.length, tensor.precision))
+    return size
+
+
+def count_mixer_bytes(model: Model) -> int:
+    """Bytes of weights that a layer's attention, or what stands in its place, reads for a token;
+    the mean of all layers."""
+    shape, precision = model.shape, model.quantization.attention
+    each = matrix_bytes(model.qkv_rows, shape.stored_hidden, precision)
+    each += matrix_bytes(shape.stored_hidden, shape.stored_query, precision)
+    total = len(model.attention_layers) * each
+    state = describe_state(model)
+    if state is not None:
+        total += len(model.state_layers) * sum(
+            matrix_bytes(tensor.rows, tensor.length, tensor.precision)
+            for tensor in list_state_tensors(model, state)
+            if tensor.precision is not None
+        )
+    return total // shape.layers
+
+
+def count_mixer_weights(model: Model) -> int:
+    """Number of these weights, for arithmetic."""
+    shape, state = model.shape, describe_state(model)
+    each = (model.qkv_rows + shape.stored_query) * shape.stored_hidden
+    total = len(model.attention_layers) * each
+    if state is not None:
+        rows = state.rows + state.gates + state.stored_width
+        total += len(model.state_layers) * rows * shape.stored_hidden
+    return total // shape.layers
+
+
+def count_state_bytes(model: Model) -> int:
+    """Bytes of the state of one sequence in a layer that has one: elements of the tokens that its
+    convolution reads, and its recurrent state, float32."""
+    state = describe_state(model)
+    return 0 if state is None else _align(4 * state.kept) + _align(4 * state.memory)
+
+
+def count_state_traffic(model: Model) -> int:
+    """Bytes of states that a layer reads and writes for a token; the mean of all layers."""
+    return 2 * count_state_bytes(model) * len(model.state_layers) // model.shape.layers
+
+
+def _align(size: int) -> int:
+    return round_up(size, ALIGNMENT)

@@ -1,0 +1,91 @@
+"""A model with layers that keep a state says what they are, and their sizes.
+
+Why: every layer has a kind; states of one kind have one shape, so that there is at most one kind
+beside attention; value heads share the keys of key heads evenly, and norms divide the output
+evenly.
+
+Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
+
+Fix: state what the checkpoint's configuration states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding
+from pi2.plan.documents.model import Model
+
+CODE = "P275"
+SEVERITY = "error"
+NEEDS = ("model",)
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Compare kinds with the number of layers, and with the tables that they need."""
+    model = facts.model
+    if model.attention.output_gate and model.tensors.fused_qkv is not None:
+        yield _find(
+            ("attention", "output_gate"),
+            "queries with gates are not in one tensor with keys and values",
+            "name query, key and value in [tensors]",
+        )
+    kinds = () if model.layers is None else model.layers.kinds
+    if kinds and len(kinds) != model.shape.layers:
+        yield _find(
+            ("layers", "kinds"),
+            f"{len(kinds)} kinds are stated, but the model has {model.shape.layers} layers",
+            "state one kind for each layer",
+        )
+    states = list(dict.fromkeys(kind for kind in kinds if kind != "attention"))
+    if len(states) > 1:
+        yield _find(
+            ("layers", "kinds"),
+            f"layers of the kinds {' and '.join(states)} are in one model",
+            "one kind beside attention can be computed",
+        )
+    for kind in states[:1]:
+        needed = "convolution" if kind == "convolution" else "recurrence"
+        if getattr(model, needed) is None:
+            yield _find(
+                ("layers", "kinds"),
+                f"layers of the kind {kind} need the table [{needed}]",
+                f"state [{needed}]",
+            )
+    yield from _check_recurrence(model, states)
+
+
+def _check_recurrence(model: Model, states: list[str]) -> Iterator[Finding]:
+    sizes = model.recurrence
+    if sizes is None:
+        return
+    if sizes.value_heads % sizes.key_heads:
+        yield _find(
+            ("recurrence", "value_heads"),
+            f"{sizes.value_heads} value heads cannot share {sizes.key_heads} key heads evenly",
+            "take both from the checkpoint's configuration",
+        )
+    if sizes.width % sizes.norm_groups:
+        yield _find(
+            ("recurrence", "norm_groups"),
+            f"{sizes.width} elements are not divided by {sizes.norm_groups} norms",
+            "take norm_groups from the checkpoint's configuration",
+        )
+    wrong = sizes.projection_bias or sizes.norm_groups > 1 or sizes.longest_step is not None
+    if "delta" in states and (wrong or sizes.shortest_step):
+        yield _find(
+            ("recurrence",),
+            "layers of the kind delta have no biases, parts of norms and limits of steps",
+            "remove them, or write mamba instead of delta",
+        )
+    if sizes.longest_step is not None and sizes.longest_step < sizes.shortest_step:
+        yield _find(
+            ("recurrence", "longest_step"),
+            f"the longest step {sizes.longest_step:g} is below the shortest, "
+            f"{sizes.shortest_step:g}",
+            "take both from the checkpoint's configuration",
+        )
+
+
+def _find(path: tuple[str, ...], message: str, remedy: str) -> Finding:
+    return Finding(document="model", path=path, message=message, help=remedy)

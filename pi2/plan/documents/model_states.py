@@ -1,0 +1,74 @@
+"""Layers that keep a state of fixed size instead of keys and values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, Table
+
+LayerKind = Literal["attention", "delta", "mamba", "convolution"]
+"""What mixes the tokens of a layer: softmax attention, a gated delta rule (Gated DeltaNet),
+Mamba-2, or a short gated convolution."""
+
+StepLimit = Annotated[float, Field(ge=0.0, examples=[0.001])]
+"""A limit of step sizes."""
+
+
+class LayerKinds(Table):
+    """What mixes the tokens of each layer, where it is not attention in all of them."""
+
+    kinds: Annotated[
+        tuple[LayerKind, ...], Field(min_length=1, examples=[["delta", "delta", "attention"]])
+    ]
+    """One kind for every layer, the first first. ``delta``, ``mamba`` and ``convolution`` keep a
+    state of fixed size for each sequence instead of keys and values; a model has at most one of
+    them beside ``attention``."""
+
+
+class Recurrence(Table):
+    """Sizes of layers of the kinds ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
+    Networks") and ``mamba`` (Dao and Gu 2024, "Transformers are SSMs")."""
+
+    key_heads: Annotated[int, Field(ge=1, le=2**14, examples=[16])]
+    """Heads of queries and keys; Mamba-2's groups."""
+    value_heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
+    """Heads of values, a multiple of ``key_heads``; Mamba-2's heads."""
+    key_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of a key; Mamba-2's state size."""
+    value_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of a value; Mamba-2's head width."""
+    kernel: Annotated[int, Field(ge=1, le=64, examples=[4])] = 4
+    """Tokens that the convolution before it reads, the token itself included."""
+    convolution_bias: bool = False
+    """Whether that convolution has a bias."""
+    projection_bias: bool = False
+    """Whether the projections into and out of the layer have biases (``mamba``)."""
+    norm_groups: Count = 1
+    """Parts of its output that are normalised apart (``mamba``)."""
+    shortest_step: StepLimit = 0.0
+    """Least step size (``mamba``)."""
+    longest_step: Annotated[float, Field(gt=0.0, examples=[0.1])] | None = None
+    """Greatest step size (``mamba``); absent means no limit."""
+
+    @property
+    def channels(self) -> int:
+        """Elements that the convolution reads: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.width
+
+    @property
+    def width(self) -> int:
+        """Elements of all value heads together."""
+        return self.value_heads * self.value_dim
+
+
+class Convolution(Table):
+    """Layers of the kind ``convolution``: out(c * conv(b * x)), b, c and x projected (LFM2)."""
+
+    width: Annotated[int, Field(ge=1, le=2**20, examples=[2048])]
+    """Channels."""
+    kernel: Annotated[int, Field(ge=1, le=64, examples=[3])] = 3
+    """Tokens that the convolution reads, the token itself included."""
+    bias: bool = False
+    """Whether projections and convolution have biases."""

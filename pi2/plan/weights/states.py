@@ -1,0 +1,160 @@
+"""What a layer with a state is made of: the rows of its projections, its tensors, its state.
+
+Pure arithmetic, shared by the store, the backends and the plan's sizes.
+
+A layer of the kind ``delta`` or ``mamba`` projects its input to queries, keys and values of all
+heads, which go through a causal convolution of some tokens and SiLU, and to a gate for each of the
+values; of ``mamba``, queries are called C, keys B and values x.  A layer of the kind
+``convolution`` projects to b, c and x.  Rows of the projection are in this order, heads one after
+the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pi2.plan.weights.layout import Precision, fill_groups
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.model import Model
+
+StateKind = Literal["delta", "mamba", "convolution"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """Sizes of a layer with a state, in elements; plain values, from which kernels are made."""
+
+    kind: StateKind
+    kernel: int
+    """Tokens that the convolution reads, the token itself included."""
+    width: int
+    """Elements of what is mixed, before it is projected back."""
+    channels: int
+    """Elements that go through the convolution."""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    convolution_bias: bool = False
+    projection_bias: bool = False
+    norm_groups: int = 1
+    shortest_step: float = 0.0
+    longest_step: float | None = None
+
+    @property
+    def stored_width(self) -> int:
+        """Length of what is mixed in stores and backends: zeros fill it up."""
+        return fill_groups(self.width)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the projection ``state_in``: what is convolved, and gates or b and c."""
+        return 3 * self.width if self.kind == "convolution" else self.channels + self.width
+
+    @property
+    def gates(self) -> int:
+        """Rows of the projection ``state_gates``: input and decay gates of value heads, or step
+        sizes."""
+        return {"delta": 2, "mamba": 1, "convolution": 0}[self.kind] * self.value_heads
+
+    @property
+    def kept(self) -> int:
+        """Elements of earlier tokens that the convolution needs."""
+        return (self.kernel - 1) * self.channels
+
+    @property
+    def memory(self) -> int:
+        """Elements of the recurrent state: a matrix for every value head."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+def describe_state(model: Model) -> StateShape | None:
+    """Sizes of the layers with a state; None of a model whose layers are all attention, or that
+    does not state the sizes."""
+    kind = model.state_kind
+    if kind is None:
+        return None
+    if kind == "convolution":
+        if model.convolution is None:
+            return None
+        own = model.convolution
+        return StateShape(
+            kind=kind,
+            kernel=own.kernel,
+            width=own.width,
+            channels=own.width,
+            convolution_bias=own.bias,
+            projection_bias=own.bias,
+        )
+    if model.recurrence is None:
+        return None
+    sizes = model.recurrence
+    return StateShape(
+        kind=kind,
+        kernel=sizes.kernel,
+        width=sizes.width,
+        channels=sizes.channels,
+        key_heads=sizes.key_heads,
+        value_heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        convolution_bias=sizes.convolution_bias,
+        projection_bias=sizes.projection_bias,
+        norm_groups=sizes.norm_groups,
+        shortest_step=sizes.shortest_step,
+        longest_step=sizes.longest_step,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor of a layer with a state; ``precision`` None is float32."""
+
+    kind: str
+    precision: Precision | None
+    rows: int
+    length: int
+
+
+def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
+    """Tensors of a layer's mixer besides the norm before it, in their order in the store.
+
+    ``state_in`` [rows, hidden]; ``state_gates`` [gates, hidden], fp16 because decays multiply up;
+    ``state_convolution`` float32 [kernel, channels], the oldest token's first; ``state_decay``
+    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, value heads], added
+    to step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or,
+    of Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
+    """
+    hidden, precision = model.shape.stored_hidden, model.quantization.attention
+    found = [
+        StateTensor(kind="state_in", precision=precision, rows=shape.rows, length=hidden),
+    ]
+
+    def add_vector(kind: str, length: int, rows: int = 1) -> None:
+        found.append(StateTensor(kind=kind, precision=None, rows=rows, length=length))
+
+    if shape.projection_bias:
+        add_vector("state_in_bias", shape.rows)
+    if shape.gates:
+        found.append(
+            StateTensor(kind="state_gates", precision="fp16", rows=shape.gates, length=hidden)
+        )
+    add_vector("state_convolution", shape.channels, shape.kernel)
+    if shape.convolution_bias:
+        add_vector("state_convolution_bias", shape.channels)
+    if shape.kind != "convolution":
+        add_vector("state_decay", shape.value_heads)
+        add_vector("state_step", shape.value_heads)
+        if shape.kind == "mamba":
+            add_vector("state_skip", shape.value_heads)
+        add_vector("state_norm", shape.width if shape.kind == "mamba" else shape.value_dim)
+    found.append(
+        StateTensor(
+            kind="state_output", precision=precision, rows=hidden, length=shape.stored_width
+        )
+    )
+    if shape.projection_bias:
+        add_vector("state_output_bias", hidden)
+    return found
