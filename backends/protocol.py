@@ -314,6 +314,23 @@ class LengthAware(Protocol):
         """Tell that the calls that follow bring the sequence to ``end`` tokens."""
 
 
+@runtime_checkable
+class StateKeeper(Protocol):
+    """An executor that copies the states of layers that have one instead of keys and values.
+
+    Keys and values of a position stay as they are when later ones come; a state is that after the
+    last token, and nothing else.  Whoever wants to go on from an earlier token keeps a copy.  A
+    sequence that begins at position 0 begins with an empty state, whatever was there.
+    """
+
+    def read_state(self, sequence: int) -> F32:
+        """A copy [n] of all states of a sequence, in an order of the executor's own; empty for a
+        model without such layers."""
+
+    def put_state(self, sequence: int, state: F32) -> None:
+        """Put back what `read_state` gave, of this sequence or of another one."""
+
+
 class Backend(Protocol):
     """Members of every backend's module ``backend``."""
 

@@ -190,6 +190,7 @@ def build(
             rows=make_rows(resolved, executor, shares),
             loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
+            has_states=bool(resolved.model.state_layers),
         )
         release = cleanup.pop_all()
     return LoadedModel(

@@ -415,6 +415,15 @@ MODELS: dict[str, tuple[str, Options]] = {
             "conv_bias": True,
         },
     ),
+    "lfm2-plain": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }

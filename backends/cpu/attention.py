@@ -72,7 +72,8 @@ class Attention:
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
             self._weights.append(space.wrap_tensors(**names) | own | turned)
-        self._states = None if spec.state is None else States(request, space, spec)
+        self.states = None if spec.state is None else States(request, space, spec)
+        """What layers with a state have instead."""
         self._caches = [
             [self._make_cache(space, layer, sequence) for layer in self._layers]
             for sequence in range(request.sequences)
@@ -95,8 +96,8 @@ class Attention:
         """Return views of what a layer keeps of a sequence: keys and values, or a state."""
         if self._kinds[layer] == "attention":
             return _make_cache(space, self._spec, self.context)
-        assert self._states is not None
-        return self._states.kept[sequence][layer]
+        assert self.states is not None
+        return self.states.kept[sequence][layer]
 
     def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
         """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
@@ -146,9 +147,9 @@ class Attention:
         arrays = (self._weights[layer], cache, self._room, views)
         name = function.removesuffix("_all")
         if self._kinds[layer] != "attention":
-            assert self._states is not None
+            assert self.states is not None
             function = f"state_{name}"
-            arrays = (self._states.weights[layer], cache, self._states.room, views)
+            arrays = (self.states.weights[layer], cache, self.states.room, views)
         given = f"{which} position context"
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
 

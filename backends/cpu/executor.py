@@ -334,6 +334,16 @@ class CpuExecutor:
         for tables in self._attention.ropes:
             tables.expect(end)
 
+    def read_state(self, sequence: int) -> F32:
+        """See `pi2.backends.protocol.StateKeeper`."""
+        states = self._attention.states
+        return np.zeros(0, np.float32) if states is None else states.read(sequence)
+
+    def put_state(self, sequence: int, state: F32) -> None:
+        """See `pi2.backends.protocol.StateKeeper`."""
+        if self._attention.states is not None:
+            self._attention.states.put(sequence, state)
+
     def read_ffn_input(self) -> F32:
         """Return what the FFN reads, before it was rounded to integers."""
         return self._now.arrays.normalized[: self._now.tokens]

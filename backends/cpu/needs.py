@@ -42,7 +42,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
     first two more and a predictor's inner vector, d floats and 33 KiB per thread.  On cores that
     have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of
-    tokens.
+    tokens.  For layers with a state, an input as wide as what they mix, their projections, and two
+    floats for each value head.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from pi2.arrays import F32
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
@@ -28,11 +31,19 @@ class States:
             )
             for layer in model.state_layers
         }
-        self.kept: list[dict[int, Views]] = [
-            {layer: _make_state(space, shape) for layer in model.state_layers}
-            for _ in range(request.sequences)
-        ]
-        """States of each sequence by layer."""
+        self._arrays: list[list[F32]] = []
+        """States of each sequence, by layer one after the other."""
+        self.kept: list[dict[int, Views]] = []
+        """Views of them by layer, of each sequence."""
+        for _ in range(request.sequences):
+            made = {layer: _make_state(space, shape) for layer in model.state_layers}
+            self._arrays.append([array for state in made.values() for array in state.values()])
+            self.kept.append(
+                {
+                    layer: {name: space.wrap(array) for name, array in state.items()}
+                    for layer, state in made.items()
+                }
+            )
         tokens = count_tokens(request)
         self.room = space.make_activations(
             "state_mixed", tokens, shape.stored_width, spec.most_planes, pairs=spec.isa.pairs
@@ -43,13 +54,22 @@ class States:
         factors = space.make("float32", tokens, max(1, 2 * shape.value_heads))
         self.room["state_factors"] = space.wrap(factors)
 
+    def read(self, sequence: int) -> F32:
+        """Return a copy of all states of a sequence."""
+        return np.concatenate(self._arrays[sequence])
 
-def _make_state(space: Workspace, shape: StateShape) -> Views:
-    """Return views of a layer's state."""
+    def put(self, sequence: int, state: F32) -> None:
+        """Set the states of a sequence to what `read` gave."""
+        first = 0
+        for array in self._arrays[sequence]:
+            array[:] = state[first : first + len(array)]
+            first += len(array)
+
+
+def _make_state(space: Workspace, shape: StateShape) -> dict[str, F32]:
+    """Return the arrays of a layer's state; an element stands for one that is empty."""
     sizes = {"state_tail": shape.kept, "state_memory": shape.memory}
     return {
-        name: space.wrap(space.make("float32", size, segment="state"))
-        if size
-        else space.wrap(space.make("float32", 1))
+        name: space.make("float32", max(1, size), segment="state" if size else "workspace")
         for name, size in sizes.items()
     }

@@ -371,6 +371,15 @@ class ReferenceExecutor(ObservableExecutor):
         """See `pi2.backends.protocol.LengthAware`."""
         self._attention.expect(end)
 
+    def read_state(self, sequence: int) -> F32:
+        """See `pi2.backends.protocol.StateKeeper`."""
+        return np.zeros(0, np.float32) if self._states is None else self._states.read(sequence)
+
+    def put_state(self, sequence: int, state: F32) -> None:
+        """See `pi2.backends.protocol.StateKeeper`."""
+        if self._states is not None:
+            self._states.put(sequence, state)
+
     def read_ffn_input(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""
         return self._u

@@ -42,6 +42,22 @@ class States:
         tensor = self._request.tensors[name_layer_tensor(layer, kind)]
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
 
+    def read(self, sequence: int) -> F32:
+        """A copy of all states of a sequence, one after the other."""
+        return np.concatenate([array.reshape(-1) for array in self._list_arrays(sequence)])
+
+    def put(self, sequence: int, state: F32) -> None:
+        """Set the states of a sequence to what `read` gave."""
+        first = 0
+        for array in self._list_arrays(sequence):
+            array[...] = state[first : first + array.size].reshape(array.shape)
+            first += array.size
+
+    def _list_arrays(self, sequence: int) -> list[F32]:
+        layers = self._request.model.state_layers
+        places = [(sequence, layer) for layer in layers]
+        return [kept[place] for place in places for kept in (self._tails, self._memories)]
+
     def mix(self, layer: int, projected: F32, gates: F32, sequence: int, position: int) -> F32:
         """What a sequence's tokens from ``position`` on mix, [T, stored width].
 

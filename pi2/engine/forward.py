@@ -32,13 +32,15 @@ class Forward:
         rows: WholeRows | None = None,
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
+        has_states: bool = False,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
         each of the ``sequences`` that there is room for; ``rows``: who computes projections and
         head, by default the executor; ``loan``: memory of the contexts that is
         lent while it is not used; ``embedding``: what reads its rows, where it is
-        not in memory."""
+        not in memory; ``has_states``: whether layers keep states, which a step that failed has
+        changed."""
         self._executor = executor
         self._rows = rows or WholeRows(executor)
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
@@ -51,6 +53,9 @@ class Forward:
         self._embedding = embedding
         self.positions = [0] * sequences
         """Tokens of each sequence whose keys and values are kept."""
+        self._has_states = has_states
+        self._interrupted: set[int] = set()
+        """Sequences whose states some layers have taken further than others."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
 
@@ -63,6 +68,7 @@ class Forward:
         """Begin a new sequence in the place of another; the neuron cache keeps its content."""
         self._feed_forward.abandon()
         self.positions[sequence] = 0
+        self._interrupted.discard(sequence)
         if self._loan is not None and not any(self.positions):
             self._touched = [0] * len(self.positions)
             self._loan.begin()
@@ -137,6 +143,12 @@ class Forward:
         return np.concatenate(parts)
 
     def _check_room(self, sequence: int, count: int) -> None:
+        if sequence in self._interrupted:
+            raise UserError.of(
+                "P616",
+                "this sequence was interrupted, and its layers' states are of different tokens",
+                help="begin it anew",
+            )
         end = self.positions[sequence] + count
         if end > self._context:
             raise UserError.of(
@@ -170,9 +182,15 @@ class Forward:
                 if len(chunks) > 1 or layer + 1 == self._layers:
                     progress((layer + 1) / self._layers)
         except BaseException:
-            feed_forward.abandon()
+            self._interrupt([sequence])
             raise
         self.positions[sequence] += sum(len(tokens) for tokens in chunks)
+
+    def _interrupt(self, sequences: Sequence[int]) -> None:
+        """Give up what is under way; states cannot be taken back."""
+        if self._has_states:
+            self._interrupted.update(sequences)
+        self._feed_forward.abandon()
 
     def _embed(self, tokens: I32) -> None:
         self._executor.embed(self._find_rows(tokens))
@@ -208,7 +226,7 @@ class Forward:
             if not is_dense:
                 feed_forward.end_token()
         except BaseException:
-            feed_forward.abandon()
+            self._interrupt(sequences)
             raise
         for sequence in sequences:
             self.positions[sequence] += 1

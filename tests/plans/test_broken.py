@@ -91,6 +91,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "fraction-for-whole.plan.toml": ("P103", 41, 9),
     "gate-of-silu.plan.toml": ("P234", 44, 13),
     "gates-missing.model.toml": ("P253", 17, 9),
+    "kinds-of-too-few-layers.model.toml": ("P275", 17, 9),
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),
     "heads-not-shared.model.toml": ("P240", 10, 12),

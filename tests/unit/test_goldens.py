@@ -58,7 +58,11 @@ def test_the_cpu_backend_agrees(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(greedy, golden.greedy)
 
 
-@pytest.mark.parametrize("name", list_goldens())
+COMPUTED_ALIKE = {"bamba", "granite-hybrid-dense", "lfm2-plain", "qwen3-5", "qwen3-5-moe"}
+"""Whose layers with a state are those of other goldens: the reference backend tells the rest."""
+
+
+@pytest.mark.parametrize("name", sorted({*list_goldens()} - COMPUTED_ALIKE))
 def test_the_cpu_backend_agrees_as_the_reference_does_where_nothing_is_rounded(
     tmp_path: Path, name: str
 ) -> None:

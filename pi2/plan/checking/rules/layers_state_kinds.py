@@ -11,7 +11,7 @@ Fix: state what the checkpoint's configuration states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pi2.plan.checking.findings import Facts, Finding
 from pi2.plan.documents.model import Model
@@ -55,7 +55,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _check_recurrence(model, states)
 
 
-def _check_recurrence(model: Model, states: list[str]) -> Iterator[Finding]:
+def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
     sizes = model.recurrence
     if sizes is None:
         return

@@ -1,0 +1,176 @@
+"""Layers that keep a state: it is the same however the tokens before came, and never another
+sequence's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.protocol import StateKeeper
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.sizes import compute_needs
+from pi2.plan.resolve import load_plan
+from tests.helpers.goldens import (
+    EXACT,
+    UNROUNDED,
+    convert_golden,
+    copy_checkpoint,
+    measure_error,
+    read_golden,
+    write_plan,
+)
+
+ROUNDING = 1e-4
+"""Of the largest logit, as for goldens: products of several tokens are added up in another order
+than one's, and states carry the differences on."""
+NAMES = ("qwen3-next", "granite-hybrid", "lfm2")
+"""A golden model of every kind of state."""
+CPU = {"backends.cpu": "cpu", **UNROUNDED}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plan(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def delta_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plan("qwen3-next", tmp_path_factory.mktemp("delta"))
+
+
+def make_plan(name: str, folder: Path) -> Path:
+    model = convert_golden(copy_checkpoint(name, folder / "checkpoint"), folder, EXACT)
+    return write_plan(folder, model, {})
+
+
+def draw_prompt(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 96, count).tolist()
+
+
+def compute(plan: Path, ids: list[int], changes: dict[str, Any], mode: Any = "prefill") -> F32:
+    with pi2.load(plan, set=changes) as model:
+        return model.logits(ids, mode=mode)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_chunks_of_any_length_lead_to_the_same_state(plan: Path, backend: dict[str, Any]) -> None:
+    ids = draw_prompt(23, 1)
+    whole = compute(plan, ids, {**backend, "prefill.chunk": 23})
+    for changes, mode in (
+        ({"prefill.chunk": 5}, "prefill"),
+        ({"prefill.chunk": 1}, "prefill"),
+        ({"prefill.chunk": 4, "pipeline.prefill": "layers-first"}, "prefill"),
+        ({}, "decode"),
+    ):
+        found = compute(plan, ids, {**backend, **changes}, mode)
+        assert measure_error(found, whole) <= ROUNDING, (changes, mode)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_sequences_keep_states_of_their_own(delta_plan: Path, backend: dict[str, Any]) -> None:
+    """Three together, the second of which ends and makes room for another."""
+    prompts = [draw_prompt(count, count) for count in (7, 3, 11, 5)]
+    found: dict[int, list[F32]] = {number: [] for number in range(4)}
+    with pi2.load(delta_plan, set={**backend, "decode.batch": 3}) as model:
+        forward = model._parts.forward
+        places = {0: 0, 1: 1, 2: 2}
+        for number, place in places.items():
+            forward.prefill(np.array(prompts[number], np.int32), sequence=place)
+        for step in range(6):
+            if step == 3:
+                places = {0: 0, 3: 1, 2: 2}
+                forward.reset(1)
+                forward.prefill(np.array(prompts[3], np.int32), sequence=1)
+            tokens = [10 * number + 3 + step for number in places]
+            rows = forward.step(tokens, list(places.values()))
+            for number, row in zip(places, rows, strict=True):
+                found[number].append(row.copy())
+    for number, rows in found.items():
+        first = 3 if number == 3 else 0
+        tokens = [10 * number + 3 + first + step for step in range(len(rows))]
+        alone = compute(delta_plan, [*prompts[number], *tokens], backend, "decode")
+        assert measure_error(np.array(rows), alone[-len(rows) :]) <= ROUNDING, number
+
+
+def test_a_new_sequence_begins_with_an_empty_state(plan: Path) -> None:
+    ids = draw_prompt(9, 2)
+    with pi2.load(plan) as model:
+        first = model.logits(ids)
+        model.logits(draw_prompt(17, 3))
+        np.testing.assert_array_equal(model.logits(ids), first)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_a_copied_state_continues_where_it_was_taken(
+    delta_plan: Path, backend: dict[str, Any]
+) -> None:
+    with pi2.load(delta_plan, set={**backend, "decode.batch": 2}) as model:
+        forward, executor = model._parts.forward, model._parts.executor
+        assert isinstance(executor, StateKeeper)
+        forward.prefill(np.array(draw_prompt(9, 4), np.int32))
+        kept = executor.read_state(0)
+        assert kept.any()
+        expected = [forward.step([token], [0]).copy() for token in (5, 6, 7)]
+        # Keys and values of the tokens before are still there; the states are not.
+        executor.put_state(0, kept)
+        forward.positions[0] = 9
+        for token, logits in zip((5, 6, 7), expected, strict=True):
+            np.testing.assert_array_equal(forward.step([token], [0]), logits)
+        assert not executor.read_state(1).any()
+
+
+def test_an_interrupted_sequence_does_not_go_on(
+    delta_plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pi2.load(delta_plan) as model:
+        forward, ids = model._parts.forward, np.array(draw_prompt(5, 5), np.int32)
+        expected = forward.prefill(ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(model._parts.executor, "end_ffn", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                forward.decode(4)
+        with pytest.raises(UserError, match="P616"):
+            forward.decode(4)
+        forward.reset()
+        np.testing.assert_array_equal(forward.prefill(ids), expected)
+
+
+def interrupt(layer: int) -> None:
+    if layer == 1:
+        raise KeyboardInterrupt
+
+
+def test_larger_than_memory_gives_the_same_bits(delta_plan: Path) -> None:
+    """The experts that a router chooses are read when a token needs them."""
+    golden = read_golden("qwen3-next")
+    routed = {"decode.predictor": "router"}
+    with pi2.load(delta_plan, set=routed | {"layers.hot": 1.0}) as model:
+        expected = model.logits(golden.prompt, mode="decode")
+    need = load_plan(delta_plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
+    with pi2.load(delta_plan, set=little) as model:
+        np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
+        assert model.stats.flash_read_bytes > 0
+
+
+@pytest.mark.parametrize("changes", [{"decode.batch": 2}, CPU], ids=["reference", "cpu"])
+def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, Any]) -> None:
+    with pi2.load(plan, set=changes) as model:
+        prompts = [[3, 4, 5], [6, 7]]
+        assert model.generate_batch(prompts, max_tokens=3, ignore_eos=True).result.steps
+        needs, used = compute_needs(model.plan), model._parts.budget.used_bytes
+        assert needs.state.bytes > 0
+        assert used["state"] == needs.state.bytes
+        for name, need in needs.items():
+            assert name == "cold" or used[name] <= need.bytes, name
+        assert used["attention"] >= 0.99 * needs.attention.bytes
+
+
+def test_a_plan_without_room_for_states_is_refused(delta_plan: Path) -> None:
+    with pytest.raises(UserError, match="segment state has 4 KiB and needs"):
+        pi2.load(delta_plan, set={"memory.segments.state": "4 KiB"})
