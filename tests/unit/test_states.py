@@ -90,11 +90,11 @@ def test_sequences_keep_states_of_their_own(delta_plan: Path, backend: dict[str,
             rows = forward.step(tokens, list(places.values()))
             for number, row in zip(places, rows, strict=True):
                 found[number].append(row.copy())
-    for number, rows in found.items():
+    for number, logits in found.items():
         first = 3 if number == 3 else 0
-        tokens = [10 * number + 3 + first + step for step in range(len(rows))]
+        tokens = [10 * number + 3 + first + step for step in range(len(logits))]
         alone = compute(delta_plan, [*prompts[number], *tokens], backend, "decode")
-        assert measure_error(np.array(rows), alone[-len(rows) :]) <= ROUNDING, number
+        assert measure_error(np.array(logits), alone[-len(logits) :]) <= ROUNDING, number
 
 
 def test_a_new_sequence_begins_with_an_empty_state(plan: Path) -> None:
