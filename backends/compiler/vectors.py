@@ -6,6 +6,7 @@ through `load_as`, which assumes no alignment: LLVM derives it from the index.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.tirx import Shuffle
@@ -153,17 +154,20 @@ def prefetch(buffer: Buffer, index: Expr) -> None:
     )
 
 
-def take_exponential(value: Expr, lanes: int) -> Expr:
+def take_exponential(
+    value: Expr, lanes: int, round_off: Callable[[Expr], Expr] = T.nearbyint
+) -> Expr:
     """Return exp(value), relative error below 3e-7; arguments below -87 give about 1e-38.
 
-    2^n times the Taylor polynomial of degree 7 over [-ln 2 / 2, ln 2 / 2].
+    2^n times the Taylor polynomial of degree 7 over [-ln 2 / 2, ln 2 / 2].  ``round_off`` gives the
+    nearest integer of a small float, where the processor has no instruction for it.
     """
 
     def number(literal: float) -> Expr:
         return constant(literal, "float32", lanes)
 
     value = let(T.max(T.min(value, number(88.0)), number(-87.0)))
-    power = let(T.nearbyint(value * number(1.4426950408889634)))
+    power = let(round_off(value * number(1.4426950408889634)))
     # ln 2 in two parts: the first has few bits, so that power * part is exact.
     rest = let(T.fma(power, number(-0.693359375), value))
     rest = let(T.fma(power, number(2.12194440e-4), rest))
@@ -176,14 +180,16 @@ def take_exponential(value: Expr, lanes: int) -> Expr:
     return result * reinterpret(exponent, "float32", lanes)
 
 
-def take_tanh(value: Expr, lanes: int) -> Expr:
+def take_tanh(value: Expr, lanes: int, round_off: Callable[[Expr], Expr] = T.nearbyint) -> Expr:
     """Return tanh(value), absolute error below 3e-7."""
     one = constant(1.0, "float32", lanes)
-    grown = take_exponential(value * constant(2.0, "float32", lanes), lanes)
+    grown = take_exponential(value * constant(2.0, "float32", lanes), lanes, round_off)
     return one - constant(2.0, "float32", lanes) / (grown + one)
 
 
-def take_error_function(value: Expr, lanes: int = 1) -> Expr:
+def take_error_function(
+    value: Expr, lanes: int = 1, round_off: Callable[[Expr], Expr] = T.nearbyint
+) -> Expr:
     """Return erf(value), absolute error below 5e-7.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
@@ -197,7 +203,9 @@ def take_error_function(value: Expr, lanes: int = 1) -> Expr:
     tail = number(1.061405429)
     for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         tail = let(T.fma(tail, t, number(factor)))
-    result = let(number(1.0) - tail * t * take_exponential(number(0.0) - size * size, lanes))
+    result = let(
+        number(1.0) - tail * t * take_exponential(number(0.0) - size * size, lanes, round_off)
+    )
     return T.Select(value < number(0.0), number(0.0) - result, result)
 
 

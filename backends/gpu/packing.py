@@ -14,7 +14,6 @@ A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the l
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,15 +23,8 @@ import numpy.typing as npt
 
 from pi2.arrays import F16, F32, I32, U8, U32
 from pi2.backends.gpu.sizes import TILE
-from pi2.plan.weights.layout import (
-    GROUP,
-    BundleLayout,
-    Precision,
-    round_up,
-    split_lanes,
-    weight_bytes,
-)
-from pi2.plan.weights.packing import slice_bias, slice_experts, slice_part
+from pi2.plan.weights.layout import BundleLayout, Precision, round_up
+from pi2.plan.weights.packing import order_words, slice_bias, slice_experts, slice_part
 
 _Element = TypeVar("_Element", bound=np.generic)
 
@@ -67,27 +59,6 @@ class DeviceNeurons:
             "experts": self.experts,
         }
         return {name: array for name, array in arrays.items() if array is not None}
-
-
-def order_words(weights: U8, length: int, precision: Precision) -> U32:
-    """Put the words of packed vectors uint8 [n, weight_bytes] in the order of groups: uint32 [n,
-    groups, words of a group]."""
-    count = len(weights)
-    words = weight_bytes(GROUP, precision) // 4
-    if precision == "fp16":
-        plain = np.ascontiguousarray(weights).view("<u4")
-        return np.asarray(plain.reshape(count, length // GROUP, words), np.uint32)
-    ordered = np.empty((count, length // GROUP, words), np.uint32)
-    group, byte = 0, 0
-    for lanes, blocks in Counter(split_lanes(length)).items():
-        groups = blocks * lanes
-        size = weight_bytes(groups * GROUP, precision)
-        source = np.ascontiguousarray(weights[:, byte : byte + size]).view("<u4")
-        block = source.reshape(count, blocks, words, lanes).transpose(0, 1, 3, 2)
-        ordered[:, group : group + groups].reshape(count, blocks, lanes, words)[:] = block
-        group += groups
-        byte += size
-    return ordered
 
 
 def pack_tiles(parts: Sequence[U32]) -> U32:

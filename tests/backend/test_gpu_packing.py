@@ -8,13 +8,12 @@ import pytest
 from pi2.arrays import F16, F32, U32
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.packing import (
-    order_words,
     pack_matrix,
     pack_neurons,
 )
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.packing import dequantize, quantize, slice_part, unpack_part
+from pi2.plan.weights.packing import dequantize, order_words, quantize, slice_part, unpack_part
 from tests.helpers.gpu import RandomNeurons
 
 LENGTH = 32 * (16 + 8 + 4 + 1)

@@ -13,6 +13,8 @@ from pi2.arrays import F32, F64, I32, U8
 from pi2.backends.dense_unit import DenseUnit, UnitRequest
 from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.hexagon.dense_unit import HexagonUnit
+from pi2.backends.hexagon.machines import find_unit_obstacles
 from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.plan.documents.device import Unit
@@ -30,10 +32,14 @@ class UnitKind:
     make: Callable[[UnitRequest], DenseUnit]
     tolerance: float
     """Largest difference from float64 arithmetic, of the largest element of a sum."""
+    least: float = 1e-6
+    """Size of sums below which errors are no smaller: that of a few neurons that nearly cancel."""
     api: Api | None = None
     """What must have a device."""
     multiplies: bool = True
     """Whether it computes rows of matrices, too."""
+    find_obstacles: Callable[[], list[str]] = list
+    """What this machine lacks for it."""
 
 
 def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -> UnitKind:
@@ -45,12 +51,27 @@ def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -
     return UnitKind(name=api, make=make, tolerance=1e-5, api=api, multiplies=False)
 
 
+NPU = Unit(kind="npu", architecture="hexagon", emulated=True)
+
+
+def _make_npu(request: UnitRequest) -> HexagonUnit:
+    return HexagonUnit(replace(request, unit=NPU))
+
+
 KINDS = (
     UnitKind(name="thread", make=ThreadUnit, tolerance=1e-5),
     UnitKind(name="process", make=ProcessUnit, tolerance=1e-5),
     _describe_gpu("opencl", "opencl"),
     _describe_gpu("webgpu", "vulkan"),
     _describe_gpu("cuda", "cuda"),
+    # It rounds inputs and values of neurons to int8.
+    UnitKind(
+        name="hexagon",
+        make=_make_npu,
+        tolerance=0.02,
+        least=4e-3,
+        find_obstacles=lambda: find_unit_obstacles(NPU),
+    ),
 )
 
 

@@ -80,7 +80,7 @@ class TestEveryFile:
         phones = {"oneplus-12", "oneplus-ace-2", "oneplus-ace-3", "pixel-8", "pixel-9"}
         phones |= {"galaxy-s24-ultra", "xiaomi-14"}
         others = {"raspberry-pi-5", "x86-laptop", "apple-m1-max", "pc-rtx-4090", "pc-rtx-2080-ti"}
-        hosts = {"host", "host-two-units", "host-opencl", "host-webgpu"}
+        hosts = {"host", "host-two-units", "host-opencl", "host-webgpu", "host-npu"}
         assert phones | others | hosts | {"cloud-vm-zen5"} == names
 
 

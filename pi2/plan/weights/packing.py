@@ -129,6 +129,27 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
     return codes
 
 
+def order_words(weights: U8, length: int, precision: Precision) -> U32:
+    """Put the words of packed vectors uint8 [n, weight_bytes] in the order of groups: uint32 [n,
+    groups, words of a group]."""
+    count = len(weights)
+    words = weight_bytes(GROUP, precision) // 4
+    if precision == "fp16":
+        plain = np.ascontiguousarray(weights).view("<u4")
+        return np.asarray(plain.reshape(count, length // GROUP, words), np.uint32)
+    ordered = np.empty((count, length // GROUP, words), np.uint32)
+    group, byte = 0, 0
+    for lanes, blocks in Counter(split_lanes(length)).items():
+        groups = blocks * lanes
+        size = weight_bytes(groups * GROUP, precision)
+        source = np.ascontiguousarray(weights[:, byte : byte + size]).view("<u4")
+        block = source.reshape(count, blocks, words, lanes).transpose(0, 1, 3, 2)
+        ordered[:, group : group + groups].reshape(count, blocks, lanes, words)[:] = block
+        group += groups
+        byte += size
+    return ordered
+
+
 def pack_bundles(
     gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
 ) -> U8:

@@ -1,0 +1,216 @@
+"""The FFN in three passes: values of neurons, rounded to bytes, and their sums; and products.
+
+Tokens come in *blocks* of as many as a pass over weights computes.  All arrays are described in
+`products` and in `pi2.backends.hexagon.packing`.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.hexagon.kernels import code as c
+from pi2.backends.hexagon.kernels.activation import activate, round_to_integer
+from pi2.backends.hexagon.specification import LANES, FfnShape, Weights
+from pi2.plan.weights.layout import GROUP
+
+VALUES = (
+    "weights",
+    "multipliers",
+    "row_scales",
+    "biases",
+    "experts",
+    "plane",
+    "inputs",
+    "offsets",
+    "scales",
+    "routes",
+    "tiles",
+    "blocks",
+    "count",
+    "values",
+    "sums",
+)
+"""Parameters of `emit_values`, and so on."""
+REQUANTIZE = ("values", "neurons", "blocks", "inputs", "offsets", "scales")
+SUMS = (
+    "down",
+    "down_scales",
+    "stride",
+    "columns",
+    "words",
+    "blocks",
+    "inputs",
+    "offsets",
+    "scales",
+    "results",
+    "sums",
+)
+PRODUCT = (
+    "weights",
+    "multipliers",
+    "row_scales",
+    "tiles",
+    "blocks",
+    "inputs",
+    "offsets",
+    "scales",
+    "results",
+    "sums",
+)
+_TOP = 127.0
+
+
+def name_multiply(weights: Weights, together: int) -> str:
+    """The function that multiplies a tile with a block of tokens."""
+    return f"multiply_{weights}_{together}"
+
+
+def count_tile_bytes(weights: Weights, length: int) -> tuple[int, int]:
+    """Bytes of a tile of 32 vectors of ``length``, and of its multipliers."""
+    if weights == "int4":
+        return LANES * length // 2, length // (2 * GROUP) * c.VECTOR_BYTES
+    return LANES * length, 0
+
+
+def count_block_bytes(weights: Weights, length: int, together: int) -> tuple[int, int]:
+    """Bytes of the inputs and of the offsets of a block of tokens."""
+    groups = length // GROUP if weights == "int4" else 1
+    return together * length, together * 4 * groups
+
+
+def emit_call(
+    weights: Weights,
+    length: int,
+    together: int,
+    codes: c.Expr,
+    multipliers: c.Expr,
+    inputs: c.Expr,
+    offsets: c.Expr,
+    sums: c.Expr,
+) -> None:
+    """Multiply a tile with a block of tokens."""
+    name = name_multiply(weights, together)
+    if weights == "int4":
+        pairs = T.int32(length // (2 * GROUP))
+        c.call(name, codes, multipliers, inputs, offsets, pairs, sums)
+    else:
+        c.call(name, codes, inputs, offsets, T.int32(length // 4), sums)
+
+
+def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
+    """``values`` float32 [tokens, neurons] of ``tiles`` tiles; those from neuron ``count`` on are
+    0.  ``plane`` has the bytes from one vector's scales and biases to the next one's."""
+    o = dict(zip(VALUES, operands, strict=True))
+    code_bytes, factor_bytes = count_tile_bytes(ffn.weights, ffn.length)
+    input_bytes, offset_bytes = count_block_bytes(ffn.weights, ffn.length, together)
+    neurons = v.let(o["tiles"] * LANES)
+    sums = c.view(o["sums"], "int32", c.VECTOR_BYTES)
+    scales, values = c.view(o["scales"], "float32"), c.view(o["values"], "float32")
+    rows = [c.view(o["row_scales"] + o["plane"] * part, "float32") for part in range(ffn.inputs)]
+    biases = [c.view(o["biases"] + o["plane"] * part, "float32") for part in range(ffn.inputs)]
+    experts, routes = c.view(o["experts"], "int32"), c.view(o["routes"], "float32")
+    with T.serial(o["tiles"]) as tile, T.serial(o["blocks"]) as block:
+        for part in range(ffn.inputs):
+            place = v.let(tile * ffn.inputs + part)
+            emit_call(
+                ffn.weights,
+                ffn.length,
+                together,
+                o["weights"] + place * code_bytes,
+                o["multipliers"] + place * factor_bytes,
+                o["inputs"] + block * input_bytes,
+                o["offsets"] + block * offset_bytes,
+                o["sums"] + part * together * c.VECTOR_BYTES,
+            )
+        with T.serial(together) as index, T.serial(LANES) as lane:
+            token = v.let(block * together + index)
+            neuron = v.let(tile * LANES + lane)
+            scale = v.let(scales[token])
+            products = []
+            for part in range(ffn.inputs):
+                total = sums[(part * together + index) * LANES + lane]
+                product = c.widen(total) * (rows[part][neuron] * scale)
+                products.append(v.let(product + biases[part][neuron] if ffn.bias else product))
+            value = activate(ffn, products[0], products[1] if ffn.gated else None)
+            if ffn.experts:
+                value = value * routes[token * ffn.experts + experts[neuron]]
+            value = T.Select(neuron < o["count"], value, c.number(0.0))
+            c.write(values, token * neurons + neuron, value)
+
+
+def emit_requantize(together: int, *operands: c.Expr) -> None:
+    """Round ``values`` float32 [tokens, neurons] to bytes with a scale for every token: the inputs,
+    offsets and scales of an int8 product."""
+    o = dict(zip(REQUANTIZE, operands, strict=True))
+    values, scales = c.view(o["values"], "float32"), c.view(o["scales"], "float32")
+    offsets, out = c.view(o["offsets"], "int32"), c.view(o["inputs"], "int32")
+    words = v.let(T.shift_right(o["neurons"], T.int32(2)))
+    with T.serial(o["blocks"]) as block, T.serial(together) as index:
+        token = v.let(block * together + index)
+        row = v.let(token * o["neurons"])
+        peak = v.Cell(c.number(0.0))
+        with T.serial(o["neurons"]) as neuron:
+            peak.set(T.max(peak.get(), T.abs(values[row + neuron])))
+        largest = v.let(peak.get())
+        is_zero = largest == c.number(0.0)
+        safe = v.let(T.Select(is_zero, c.number(1.0), largest))
+        inverse = v.let(T.Select(is_zero, c.number(0.0), c.number(_TOP) / safe))
+        total = v.Cell(T.int32(0))
+        with T.serial(words) as word:
+            packed = T.int32(0)
+            for place in range(4):
+                code = v.let(round_to_integer(values[row + word * 4 + place] * inverse))
+                total.set(total.get() + code)
+                packed = packed | ((code & T.int32(255)) << T.int32(8 * place))
+            c.write(out, (block * words + word) * together + index, packed)
+        c.write(scales, token, largest * c.number(1.0 / _TOP))
+        c.write(offsets, token, total.get() * -128)
+
+
+def emit_sums(hidden: int, together: int, *operands: c.Expr) -> None:
+    """Add the neurons' down columns times their values to ``results`` float32 [tokens, hidden]."""
+    o = dict(zip(SUMS, operands, strict=True))
+    sums, results = c.view(o["sums"], "int32", c.VECTOR_BYTES), c.view(o["results"], "float32")
+    columns, scales = c.view(o["down_scales"], "float32"), c.view(o["scales"], "float32")
+    name = name_multiply("int8", together)
+    with T.serial(o["columns"]) as column, T.serial(o["blocks"]) as block:
+        c.call(
+            name,
+            o["down"] + column * o["stride"],
+            o["inputs"] + block * o["words"] * (4 * together),
+            o["offsets"] + block * (4 * together),
+            o["words"],
+            o["sums"],
+        )
+        with T.serial(together) as index, T.serial(LANES) as lane:
+            token = v.let(block * together + index)
+            element = v.let(column * LANES + lane)
+            place = v.let(token * hidden + element)
+            product = c.widen(sums[index * LANES + lane]) * (columns[element] * scales[token])
+            c.write(results, place, results[place] + product)
+
+
+def emit_product(weights: Weights, length: int, together: int, *operands: c.Expr) -> None:
+    """``results`` float32 [tokens, rows] of ``tiles`` tiles of a matrix."""
+    o = dict(zip(PRODUCT, operands, strict=True))
+    code_bytes, factor_bytes = count_tile_bytes(weights, length)
+    input_bytes, offset_bytes = count_block_bytes(weights, length, together)
+    sums, results = c.view(o["sums"], "int32", c.VECTOR_BYTES), c.view(o["results"], "float32")
+    rows, scales = c.view(o["row_scales"], "float32"), c.view(o["scales"], "float32")
+    with T.serial(o["tiles"]) as tile, T.serial(o["blocks"]) as block:
+        emit_call(
+            weights,
+            length,
+            together,
+            o["weights"] + tile * code_bytes,
+            o["multipliers"] + tile * factor_bytes,
+            o["inputs"] + block * input_bytes,
+            o["offsets"] + block * offset_bytes,
+            o["sums"],
+        )
+        with T.serial(together) as index, T.serial(LANES) as lane:
+            token = v.let(block * together + index)
+            row = v.let(tile * LANES + lane)
+            product = c.widen(sums[index * LANES + lane]) * (rows[row] * scales[token])
+            c.write(results, token * (o["tiles"] * LANES) + row, product)

@@ -1,0 +1,166 @@
+"""Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them.
+
+Rows that are multiplied with inputs come in tiles of 32.  The store's int4 codes stay as they are;
+a row's scales become a float32 and an int16 *multiplier* for each group of 32, so that a row's
+product is an integer.  Other precisions are rounded to int8 with a scale for each row.  A neuron's
+down vector is rounded to int8 with a scale for each column: its sums run over neurons.
+
+Inputs are rounded to int8 with a scale for each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F16, F32, I32, U8
+from pi2.backends.hexagon.specification import (
+    LANES,
+    LENGTH_STEP,
+    FfnShape,
+    Weights,
+    count_together,
+)
+from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
+from pi2.plan.weights.packing import (
+    dequantize,
+    order_words,
+    slice_bias,
+    slice_experts,
+    slice_part,
+    unpack_part,
+)
+
+_TOP = np.float32(127)
+_INT4_BIAS, _INT8_BIAS = 8, 128
+_INT4_PEAK = 8 * 127 * GROUP
+"""Largest product of a group."""
+
+Arrays = dict[str, U8]
+"""Bytes by the names of `rooms`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Inputs of a graph, filled up with zeros to its tokens."""
+
+    inputs: U8
+    """Bytes of words int32 [blocks, length / 4, together]."""
+    offsets: I32
+    """[blocks, groups, together]; one group where weights are int8."""
+    scales: F32
+    """[tokens]."""
+
+
+def find_top_multiplier(groups: int) -> int:
+    """Return the largest multiplier that keeps the sum of ``groups`` groups within 31 bits."""
+    return int(min(2**15 - 1, (2**31 - 1) // (_INT4_PEAK * max(groups, 1))))
+
+
+def pack_rows(weights: U8, scales: F16 | None, length: int, precision: Precision) -> Arrays:
+    """Arrange packed vectors uint8 [n, weight bytes] in tiles: ``weights``, ``multipliers`` and
+    ``row_scales``; rows that fill up the last tile are zero."""
+    if precision == "int4":
+        assert scales is not None
+        return _pack_int4(weights, scales, length)
+    return _pack_int8(dequantize(weights, scales, length, precision))
+
+
+def _pack_int4(weights: U8, scales: F16, length: int) -> Arrays:
+    words = order_words(weights, length, "int4")
+    count, groups = words.shape[:2]
+    rows, wide = round_up(count, LANES), round_up(length, LENGTH_STEP) // GROUP
+    codes = np.zeros((rows, wide, 4), np.uint32)
+    codes[:count, :groups] = words
+    tiles = codes.reshape(-1, LANES, wide * 4).transpose(0, 2, 1)
+    values = scales.astype(np.float32)
+    row_scales = np.zeros(rows, np.float32)
+    row_scales[:count] = np.abs(values).max(axis=1) / np.float32(find_top_multiplier(wide))
+    factors = np.zeros((rows, wide), np.int16)
+    safe = np.where(row_scales[:count] > 0, row_scales[:count], np.float32(1))
+    factors[:count, :groups] = np.rint(values / safe[:, None]).astype(np.int16)
+    pairs = factors.reshape(-1, LANES, wide // 2, 2).transpose(0, 2, 1, 3)
+    return {
+        "weights": _flatten(tiles),
+        "multipliers": _flatten(pairs),
+        "row_scales": _flatten(row_scales),
+    }
+
+
+def _pack_int8(values: F32) -> Arrays:
+    count, length = values.shape
+    rows, wide = round_up(count, LANES), round_up(length, LENGTH_STEP)
+    row_scales = np.zeros(rows, np.float32)
+    row_scales[:count] = np.abs(values).max(axis=1, initial=0) / _TOP
+    codes = np.full((rows, wide), _INT8_BIAS, np.uint8)
+    codes[:count, :length] = _round(values, row_scales[:count, None])
+    tiles = codes.reshape(-1, LANES, wide // 4, 4).transpose(0, 2, 1, 3)
+    return {"weights": _flatten(tiles), "row_scales": _flatten(row_scales)}
+
+
+def _round(values: F32, scales: F32) -> U8:
+    """Codes ``q + 128`` of values, q from -127 to 127."""
+    safe = np.where(scales > 0, scales, np.float32(1))
+    quotients = np.clip(np.rint(values / safe), -_TOP, _TOP)
+    return np.asarray(quotients + np.float32(_INT8_BIAS)).astype(np.uint8)
+
+
+def pack_neurons(bundles: U8, layout: BundleLayout, shape: FfnShape, room: int) -> Arrays:
+    """Arrange bundles uint8 [n, .] that have their scales in them, for a room of ``room`` neurons,
+    a multiple of 32 that is not below n."""
+    count = len(bundles)
+    parts = [slice_part(bundles, layout, index) for index in range(shape.inputs)]
+    packed = [pack_rows(*part, layout.hidden, layout.precision) for part in parts]
+    tiles = round_up(count, LANES) // LANES
+    # The vectors of a tile come one after the other.
+    arrays: Arrays = {
+        name: np.concatenate([item[name].reshape(tiles, -1) for item in packed], 1).reshape(-1)
+        for name in ("weights", "multipliers")
+        if name in packed[0]
+    }
+    planes = np.zeros((shape.inputs, room), np.float32)
+    for index, item in enumerate(packed):
+        own = item["row_scales"].view(np.float32)
+        planes[index, : len(own)] = own
+    arrays["row_scales"] = _flatten(planes)
+    if shape.bias:
+        biases = np.zeros((shape.inputs, room), np.float32)
+        for index in range(shape.inputs):
+            biases[index, :count] = slice_bias(bundles, layout, index)
+        arrays["biases"] = _flatten(biases)
+    if shape.experts:
+        arrays["experts"] = _flatten(slice_experts(bundles, layout))
+    return arrays | _pack_down(unpack_part(bundles, layout, shape.inputs), room)
+
+
+def _pack_down(values: F32, room: int) -> Arrays:
+    """Columns of down [n, hidden]: four neurons of 32 elements are a vector."""
+    count, hidden = values.shape
+    scales = np.abs(values).max(axis=0, initial=0) / _TOP
+    codes = np.full((room, hidden), _INT8_BIAS, np.uint8)
+    codes[:count] = _round(values, scales[None])
+    tiles = codes.reshape(room // 4, 4, hidden // LANES, LANES).transpose(2, 0, 3, 1)
+    return {"down": _flatten(tiles), "down_scales": _flatten(np.asarray(scales, np.float32))}
+
+
+def pack_tokens(values: F32, tokens: int, weights: Weights) -> Tokens:
+    """Round inputs [n, length] for a graph of ``tokens``, not below n, whose weights are of a
+    kind."""
+    count, length = values.shape
+    wide, together = round_up(length, LENGTH_STEP), count_together(tokens)
+    peaks = np.abs(values).max(axis=1, initial=0)
+    inverse = _TOP / np.where(peaks > 0, peaks, np.float32(1))
+    codes = np.zeros((tokens, wide), np.int8)
+    codes[:count, :length] = np.rint(values * inverse[:, None]).astype(np.int8)
+    scales = np.zeros(tokens, np.float32)
+    scales[:count] = peaks / _TOP
+    each, bias = (GROUP, _INT4_BIAS) if weights == "int4" else (wide, _INT8_BIAS)
+    sums = codes.reshape(-1, together, wide // each, each).sum(axis=3, dtype=np.int32)
+    words = codes.view(np.int32).reshape(-1, together, wide // 4).transpose(0, 2, 1)
+    offsets = np.ascontiguousarray(sums.transpose(0, 2, 1)) * np.int32(-bias)
+    return Tokens(_flatten(words), offsets, scales)
+
+
+def _flatten(array: np.ndarray) -> U8:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,137 @@
+"""What a library of graphs is compiled from; plain Python, without TVM.
+
+A *graph* computes one shape: a number of tokens and of neurons, or of a matrix's rows and length.
+Whoever runs it fills up what it has to that shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pi2.plan.documents.model import Activation
+from pi2.plan.weights.layout import Precision, round_up
+
+PROGRAM = "pi2.backends.hexagon.kernels.program"
+"""The module that makes the functions of a library."""
+LANES = 32
+"""Rows that a vector of 128 bytes computes together: a *tile*."""
+LENGTH_STEP = 64
+"""Vectors are filled up with zeros to a multiple of it: multipliers come in pairs of groups."""
+TOKENS_TOGETHER = 8
+"""Tokens that a pass over weights computes, at most."""
+
+Version = Literal["v66", "v68", "v69", "v73", "v75"]
+"""Versions of the instruction set that kernels can be compiled for."""
+VERSIONS: tuple[Version, ...] = get_args(Version)
+
+Weights = Literal["int4", "int8"]
+"""How the NPU keeps weights: ``int4`` with a multiplier for 32 of them, ``int8`` by rows."""
+
+
+def choose_weights(precision: Precision) -> Weights:
+    """How the NPU keeps what the store has in ``precision``."""
+    return "int4" if precision == "int4" else "int8"
+
+
+def count_together(tokens: int) -> int:
+    """Tokens that a pass over weights computes in a graph of ``tokens``: 1, 2, 4 or 8."""
+    assert tokens in (1, 2, 4) or tokens % TOKENS_TOGETHER == 0, tokens
+    return min(tokens, TOKENS_TOGETHER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FfnShape:
+    """The neurons of a model."""
+
+    hidden: int
+    """A multiple of 32."""
+    weights: Weights
+    activation: Activation
+    threshold: float = 0.0
+    gated: bool = True
+    bias: bool = False
+    experts: int = 0
+    """Of a mixture, else 0."""
+
+    @property
+    def inputs(self) -> int:
+        """Vectors of a neuron that are multiplied with the layer's input."""
+        return 2 if self.gated else 1
+
+    @property
+    def length(self) -> int:
+        """Elements of a neuron's vectors as the NPU has them."""
+        return round_up(self.hidden, LENGTH_STEP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FfnGraph:
+    """The FFN of some neurons for some tokens."""
+
+    tokens: int
+    neurons: int
+    """A multiple of 32."""
+
+    @property
+    def name(self) -> str:
+        """The graph's function."""
+        return f"ffn_{self.tokens}x{self.neurons}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductGraph:
+    """Rows of a matrix times the inputs of some tokens."""
+
+    tokens: int
+    rows: int
+    """A multiple of 32."""
+    length: int
+    """A multiple of 64."""
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        """The graph's function."""
+        return f"product_{self.weights}_{self.tokens}x{self.rows}x{self.length}"
+
+
+Graph = FfnGraph | ProductGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HexagonSpec:
+    """Everything that the code of a library depends on, besides its sources."""
+
+    version: Version
+    ffn: FfnShape | None
+    graphs: tuple[FfnGraph, ...] = ()
+    products: tuple[ProductGraph, ...] = ()
+
+    @property
+    def program(self) -> str:
+        """The module that makes the functions."""
+        return PROGRAM
+
+    @property
+    def index(self) -> tuple[Graph, ...]:
+        """All graphs; a graph's place is its number in messages."""
+        return (*self.graphs, *self.products)
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> HexagonSpec:
+        """Read what `to_json` wrote."""
+        document: dict[str, Any] = json.loads(text)
+        ffn = document["ffn"]
+        return cls(
+            version=document["version"],
+            ffn=None if ffn is None else FfnShape(**ffn),
+            graphs=tuple(FfnGraph(**item) for item in document["graphs"]),
+            products=tuple(ProductGraph(**item) for item in document["products"]),
+        )
