@@ -8,7 +8,8 @@ the text that such a model makes means nothing.  The store says that it is synth
 asked for is then measured on the store itself, printed, and kept in it: statistics.json, and
 activations.parquet with the activations of every neuron (with --layers, only the former).
 
-Experts of a mixture compute as many tokens each; shares are of the neurons of one expert.
+Experts of a mixture compute as many tokens each, unless --routing says otherwise; shares are of the
+neurons of one expert.
 
 A job that was killed goes on where it was when started again; a store that is already there is
 only measured.  The same options give the same bytes.  Memory: below 1 GiB for a 7B model.
@@ -46,6 +47,7 @@ from synthesis.generation import RECIPE_FILE, write_synthetic_store
 from synthesis.measurement import Measurement, measure_store
 from synthesis.plan_file import PlanWish, write_plan
 from synthesis.recipe import Recipe, check_recipe
+from synthesis.routing import read_routing
 from synthesis.statistics import (
     average_layers,
     describe_layers,
@@ -107,6 +109,14 @@ def parse_arguments() -> argparse.Namespace:
         choices=("hotness", "expert"),
         default="hotness",
         help="of the neurons: most active first, or so in bands, by expert within each",
+    )
+    parser.add_argument(
+        "--routing",
+        default="uniform",
+        metavar="FILE",
+        help="mixtures: uniform (every expert as often as any other), published (popularity and "
+        "reuse as a 30B mixture's), a JSON file with such statistics, or routing.parquet of "
+        "pi2 activations --routing",
     )
     parser.add_argument("--replace", action="store_true", help="replace a store that is there")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to measure with (256)")
@@ -207,6 +217,7 @@ def make_recipe(arguments: argparse.Namespace, model: Model) -> Recipe:
         correlation=arguments.correlation,
         recall=arguments.recall,
         agreement=arguments.agreement,
+        routing=None if model.moe is None else read_routing(arguments.routing),
         seed=arguments.seed,
     )
 

@@ -14,6 +14,8 @@ How (from the repository root; PyTorch, numpy, tokenizers, safetensors, pyarrow 
     python tools/train_demo.py export                # build/demo/checkpoint/, any time
     python tools/train_demo.py predictors            # predictors and neuron counts, 15 minutes
     python tools/train_demo.py report                # training.json, held-out figures, samples
+    python tools/train_demo.py train --experts --minutes 20    # a mixture of experts instead
+    python tools/train_demo.py export --experts      # build/demo/mixture/
 
 The schedule follows the clock: warm-up, a constant rate, and a decay that ends when the minutes
 are over, whatever the speed of the machine. The last part trains with fake-quantised weights
@@ -53,6 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="working folder")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train the model")
+    train.add_argument(
+        "--experts", action="store_true", help="a mixture of 32 experts instead (mixture.pt)"
+    )
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument("--minutes", type=float, default=base.minutes, help="wall-clock budget")
     train.add_argument("--seed", type=int, default=base.seed)
@@ -61,7 +66,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     train.add_argument("--adam-lr", type=float, default=base.adam_lr)
     train.add_argument("--micro-tokens", type=int, default=base.micro_tokens)
     train.add_argument("--activation-target", type=float, default=base.activation_target)
-    commands.add_parser("export", help="write the checkpoint folder")
+    export = commands.add_parser("export", help="write the checkpoint folder")
+    export.add_argument("--experts", action="store_true", help="of the mixture (mixture/)")
     predict = commands.add_parser("predictors", help="train the predictors, count activations")
     predict.add_argument("--rank", type=int, default=guess.rank)
     predict.add_argument("--tokens", type=int, default=guess.tokens)
@@ -92,6 +98,16 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, target = folder / "train.pt", folder / "checkpoint"
     vocabulary = DemoConfig().vocab_size
+    if options.pop("experts", False):
+        from demo.mixture import export_mixture, train_mixture
+
+        mixture = folder / "mixture.pt"
+        corpus = load_corpus(folder, options.get("seed", Recipe().seed), vocabulary)
+        if command == "train":
+            train_mixture(corpus, mixture, options["minutes"], options["seed"], options["threads"])
+        else:
+            export_mixture(corpus, mixture, folder / "mixture")
+        return
     if command == "train":
         resume = options.pop("resume")
         recipe = Recipe(**options)

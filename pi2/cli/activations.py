@@ -14,6 +14,7 @@ from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.statistics.recording import Statistics
+    from pi2.statistics.routing import RoutingTrace
 
 GROUP = "Convert"
 
@@ -49,6 +50,11 @@ GROUP = "Convert"
     is_flag=True,
     help="Also record second moments of the inputs of weights, for `pi2 convert --quantizer`.",
 )
+@click.option(
+    "--routing",
+    is_flag=True,
+    help="For mixtures: record only which experts compute each token, for `pi2 replay`.",
+)
 @add_path_option(
     "--plot",
     dir_okay=False,
@@ -66,6 +72,7 @@ def command(
     largest: float | None,
     samples: int,
     moments: bool,
+    routing: bool,
     plot: Path | None,
     replace: bool,
     settings: tuple[str, ...],
@@ -74,13 +81,17 @@ def command(
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
 
     STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
-    statistics.json.  After Ctrl-C the same command resumes.
+    statistics.json.  After Ctrl-C the same command resumes.  With --routing STATS gets
+    routing.parquet alone: the experts of each token, with their weights.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.pictures import check_form
     from pi2.statistics.recording import RecordingOptions, record_activations
     from pi2.statistics.texts import read_texts
 
+    if routing:
+        write_routing(plan, read_texts(files), output, context, windows, settings, replace)
+        return
     if plot is not None:
         check_form(find_form(plot))
     options = RecordingOptions(
@@ -99,6 +110,65 @@ def command(
     if plot is not None:
         write_plot(plot, output, statistics)
     click.echo(write_json(statistics) if as_json else write_table(statistics))
+
+
+def write_routing(
+    plan: Path,
+    texts: list[str],
+    folder: Path,
+    context: int | None,
+    windows: int | None,
+    settings: tuple[str, ...],
+    replace: bool,
+) -> None:
+    """Record routing, and say how it repeats itself; UserError P664 if there is a recording and
+    ``replace`` is not said, P666 if it cannot be written."""
+    from pi2.cli.progress import ProgressBar
+    from pi2.statistics.routing import ROUTING, encode_trace, record_routing
+
+    path = folder / ROUTING
+    if path.exists() and not replace:
+        raise UserError.of(
+            "P664", f"{path} is there already", help="choose another folder, or say --replace"
+        )
+    with ProgressBar() as progress:
+        trace, notes = record_routing(
+            plan,
+            texts,
+            overrides=parse_assignments(settings),
+            context=context,
+            windows=windows,
+            progress=progress,
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".part")
+        temporary.write_bytes(encode_trace(trace, notes))
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError.of("P666", f"cannot write {path}: {error.strerror}") from None
+    click.echo(describe_routing(trace))
+
+
+def describe_routing(trace: RoutingTrace) -> str:
+    """How routing repeats itself, as Markdown."""
+    from pi2.statistics.routing import DISTANCES, measure_locality
+
+    tokens, layers, chosen = trace.chosen.shape
+    titles = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)
+    lines = [
+        f"{tokens} tokens, {layers} layers, {chosen} of {trace.experts} experts",
+        "",
+        f"| layer | experts for 80 % | touched | {titles} | tokens shuffled |",
+        "|---|---|---|" + "---|" * (len(DISTANCES) + 1),
+    ]
+    for layer in (*range(layers), None):
+        found = measure_locality(trace, layer)
+        shares = (found.popular, found.touched, *found.reuse.values())
+        mixed = " / ".join(f"{share:.1%}" for share in found.shuffled.values())
+        name = "mean" if layer is None else str(layer)
+        lines.append(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {mixed} |")
+    return "\n".join(lines)
 
 
 def write_plot(path: Path, folder: Path, statistics: Statistics) -> None:

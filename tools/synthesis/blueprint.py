@@ -20,6 +20,7 @@ from synthesis.hotness import (
 )
 from synthesis.randomness import draw_integers, draw_normals, draw_permutation, draw_signs
 from synthesis.recipe import Recipe
+from synthesis.routers import solve_correlation, solve_deviation, spread_popularity
 
 CONSTANT = math.sqrt(0.5)
 """a: part of the residual stream that all tokens share."""
@@ -41,7 +42,7 @@ _LOADING_DEVIATION, _LOADING_BOUND = 32.0, 127
 
 # Streams of random numbers.
 SIGNS, DIRECTIONS, SHARED, LOADINGS, FACTORS, UP, DOWN = range(7)
-ORDER, ATTENTION, EMBEDDING, NORM, TRIAL, ROUTER = range(7, 13)
+ORDER, ATTENTION, EMBEDDING, NORM, TRIAL, ROUTER, POPULARITY = range(7, 14)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,11 @@ class Blueprint:
     """Part of a gate that all neurons share."""
     factor_deviation: float
     """dReLU: deviation of the factors that make a gate's scales into those of the up row."""
+    popularity: tuple[float, ...] = ()
+    """Deviation of what a layer's experts have beside random scores, of each layer; none where all
+    are alike."""
+    correlation: float = 0.0
+    """Of what tokens t and t + 1 of the vocabulary add to the residual stream."""
     tuning: Tuning = Tuning()
 
     def key(self, stream: int, *numbers: int) -> tuple[int, ...]:
@@ -140,8 +146,8 @@ class Blueprint:
         return np.ascontiguousarray(numbered.reshape(-1), np.int32)
 
     def draw_router(self, layer: int) -> F32:
-        """Rows float32 [experts, hidden] whose products with u are standard normal and know
-        nothing of each other: every expert computes as many tokens as any other."""
+        """Rows float32 [experts, hidden] whose products with u are normal and know nothing of each
+        other; their means are the experts' popularity, or 0, where all are alike."""
         groups = self.model.shape.hidden // GROUP
         half = draw_normals(
             (self.model.expert_count, groups, 1, GROUP // 2), *self.key(ROUTER, layer)
@@ -149,14 +155,19 @@ class Blueprint:
         # Orthogonal to c, as the directions are.
         both = np.concatenate([half, -half], axis=2).reshape(len(half), -1)
         scale = np.float32(1 / (math.sqrt(self.model.shape.hidden) * RANDOM))
-        return np.asarray(both * self.draw_constant() * scale)
+        rows = np.asarray(both * self.draw_constant() * scale)
+        if not self.popularity:
+            return rows
+        means = spread_popularity(len(rows), self.popularity[layer], *self.key(POPULARITY, layer))
+        constant = self.draw_constant() / np.float32(CONSTANT * self.model.shape.hidden)
+        return rows + means[:, None] * constant
 
     def draw_token_parts(self, first: int, count: int) -> F32:
         """n of tokens ``first``, ``first + 1``, ...: standard normal, float32 [count, hidden].
 
         Each is correlated with the one before it as the recipe says.
         """
-        hidden, correlation = self.model.shape.hidden, self.recipe.correlation
+        hidden, correlation = self.model.shape.hidden, self.correlation
         if correlation == 0.0:
             return np.concatenate(
                 [_draw_token(self, token)[None] for token in range(first, first + count)]
@@ -192,6 +203,7 @@ def draw_blueprint(model: Model, recipe: Recipe) -> Blueprint:
     chances = solve_chances(model.shape.ffn, recipe.active, recipe.skew)
     single = find_biases(chances)
     spread, biases = 0.0, single
+    popularity, correlation = _solve_routing(model, recipe)
     if model.ffn.activation == "drelu":
         spread = solve_pair_spread(chances, recipe.agreement)
         biases = find_paired_biases(chances, spread)
@@ -202,7 +214,23 @@ def draw_blueprint(model: Model, recipe: Recipe) -> Blueprint:
         biases=biases,
         shared_weight=solve_shared_part(single, recipe.variation, latents, GUESSED_NOISE),
         factor_deviation=spread,
+        popularity=popularity,
+        correlation=correlation,
     )
+
+
+def _solve_routing(model: Model, recipe: Recipe) -> tuple[tuple[float, ...], float]:
+    """Popularity of each layer, and correlation of tokens."""
+    routing, moe = recipe.routing, model.moe
+    if routing is None or moe is None:
+        return (), recipe.correlation
+    sizes = moe.experts, moe.active_experts
+    layers = range(model.shape.layers)
+    deviations = tuple(solve_deviation(*sizes, routing.find_popular(layer)) for layer in layers)
+    if recipe.correlation:
+        return deviations, recipe.correlation
+    mean = sum(deviations) / len(deviations)
+    return deviations, solve_correlation(*sizes, mean, routing.reuse)
 
 
 def _draw_token(blueprint: Blueprint, token: int) -> F32:

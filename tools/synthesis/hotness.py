@@ -26,7 +26,7 @@ def solve_chances(neurons: int, active: float, skew: float) -> F64:
         return find_skew(chances)
 
     # A steeper law needs fewer neurons for 80 %.
-    exponent = _bisect(lambda value: skew - measure_skew(value), 0.0, 30.0)
+    exponent = bisect(lambda value: skew - measure_skew(value), 0.0, 30.0)
     return _cut_power_law(neurons, active, exponent)
 
 
@@ -48,11 +48,11 @@ def _cut_power_law(neurons: int, active: float, exponent: float) -> F64:
     def mean_at(logarithm: float) -> float:
         return float(np.minimum(shape * math.exp(logarithm), 1.0).mean())
 
-    scale = _bisect(lambda value: mean_at(value) - active, -200.0, 5.0)
+    scale = bisect(lambda value: mean_at(value) - active, -200.0, 5.0)
     return np.asarray(np.clip(shape * math.exp(scale), _LEAST_CHANCE, _MOST_CHANCE))
 
 
-def _bisect(
+def bisect(
     function: Callable[[float], float], low: float, high: float, *, rounds: int = 40
 ) -> float:
     """Find where the increasing ``function`` crosses 0."""
@@ -93,7 +93,7 @@ def solve_pair_spread(chances: F64, agreement: float) -> float:
         gates = normal_cdf(find_paired_biases(chances, spread)).sum()
         return float(chances.sum() / gates)
 
-    return _bisect(lambda value: agreement - measure(value), 0.01, 20.0, rounds=18)
+    return bisect(lambda value: agreement - measure(value), 0.01, 20.0, rounds=18)
 
 
 def _pair_cdf_on_grid(spread: float) -> F64:
@@ -134,4 +134,4 @@ def solve_shared_part(biases: F64, variation: float, latents: int, noise: float)
 
     if measure(0.0) >= variation:
         return 0.0
-    return _bisect(lambda value: measure(value) - variation, 0.0, 0.9, rounds=14)
+    return bisect(lambda value: measure(value) - variation, 0.0, 0.9, rounds=14)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP
+from synthesis.routing import Routing
 
 VERSION = 1
 """Raise it when the same recipe gives other bytes."""
@@ -41,10 +42,18 @@ class Recipe:
     arXiv 2406.06282v3, section 4.4: 80 %)."""
     seed: int = 0
     """Random seed."""
+    routing: Routing | None = None
+    """How the routers of a mixture choose; None: every expert as often as any other, whatever the
+    token before has chosen."""
 
     def describe(self, model: Model) -> dict[str, object]:
         """Everything that decides the bytes of the store, but for the shape of ``model``."""
-        return {"synthesis": VERSION, "model": model.id, **asdict(self)}
+        values = asdict(self)
+        if self.routing is None:
+            del values["routing"]
+        else:
+            values["routing"]["popular"] = list(self.routing.popular)
+        return {"synthesis": VERSION, "model": model.id, **values}
 
     def describe_job(self, model: Model, stride: int) -> str:
         """A key that equal work shares, for `pi2.store.writer.StoreWriter`."""

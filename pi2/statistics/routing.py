@@ -1,0 +1,244 @@
+"""Which experts compute which tokens: recorded from real runs, kept in a file, and described.
+
+``routing.parquet`` has a row for each expert that a token's router chose: sequence, token, layer,
+expert, weight; of each layer of a token the expert with the largest weight first.  Shared experts,
+which compute every token, are left out.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pi2.arrays import F32, I32, I64
+from pi2.backends.observer import ExecutorObserver
+from pi2.backends.protocol import Executor, InputReader
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.importing.activations import note_identity
+from pi2.orchestrator import load
+from pi2.progress import Progress, ignore_progress
+from pi2.regular_file import check_regular
+from pi2.statistics.texts import encode_windows
+
+ROUTING = "routing.parquet"
+DISTANCES = (1, 4, 16)
+"""Tokens that are looked back at."""
+MOST_USED = 0.8
+"""Share of uses that popular experts make up."""
+_EXPERTS_NOTE, _BYTES_NOTE = "pi2.experts", "pi2.expert_bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace:
+    """The experts of every token and layer."""
+
+    experts: int
+    """Experts of a layer."""
+    expert_bytes: int
+    """Bytes of one in the store; 0 where that is not known."""
+    sequences: I32
+    """Sequence of each token [tokens], ascending."""
+    chosen: I32
+    """Experts [tokens, layers, k], the one with the largest weight first."""
+    weights: F32
+    """Their weights [tokens, layers, k]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locality:
+    """How routing repeats itself; means over layers unless ``layer`` says which."""
+
+    popular: float
+    """Share of a layer's experts that make up 80 % of its uses."""
+    touched: float
+    """Share of a layer's experts that any token used."""
+    reuse: Mapping[int, float]
+    """Share of a token's experts that one of so many tokens before it used, too."""
+    shuffled: Mapping[int, float]
+    """The same, the tokens being in random order: what popularity alone makes of it."""
+
+
+class _RouteObserver(ExecutorObserver):
+    def __init__(self, executor: Executor, layers: int, experts: int) -> None:
+        assert isinstance(executor, InputReader)
+        self._executor: InputReader = executor
+        self._experts = experts
+        self.routes: list[list[F32]] = [[] for _ in range(layers)]
+
+    def end_ffn(self, layer: int) -> None:
+        """Take note of a layer's routes."""
+        self.routes[layer].append(self._executor.read_routes()[:, : self._experts].copy())
+
+
+def record_routing(
+    plan: Path,
+    texts: Sequence[str],
+    *,
+    overrides: Mapping[str, object] | None = None,
+    context: int | None = None,
+    windows: int | None = None,
+    progress: Progress = ignore_progress,
+) -> tuple[RoutingTrace, dict[str, str]]:
+    """Run ``plan`` over ``texts`` and note the routing of every token; return it, and what tells
+    the weights from others'.
+
+    Raises `UserError` as loading does, P660 and P661 for the text, P662 where the backend does not
+    show its routing, P524 for a model without experts.
+    """
+    with load(plan, set=overrides, progress=progress) as model:
+        found = encode_windows(model, texts, context=context, stride=None, count=windows)
+        trace = observe_routing(model, [window.tokens for window in found], progress)
+        return trace, note_identity(model.store)
+
+
+def observe_routing(
+    model: LoadedModel, sequences: Sequence[Sequence[int]], progress: Progress = ignore_progress
+) -> RoutingTrace:
+    """Note the routing of every token of ``sequences``; raises as `record_routing`."""
+    resolved, executor = model.plan, model._parts.executor
+    moe = resolved.model.moe
+    if moe is None:
+        raise UserError.of("P524", f"{resolved.model.id!r} is not a mixture of experts")
+    if not isinstance(executor, InputReader):
+        raise UserError.of(
+            "P662",
+            "this backend does not show which experts compute a token",
+            help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
+        )
+    observer = _RouteObserver(executor, resolved.model.shape.layers, moe.experts)
+    executor.observe(observer)
+    try:
+        for number, tokens in enumerate(sequences):
+            for _ in model.iterate_logits(tokens):
+                pass
+            progress("recording", (number + 1) / len(sequences))
+    finally:
+        executor.observe(None)
+    routes = np.stack([np.concatenate(layer) for layer in observer.routes], axis=1)
+    sizes = [len(tokens) for tokens in sequences]
+    chosen = np.argsort(-routes, axis=2, kind="stable")[:, :, : moe.active_experts]
+    return RoutingTrace(
+        experts=moe.experts,
+        expert_bytes=resolved.model.shape.ffn * resolved.bundle.stride,
+        sequences=np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
+        chosen=chosen.astype(np.int32),
+        weights=np.take_along_axis(routes, chosen, axis=2),
+    )
+
+
+def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:
+    """Write a trace as Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tokens, layers, chosen = trace.chosen.shape
+    columns = {
+        "sequence": np.repeat(trace.sequences, layers * chosen),
+        "token": np.repeat(np.arange(tokens, dtype=np.int32), layers * chosen),
+        "layer": np.tile(np.repeat(np.arange(layers, dtype=np.int32), chosen), tokens),
+        "expert": trace.chosen.reshape(-1),
+        "weight": trace.weights.reshape(-1),
+    }
+    own = {_EXPERTS_NOTE: str(trace.experts), _BYTES_NOTE: str(trace.expert_bytes)}
+    table = pa.table(columns).replace_schema_metadata({**notes, **own})
+    stream = io.BytesIO()
+    pq.write_table(table, stream, compression="zstd")
+    return stream.getvalue()
+
+
+def read_trace(path: Path) -> RoutingTrace:
+    """Read a trace; `UserError` P540 if the file is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        check_regular(path)
+        table = pq.read_table(path)
+        notes = table.schema.metadata or {}
+        experts = int(notes[_EXPERTS_NOTE.encode()])
+        expert_bytes = int(notes[_BYTES_NOTE.encode()])
+        sequence, token, layer, expert, weight = (
+            table.column(name).to_numpy()
+            for name in ("sequence", "token", "layer", "expert", "weight")
+        )
+        tokens, layers = int(token.max()) + 1, int(layer.max()) + 1
+        shape = (tokens, layers, len(token) // (tokens * layers))
+        order = np.lexsort((-weight, layer, token))
+        places = np.repeat(np.arange(tokens * layers), shape[2])
+        if (token[order] * layers + layer[order] != places).any():
+            raise ValueError("tokens or layers have different numbers of experts")
+        if expert.min() < 0 or expert.max() >= experts or expert_bytes < 0:
+            raise ValueError("an expert that there is not")
+    except FileNotFoundError:
+        raise UserError.of(
+            "P540",
+            f"no routing at {path}",
+            help="record it: `pi2 activations PLAN --text FILE --routing -o STATS`",
+        ) from None
+    except (OSError, pa.ArrowException, KeyError, ValueError, ZeroDivisionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError.of(
+            "P540",
+            f"{path} has no routing: {reason}",
+            help="give the routing.parquet of `pi2 activations --routing`",
+        ) from None
+    return RoutingTrace(
+        experts=experts,
+        expert_bytes=expert_bytes,
+        sequences=sequence[order].reshape(shape)[:, 0, 0].astype(np.int32),
+        chosen=expert[order].reshape(shape).astype(np.int32),
+        weights=weight[order].reshape(shape).astype(np.float32),
+    )
+
+
+def measure_locality(trace: RoutingTrace, layer: int | None = None) -> Locality:
+    """Describe how routing repeats itself, in one layer or in all."""
+    layers = range(trace.chosen.shape[1]) if layer is None else [layer]
+    order = np.random.default_rng(0).permutation(len(trace.chosen))
+    popular, touched = [], []
+    reuse: dict[int, list[float]] = {distance: [] for distance in DISTANCES}
+    shuffled: dict[int, list[float]] = {distance: [] for distance in DISTANCES}
+    for number in layers:
+        chosen = trace.chosen[:, number]
+        counts = np.sort(np.bincount(chosen.reshape(-1), minlength=trace.experts))[::-1]
+        popular.append(_find_popular(counts) / trace.experts)
+        touched.append(float((counts > 0).mean()))
+        for distance in DISTANCES:
+            reuse[distance].append(_measure_reuse(chosen, trace.sequences, distance))
+            mixed = _measure_reuse(chosen[order], np.zeros(len(order), np.int32), distance)
+            shuffled[distance].append(mixed)
+    return Locality(
+        popular=float(np.mean(popular)),
+        touched=float(np.mean(touched)),
+        reuse={distance: float(np.mean(values)) for distance, values in reuse.items()},
+        shuffled={distance: float(np.mean(values)) for distance, values in shuffled.items()},
+    )
+
+
+def _find_popular(counts: I64) -> float:
+    """Experts that make up `MOST_USED` of ``counts`` (descending), a part of the last one."""
+    running = np.cumsum(counts)
+    wanted = MOST_USED * running[-1]
+    place = int(np.searchsorted(running, wanted))
+    before = running[place - 1] if place else 0
+    return float(place + (wanted - before) / counts[place])
+
+
+def _measure_reuse(chosen: I32, sequences: I32, distance: int) -> float:
+    """Share of the experts ``chosen`` [tokens, k] that one of ``distance`` tokens before it in its
+    sequence chose, too; tokens with so many before them count."""
+    tokens = len(chosen)
+    used = np.zeros((tokens, int(chosen.max()) + 1), bool)
+    np.put_along_axis(used, chosen, True, axis=1)
+    again = np.zeros_like(used)
+    for back in range(1, min(distance, tokens - 1) + 1):
+        again[back:] |= used[back:] & used[:-back]
+    counts = np.zeros(tokens, bool)
+    counts[distance:] = sequences[distance:] == sequences[: max(0, tokens - distance)]
+    total = used[counts].sum()
+    return float(again[counts].sum() / total) if total else 0.0

@@ -1,0 +1,57 @@
+"""Statistics that the routing of a synthetic mixture shall have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pi2.diagnostics import UserError
+from pi2.statistics.routing import measure_locality, read_trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Statistics of a mixture's routing."""
+
+    popular: tuple[float, ...]
+    """Share of a layer's experts that make up 80 % of its uses, of each layer, or one for all."""
+    reuse: float
+    """Share of a token's experts that the token before it chose, mean over layers."""
+
+    def find_popular(self, layer: int) -> float:
+        """The share of ``layer``."""
+        return self.popular[min(layer, len(self.popular) - 1)]
+
+
+PUBLISHED = Routing(popular=(0.206,), reuse=0.379)
+"""Qwen3-30B-A3B, 128 experts of which 6 were chosen, 128 generated tokens: computed from the trace
+of routing that the project BigMoeOnEdge has published (July 2026)."""
+
+
+def read_routing(name: str) -> Routing | None:
+    """The routing that ``name`` stands for: ``uniform`` (None), ``published``, a trace of `pi2
+    activations --routing`, or a JSON file with the keys of `Routing`; `UserError` P550 if it is
+    none of these."""
+    if name in ("uniform", "published"):
+        return None if name == "uniform" else PUBLISHED
+    path = Path(name)
+    if path.suffix == ".parquet":
+        trace = read_trace(path)
+        layers = range(trace.chosen.shape[1])
+        popular = tuple(measure_locality(trace, layer).popular for layer in layers)
+        return Routing(popular=popular, reuse=measure_locality(trace).reuse[1])
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        popular = values["popular"]
+        shares = tuple(map(float, popular if isinstance(popular, list) else [popular]))
+        found = Routing(popular=shares, reuse=float(values["reuse"]))
+        if not shares or not all(0.0 < share <= 0.8 for share in (*shares, found.reuse)):
+            raise ValueError("shares lie between 0 and 0.8")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError.of(
+            "P550",
+            f"{name} has no statistics of routing: {error}",
+            help='for example {"popular": 0.206, "reuse": 0.379}',
+        ) from None
+    return found
