@@ -13,7 +13,6 @@ from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.documents.selectors import list_cores
-from pi2.plan.toml.source import SourceFile, display_path, read_source
 
 _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
 
@@ -149,7 +148,11 @@ def _check_memory(machine: Machine, budget_bytes: int) -> Iterator[Diagnostic]:
 
 
 def locate_findings(found: list[Diagnostic], path: Path) -> list[Diagnostic]:
-    """Add the places in the plan's file."""
+    """Add the places in the plan's file; a bundle's plan is no text of the user's."""
+    if path.suffix == ".json":
+        return found
+    from pi2.plan.toml.source import SourceFile, display_path, read_source
+
     source = read_source(path, display_path(path))
     if not isinstance(source, SourceFile):  # changed or gone since it was loaded
         return found

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from pi2.arrays import I32
+from pi2.arrays import I32, U8
 from pi2.backends.host import load_host_loops
 from pi2.backends.observer import ExecutorObserver
-from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend
+from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend, Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
@@ -57,15 +57,16 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.backends import find_backend, find_executor_backend
 from pi2.plan.documents.selectors import list_cores
-from pi2.plan.reading.thresholds import GivenThresholds
-from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
-from pi2.refit import parse_budget, refit_plan
-from pi2.sharing.resolver import LockedReferences
 from pi2.store.agreement import find_bundle_misfits
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from pi2.plan.reading.thresholds import GivenThresholds
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
 """Gives what observes an executor's dense layers, if anything."""
@@ -90,6 +91,11 @@ def load(
     may give an observer of the executor; ``thresholds`` count instead of those that the plan
     names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
     """
+    # A bundle has none of these: its plan was resolved where it was built.
+    from pi2.plan.resolve import load_plan
+    from pi2.refit import parse_budget, refit_plan
+    from pi2.sharing.resolver import LockedReferences
+
     start = time.perf_counter()
     resolver = LockedReferences(Path(path).parent, locked=locked)
     read = partial(load_plan, path, resolver=resolver, thresholds=thresholds)
@@ -299,7 +305,6 @@ def describe_build(
     """Gather what the backend needs, and count the mapped tensors in their segments; ``grouped``:
     a mixture's neurons, expert by expert."""
     mode = resolved.plan.decode.predictor
-    unit = resolved.device.units[resolved.sparse_unit]
     tensors = {} if store is None else load_dense(store, mode, rows, budget, progress)
     gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
@@ -309,6 +314,26 @@ def describe_build(
             gate_biases = [
                 budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
             ]
+    request = make_request(resolved, machine, tensors)
+    return replace(
+        request,
+        gate_rows=gate_rows,
+        scales=None if store is None else load_scales(store, budget, progress),
+        gate_biases=gate_biases,
+        expert_neurons=None if mode == "none" or store is None else grouped,
+        allocate=budget.allocate,
+        progress=progress,
+    )
+
+
+def make_request(
+    resolved: ResolvedPlan, machine: Machine, tensors: Mapping[str, Tensor]
+) -> BuildRequest:
+    """Everything that a plan and a machine say of a build: all but what memory is given out for.
+
+    With ``decode.predictor = "gate"`` it has an empty list of gate rows.
+    """
+    unit = resolved.device.units[resolved.sparse_unit]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
     cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
@@ -325,20 +350,24 @@ def describe_build(
         token_type=resolved.plan.decode.activations,
         chunk_type=resolved.plan.prefill.activations,
         passes=resolved.plan.decode.passes,
-        gate_rows=gate_rows,
-        scales=None if store is None else load_scales(store, budget, progress),
-        gate_biases=gate_biases,
+        gate_rows=[] if resolved.plan.decode.predictor == "gate" else None,
+        scales=None,
+        gate_biases=None,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,
         expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
-        expert_neurons=None if mode == "none" or store is None else grouped,
+        expert_neurons=None,
         rows=resolved.divided_rows,
         threads=resolved.plan.threads.compute or cores,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,
-        allocate=budget.allocate,
-        progress=progress,
+        allocate=_refuse_memory,
+        progress=ignore_progress,
         cores=bound,
     )
+
+
+def _refuse_memory(segment: str, size: int) -> U8:
+    raise AssertionError(f"{size} bytes of {segment} before there is a budget")
 
 
 def report_build(

@@ -153,7 +153,15 @@ def _hash_files(path: Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _compile(spec: Spec, output: Path, progress: Progress, compiler: Compiler) -> None:
+def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
+    """Write the library of ``spec`` for another machine, and its signatures beside it, to run
+    without TVM; UserError P650 without a linker for it, P651 where compiling fails."""
+    _compile(spec, output, progress, LIBRARIES, triple)
+
+
+def _compile(
+    spec: Spec, output: Path, progress: Progress, compiler: Compiler, triple: str | None = None
+) -> None:
     """Run the compiler in a process of its own."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -171,6 +179,7 @@ def _compile(spec: Spec, output: Path, progress: Progress, compiler: Compiler) -
                     spec.program,
                     str(spec_path),
                     str(output),
+                    *([] if triple is None else [triple]),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -203,8 +212,11 @@ def _compile(spec: Spec, output: Path, progress: Progress, compiler: Compiler) -
         if process.returncode == _NO_TOOL:
             raise UserError.of(
                 "P650",
-                "no linker works on this machine, and the kernels must be linked",
-                help="install binutils (`ld`), gcc, clang or lld",
+                "no linker works on this machine, and the kernels must be linked"
+                + ("" if triple is None else f" for {triple}"),
+                help="install binutils (`ld`), gcc, clang or lld"
+                if triple is None
+                else "install lld (`ld.lld`)",
                 notes=failures,
             )
         if process.returncode == -signal.SIGKILL:

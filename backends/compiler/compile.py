@@ -1,6 +1,8 @@
-"""Compile a spec: ``python -m pi2.backends.compiler.compile MODULE SPEC.json OUT.so``.
+"""Compile a spec: ``python -m pi2.backends.compiler.compile MODULE SPEC.json OUT.so [TRIPLE]``.
 
-MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.
+MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.  TRIPLE, such as
+``aarch64-linux-gnu``, is a machine on which the library runs without TVM (`ahead`); else it is for
+this one.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
@@ -16,13 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import tvm
 from tvm import s_tir, tirx
 
+from pi2.backends.compiler.ahead import aim, compile_threads, list_linkers
 from pi2.backends.compiler.parameters import Parameters, make_bindable_function
 from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
 
@@ -75,14 +78,20 @@ def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Mod
 
 
 def compile_library(
-    program: Program, output: Path, report: Callable[[str, float], None]
+    program: Program,
+    output: Path,
+    report: Callable[[str, float], None],
+    triple: str | None = None,
 ) -> list[str]:
-    """Write the shared library of a program to ``output``, and its signatures beside it.
+    """Write the shared library of a program to ``output``, and its signatures beside it; with
+    ``triple`` for another machine, to run without TVM.
 
     ``report`` is called with what was done and the share of it.  Returns what went wrong with each
     linker if none works.
     """
     functions, target = program.list_functions(), program.target
+    if triple is not None:
+        target = aim(target, triple)
     signatures: dict[str, Signature] = {}
     with tempfile.TemporaryDirectory() as folder:
         files: list[Path] = []
@@ -91,17 +100,23 @@ def compile_library(
             files.append(Path(folder) / f"{name}.o")
             generate(tvm.IRModule({name: function}), target).write_to_file(str(files[-1]), "o")
             report(f"compiled {name}", len(files) / (len(functions) + 1))
-        failures = link(files, output)
+        if triple is not None:
+            files.append(compile_threads(triple, Path(folder)))
+        failures = link(files, output, LINKERS if triple is None else list_linkers(triple))
     if not failures:
         find_signatures(output).write_text(write_signatures(signatures))
         report("linked", 1.0)
     return failures
 
 
-def link(files: list[Path], output: Path) -> list[str]:
+def link(
+    files: list[Path],
+    output: Path,
+    linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS,
+) -> list[str]:
     """Make a shared library; return what went wrong with each linker if none works."""
     failures = []
-    for name, options in LINKERS:
+    for name, options in linkers:
         program = shutil.which(name)
         if program is None:
             failures.append(f"{name}: not installed")
@@ -127,7 +142,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"label": label, "share": share}), flush=True)
 
     report("loading the compiler", 0.0)
-    failures = compile_library(program, output, report)
+    triple = arguments[3] if len(arguments) > 3 else None
+    failures = compile_library(program, output, report, triple)
     if failures:
         print(json.dumps({"linker": failures}), flush=True)
         return NO_LINKER

@@ -1,13 +1,13 @@
-"""Load compiled functions with tvm_ffi, and libtvm_runtime where they run on several threads: the
-compiler is never imported."""
+"""Compiled libraries, and calls of their functions with the arrays that stay the same.
+
+`functions` says how a function is found and called: this module depends on no TVM.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,49 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8
+from pi2.backends.compiler.functions import CompiledFunctions
 from pi2.backends.compiler.signature import Parameter, find_signatures, read_signatures
 
 ALIGNMENT = 64
 """Bytes; kernels assume it of every array that is not uint8."""
-
-_ANY_CORE, _ONE_CORE_EACH = 1, -2
-"""Affinity modes of TVM's thread pool."""
-_SPIN_COUNT = "2000"
-"""How often an idle thread looks for work before it sleeps.  TVM's own 300,000 keep a core from
-reading flash for most of a millisecond: 2.8 instead of 4.0 tokens/s of a 7B with half of its
-neurons on flash, and nothing is gained in memory."""
-
-
-def find_runtime_library() -> Path | None:
-    """Return libtvm_runtime of the installed TVM without importing it; None if there is none."""
-    found = importlib.util.find_spec("tvm")
-    if found is None or found.origin is None:
-        return None
-    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
-    path = Path(found.origin).parent / "lib" / name
-    return path if path.exists() else None
-
-
-def start_threads(count: int, cores: Sequence[int] = ()) -> None:
-    """Let functions of libraries run on ``count`` threads, the calling one included.
-
-    ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
-    """
-    # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
-    os.environ["TVM_NUM_THREADS"] = str(count)
-    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
-    import tvm_ffi
-
-    runtime = find_runtime_library()
-    assert runtime is not None, "find_obstacles says so first"
-    # Functions look the pool's up among the global symbols.
-    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    # Another executor of this process may have started the pool with another number.
-    configure = tvm_ffi.get_global_func("runtime.config_threadpool")
-    if cores:
-        configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
-    else:
-        configure(_ANY_CORE, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +85,23 @@ def _time_calls(
 class Library:
     """A compiled library, and calls of its functions."""
 
-    def __init__(self, path: Path, sizes: Mapping[str, int] | None = None) -> None:
-        """Load ``path``; `start_threads` comes first where functions run on several threads.
+    def __init__(
+        self,
+        path: Path,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] = (),
+    ) -> None:
+        """Load ``path``.
 
         ``sizes`` says what the symbols in shapes of parameters stand for: what arrays must have
-        room for.
+        room for.  Functions with parallel loops run on ``threads``, the calling one included,
+        each bound to its one of ``cores``, if there are any; the caller binds itself.
         """
-        import tvm_ffi
-
-        self._ffi = tvm_ffi
-        self._module = tvm_ffi.load_module(str(path))
+        self._functions = CompiledFunctions(path, threads, cores)
         self._sizes = dict(sizes or {})
         self.signatures = read_signatures(find_signatures(path).read_text())
-        self._functions: dict[str, Callable[..., object]] = {}
         self._needs: dict[str, list[Need]] = {}
         self._calls: list[BoundCall] = []
 
@@ -172,10 +138,8 @@ class Library:
                 f"{parameter} of {function}: {view.size} elements where {least} are expected"
             )
             tensors.append(view.tensor)
-        compiled = self._functions.get(function)
-        if compiled is None:
-            compiled = self._functions[function] = self._module.get_function(function)
-        call = BoundCall(compiled, *tensors)
+        compiled, before = self._functions.bind(function, tensors, self.signatures[function].given)
+        call = BoundCall(compiled, *before)
         call.function, call.name, call.layer = compiled, name or function, layer
         self._calls.append(call)
         return call
@@ -198,6 +162,7 @@ class Library:
     def close(self) -> None:
         """Forget all calls, and the arrays in them."""
         self._calls.clear()
+        self._functions.close()
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
         """Return the functions' view of an array, which the caller keeps alive.
@@ -209,7 +174,7 @@ class Library:
         flat = array.reshape(-1)
         if not flat.flags.writeable:
             flat = _view_writeable(flat)
-        return View(self._ffi.from_dlpack(flat), flat.dtype.name, flat.size)
+        return View(self._functions.make_tensor(flat), flat.dtype.name, flat.size)
 
 
 def _find_need(parameter: Parameter, sizes: Mapping[str, int]) -> Need:

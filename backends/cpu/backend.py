@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
@@ -30,17 +29,13 @@ KINDS: tuple[UnitKind, ...] = ("cpu",)
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
     """Return what keeps the kernels from running here."""
-    from pi2.backends.compiler.runtime import find_runtime_library
+    from pi2.backends.compiler.functions import find_obstacles as find_missing
     from pi2.backends.kernels.isa import ARCHITECTURES
 
     obstacles = []
     if architecture not in ARCHITECTURES:
         obstacles.append(f"no kernels for architecture {architecture}")
-    if find_runtime_library() is None:
-        obstacles.append("apache-tvm is not installed")
-    if importlib.util.find_spec("tvm_ffi") is None:
-        obstacles.append("apache-tvm-ffi is not installed")
-    return obstacles
+    return obstacles + find_missing()
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
@@ -56,12 +51,13 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def build(request: BuildRequest) -> Executor:
     """Compile the kernels unless they are cached, and make the executor."""
     from pi2.backends.compiler.cache import load_or_compile
-    from pi2.backends.compiler.runtime import Library, start_threads
+    from pi2.backends.compiler.runtime import Library
     from pi2.backends.cpu.arrays import measure_arrays
     from pi2.backends.cpu.executor import CpuExecutor
     from pi2.backends.cpu.specification import make_spec
 
     spec = make_spec(request)
     path = load_or_compile(spec, request.progress)
-    start_threads(request.threads, request.cores)
-    return CpuExecutor(request, spec, Library(path, measure_arrays(request)))
+    sizes = measure_arrays(request)
+    library = Library(path, sizes, threads=request.threads, cores=request.cores)
+    return CpuExecutor(request, spec, library)

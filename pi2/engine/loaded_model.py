@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Lock
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from pi2.arrays import F32
 from pi2.backends.protocol import Executor
@@ -34,6 +33,9 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.sandbox.tokenizer import decode_ids, encode_text
 from pi2.store.reader import NeuronStore
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from pi2.arrays import F16, I32, U8
 from pi2.backends.protocol import BuildRequest, Tensor
@@ -30,6 +30,9 @@ from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.dense_reader import read_scales, read_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.machine.cgroups import find_cpu_quota, read_int, read_text
+from pi2.machine.hwcaps import read_hwcaps
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import IsaFeature
@@ -113,6 +114,7 @@ def detect_cpu(
     """
     reported = (machine or platform.machine()).lower()
     architecture = _ARCHITECTURES.get(reported, reported)
+    is_here = machine is None and root == Path("/")
     processors = _read_processors(root)
     online = len(processors) or os.cpu_count() or 1
     if affinity is None:
@@ -123,7 +125,7 @@ def detect_cpu(
     return Cpu(
         name=_name_cpu(root, processors, clusters),
         architecture=architecture,
-        features=_find_features(architecture, processors),
+        features=_find_stated(architecture, is_here) or _find_features(architecture, processors),
         cores_online=online,
         cores=max(1, cores),
         quota_cores=quota,
@@ -152,6 +154,11 @@ def _read_processors(root: Path) -> list[Processor]:
         # "Processor" with a capital is the name of the whole chip on old Arm kernels.
         (common.update if "processor" not in entries else processors.append)(entries)
     return [{**common, **entries} for entries in processors]
+
+
+def _find_stated(architecture: str, is_here: bool) -> frozenset[IsaFeature] | None:
+    """What the kernel states without ``/proc``, of the machine that this process runs on."""
+    return read_hwcaps() if is_here and architecture == "aarch64" else None
 
 
 def _find_features(architecture: str, processors: Sequence[Processor]) -> frozenset[IsaFeature]:

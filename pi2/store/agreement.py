@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import list_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.check import Report
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
 from pi2.regular_file import check_regular
 from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import Manifest, StoredBundle, StoredFile, read_manifest
+
+if TYPE_CHECKING:
+    from pi2.plan.checking.check import Report
 
 
 def list_store_findings(report: Report) -> list[Diagnostic]:

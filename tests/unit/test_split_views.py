@@ -16,7 +16,7 @@ from pi2.benchmarks.samples import Row
 from pi2.benchmarks.session import Outcome
 from pi2.benchmarks.workloads import Workload
 from pi2.cli.main import run
-from pi2.cli.unit_report import summarise_units
+from pi2.engine.unit_report import summarise_units
 from pi2.orchestrator import load
 from pi2.plan.toml.text import write_value
 from pi2.progress import ignore_progress

@@ -16,8 +16,6 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
 from pi2.plan.documents.model import Activation, Model
 from pi2.plan.documents.plan import SparsityMethod
-from pi2.plan.reading.schema_check import check_schema
-from pi2.plan.toml.source import CANNOT_READ, display_path, read_source
 
 Magnitude = Annotated[float, Field(ge=0.0)]
 
@@ -105,6 +103,10 @@ def read_thresholds(path: Path) -> Thresholds:
 
     Raises UserError P028 if it cannot be read, P0xx and P1xx with places for what is wrong in it.
     """
+    # A bundle has thresholds without their text.
+    from pi2.plan.reading.schema_check import check_schema
+    from pi2.plan.toml.source import display_path, read_source
+
     name = display_path(path)
     source = read_source(path, name)
     if isinstance(source, list):
@@ -116,6 +118,8 @@ def read_thresholds(path: Path) -> Thresholds:
 
 
 def _explain_unread(item: Diagnostic, name: str) -> Diagnostic:
+    from pi2.plan.toml.source import CANNOT_READ
+
     if item.code not in CANNOT_READ:
         return item
     return replace(

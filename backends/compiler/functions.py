@@ -1,0 +1,102 @@
+"""Compiled functions as tvm_ffi calls them, with libtvm_runtime where they run on several threads:
+the compiler is never imported.
+
+A bundle (`pi2 build`) has `pi2.phone.replacements.functions` in this module's place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from pi2.backends.compiler.signature import Parameter
+
+_ANY_CORE, _ONE_CORE_EACH = 1, -2
+"""Affinity modes of TVM's thread pool."""
+_SPIN_COUNT = "2000"
+"""How often an idle thread looks for work before it sleeps.  TVM's own 300,000 keep a core from
+reading flash for most of a millisecond: 2.8 instead of 4.0 tokens/s of a 7B with half of its
+neurons on flash, and nothing is gained in memory."""
+
+
+def find_obstacles() -> list[str]:
+    """Return what keeps compiled functions from being called here."""
+    obstacles = []
+    if find_runtime_library() is None:
+        obstacles.append("apache-tvm is not installed")
+    if importlib.util.find_spec("tvm_ffi") is None:
+        obstacles.append("apache-tvm-ffi is not installed")
+    return obstacles
+
+
+def find_runtime_library() -> Path | None:
+    """Return libtvm_runtime of the installed TVM without importing it; None if there is none."""
+    found = importlib.util.find_spec("tvm")
+    if found is None or found.origin is None:
+        return None
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    path = Path(found.origin).parent / "lib" / name
+    return path if path.exists() else None
+
+
+def _start_threads(count: int, cores: Sequence[int]) -> None:
+    """Let functions of libraries that are loaded from now on run on ``count`` threads."""
+    # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
+    os.environ["TVM_NUM_THREADS"] = str(count)
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
+    import tvm_ffi
+
+    runtime = find_runtime_library()
+    assert runtime is not None, "find_obstacles says so first"
+    # Functions look the pool's up among the global symbols.
+    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    # Another executor of this process may have started the pool with another number.
+    configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+    if cores:
+        configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
+    else:
+        configure(_ANY_CORE, count)
+
+
+class CompiledFunctions:
+    """The functions of a library."""
+
+    def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
+        """Load ``path``; its functions run on ``threads``, the calling one included, where they
+        have parallel loops.
+
+        ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
+        """
+        import tvm_ffi
+
+        if threads is not None:
+            # A library looks for the pool when it is loaded.
+            _start_threads(threads, cores)
+        self._ffi = tvm_ffi
+        self._module = tvm_ffi.load_module(str(path))
+        self._found: dict[str, Callable[..., object]] = {}
+
+    def bind(
+        self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
+    ) -> tuple[Callable[..., object], Sequence[object]]:
+        """Return a function, and what comes before the arguments ``given`` in its calls, so that it
+        takes ``tensors`` (of `make_tensor`)."""
+        function = self._found.get(name)
+        if function is None:
+            function = self._found[name] = self._module.get_function(name)
+        return function, tensors
+
+    def make_tensor(self, flat: npt.NDArray[Any]) -> object:
+        """Return what functions take in the place of an array [n], which is not copied."""
+        return self._ffi.from_dlpack(flat)
+
+    def close(self) -> None:
+        """Forget the functions; the pool of threads is the process's, and stays."""
+        self._found.clear()

@@ -1,0 +1,138 @@
+"""What a run says of itself at its end, for machines and for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pi2.engine.answer import SequenceResult
+from pi2.engine.batch import BatchResult
+from pi2.engine.generation import GenerationResult
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.statistics import RunStatistics, read_peak_rss_bytes
+from pi2.engine.unit_report import describe_units, summarise_units
+from pi2.plan.documents.quantities import approximate_bytes
+
+
+def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
+    """Everything that is known of a run, for machines."""
+    return {**describe_sequence(result), **describe_model(model, result.statistics)}
+
+
+def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
+    """Everything that is known of a run with several sequences, for machines."""
+    return {
+        "sequences": [describe_sequence(item) for item in result.sequences],
+        "batch": model.plan.plan.decode.batch,
+        "mean_sequences": _rounded(result.mean_sequences),
+        "prefill_tokens_s": _rounded(result.prefill_tokens_s),
+        "decode_tokens_s": _rounded(result.decode_tokens_s),
+        **describe_model(model, result.statistics),
+    }
+
+
+def describe_sequence(result: SequenceResult) -> dict[str, Any]:
+    """What is known of a sequence alone."""
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "ttft_s": round(result.ttft_s, 4),
+        "prefill_tokens_s": _rounded(result.prefill_tokens_s),
+        "decode_tokens_s": _rounded(result.decode_tokens_s),
+    }
+
+
+def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
+    """What is known of the model that has run, and of what it did."""
+    return {
+        "dry_run": model.is_dry,
+        "load_s": round(model.load_s, 4),
+        "active_share": _rounded(statistics.active_share),
+        "predicted_share": _rounded(statistics.predicted_share),
+        "cache_hit_rate": _rounded(statistics.hit_rate),
+        "foreseen_share": _rounded(statistics.routing_recall),
+        "tokens_without_ahead": statistics.tokens_without_ahead,
+        "flash_read_bytes": model.stats.flash_read_bytes,
+        "flash_read_generation_bytes": statistics.flash_read_bytes,
+        "flash_saved_generation_bytes": statistics.flash_saved_bytes,
+        "units": describe_units(model),
+        "hot_grown": statistics.hot_grown,
+        "hot_shrunk": statistics.hot_shrunk,
+        "io_verify": model.plan.plan.io.verify,
+        "io_engine": model.io_engine,
+        "io_engine_refused": model.engine_fallback,
+        "direct_reads_refused": model.fallback,
+        "peak_rss_bytes": read_peak_rss_bytes(),
+        "budget_changes": list(model.changes),
+        "budget_bytes": model.plan.plan.memory.budget,
+        "plan_digest": model.plan.digest,
+    }
+
+
+def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
+    """A summary of a run for people, in a few lines."""
+    run = describe_run(model, result)
+    decoded = len(result.token_ids)
+    first = (
+        f"load {run['load_s']:.2f} s · first token {run['ttft_s'] * 1e3:.0f} ms · "
+        f"prefill {_rate(run['prefill_tokens_s'])} ({result.prompt_tokens} tokens) · "
+        f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {result.finish_reason})"
+    )
+    return _summarise(model, run, first)
+
+
+def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
+    """A summary of a run with several sequences for people, in a few lines."""
+    run = describe_batch(model, result)
+    prompts = sum(item.prompt_tokens for item in result.sequences)
+    decoded = sum(len(item.token_ids) for item in result.sequences)
+    speed, mean = result.decode_tokens_s, result.mean_sequences
+    each = "" if speed is None or mean is None else f", {_rate(speed / mean)} each"
+    first = (
+        f"load {run['load_s']:.2f} s · {len(result.sequences)} sequences, "
+        f"{'-' if mean is None else f'{mean:.1f}'} at a time · "
+        f"prefill {_rate(run['prefill_tokens_s'])} ({prompts} tokens) · "
+        f"decode {_rate(speed)}{each} ({decoded} tokens)"
+    )
+    return _summarise(model, run, first)
+
+
+def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
+    peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
+    verdict = "within" if peak <= budget else "ABOVE"
+    lines = [
+        first,
+        f"neurons computed {_percent(run['predicted_share'])}, active "
+        f"{_percent(run['active_share'])} · cache hits {_percent(run['cache_hit_rate'])} · "
+        f"read from flash {approximate_bytes(run['flash_read_bytes'])}",
+        f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
+        f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
+    ]
+    if run["foreseen_share"] is not None:
+        stopped = run["tokens_without_ahead"]
+        rest = f", and did not pay in {stopped} tokens" if stopped else ""
+        named = _percent(run["foreseen_share"])
+        lines.append(f"looking ahead named {named} of the experts that computed{rest}")
+    lines += summarise_units(run["units"])
+    if model.is_dry:
+        lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
+    elif run["io_verify"] == "never":
+        lines.append(
+            'note: nothing was compared with its checks: the plan says io.verify = "never"'
+        )
+    if run["direct_reads_refused"]:
+        lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
+    return "\n".join(lines)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} tokens/s"
+
+
+def _percent(value: float | None) -> str:
+    return "all" if value is None else f"{value:.1%}"

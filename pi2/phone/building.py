@@ -1,0 +1,190 @@
+"""Builds a bundle: a folder with a plan and all that runs it where there is no TVM.
+
+The folder appears under its name when it is whole.  What is in it depends on the plan, the store,
+pi2 and its compiler alone: two builds are equal, byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from pi2.backends.compiler.cache import compile_ahead
+from pi2.backends.compiler.signature import find_signatures
+from pi2.backends.cpu.specification import make_spec
+from pi2.backends.host.spec import HostSpec, choose_checks
+from pi2.diagnostics import UserError
+from pi2.machine import detect_machine
+from pi2.orchestrator import make_request
+from pi2.phone.contents import list_code
+from pi2.phone.documents import PLAN, write_resolved
+from pi2.phone.integrity import STORE, write_index
+from pi2.phone.licences import write_notes
+from pi2.phone.replacements.libraries import INDEX as KERNELS
+from pi2.phone.replacements.libraries import Spec, describe_spec
+from pi2.phone.target import Wish, aim_plan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.progress import Progress
+from pi2.store.manifest import MANIFEST
+from pi2.store.reader import NeuronStore
+
+StoreMode = Literal["link", "copy", "none"]
+"""Hard links where the file system has them, copies, or no store at all."""
+
+START = """\
+#!/bin/sh
+# Runs this bundle: ./run.sh --prompt TEXT.  PYTHON names another Python than python3.
+here=$(cd "$(dirname "$0")" && pwd)
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m pi2_phone "$here" "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A bundle that was built."""
+
+    folder: Path
+    plan: ResolvedPlan
+    """The plan as the bundle has it."""
+    own_bytes: int
+    """Size of everything but the store."""
+    store_bytes: int
+
+
+def build_bundle(
+    resolved: ResolvedPlan, wish: Wish, folder: Path, mode: StoreMode, progress: Progress
+) -> Built:
+    """Build the bundle of a plan at ``folder``, which must not exist, or be empty.
+
+    UserError P673 for what bundles cannot have, P675 where the folder cannot be written, P650 and
+    P651 where kernels cannot be compiled, and P5xx for the store.
+    """
+    aimed = aim_plan(resolved, wish)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError.of(
+            "P675",
+            f"{folder} exists already",
+            help="choose another folder with -o, or remove it: nothing is replaced",
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        room = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        try:
+            _fill(room, aimed, resolved.store_path, wish, mode, progress)
+            room.chmod(0o755)
+            if folder.exists():
+                folder.rmdir()
+            os.rename(room, folder)
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+    except OSError as error:
+        raise UserError.of(
+            "P675", f"the bundle cannot be written to {folder}: {error.strerror}"
+        ) from None
+    store = sum(path.stat().st_size for path in (folder / STORE).rglob("*") if path.is_file())
+    whole = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Built(folder, aimed, whole - store, store)
+
+
+def _fill(
+    room: Path,
+    aimed: ResolvedPlan,
+    store_path: Path,
+    wish: Wish,
+    mode: StoreMode,
+    progress: Progress,
+) -> None:
+    for place, source in list_code().items():
+        target = room / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    with NeuronStore.open(store_path, model=aimed.model) as store:
+        specs = list_specs(aimed, store)
+        tokenizer = store.tokenizer_path.name
+    _compile_kernels(room, specs, wish.triple, progress)
+    (room / PLAN).write_text(write_resolved(aimed), encoding="utf-8")
+    (room / "run.sh").write_text(START, encoding="utf-8")
+    (room / "run.sh").chmod(0o755)
+    write_notes(room, aimed)
+    if mode == "none":
+        # What is needed to find out that another store is the right one.
+        (room / STORE).mkdir()
+        (room / STORE / "README.txt").write_text(
+            f"Copy the neuron store of {aimed.model.id} here: {MANIFEST}, {tokenizer} and all else"
+            " that is in it.\n",
+            encoding="utf-8",
+        )
+    else:
+        _bring_store(store_path, room / STORE, mode, progress)
+    facts = {
+        "created_by": f"pi2 {version('pi2')}",
+        "target": wish.triple,
+        "plan_digest": aimed.digest,
+        "features": list(aimed.device.units[aimed.sparse_unit].features or ()),
+    }
+    write_index(room, facts)
+
+
+def list_specs(aimed: ResolvedPlan, store: NeuronStore) -> list[Spec]:
+    """Return what a run of the plan asks for: the model's kernels, and loops of the host."""
+    unit = aimed.device.units[aimed.sparse_unit]
+    assert unit.features is not None and unit.architecture is not None
+    features = frozenset(unit.features)
+    here = detect_machine()
+    cpu = replace(here.cpu, features=features, architecture=unit.architecture)
+    machine = replace(here, cpu=cpu)
+    kernels = make_spec(make_request(aimed, machine, store.tensors))
+    # The phone's processor may have an instruction for checks although kernels may not use it.
+    choices = dict.fromkeys((choose_checks(features), None, _list_checks(unit.architecture)))
+    name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
+    loops = [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
+    return [kernels, *loops]
+
+
+def _list_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
+    return "pclmulqdq" if architecture == "x86-64" else "crc32x"
+
+
+def _compile_kernels(room: Path, specs: list[Spec], triple: str, progress: Progress) -> None:
+    """Compile the libraries, and write the list that they are found by."""
+    index: list[Mapping[str, object]] = []
+    (room / KERNELS).parent.mkdir(parents=True)
+    for number, spec in enumerate(specs):
+        file = room / KERNELS
+        file = file.with_name(f"{spec.program.split('.')[2]}-{number}.so")
+        done, share = number / len(specs), 1 / len(specs)
+
+        def report(label: str, part: float, done: float = done, share: float = share) -> None:
+            progress(label, done + share * part)
+
+        compile_ahead(spec, file, triple, report)
+        assert find_signatures(file).exists()
+        file.chmod(0o755)
+        index.append(
+            {"file": file.relative_to(room).as_posix(), "spec": describe_spec(spec)},
+        )
+    (room / KERNELS).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress) -> None:
+    """Link or copy the store, the manifest last: without it a store does not exist."""
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    files.sort(key=lambda path: path.name == MANIFEST)
+    for number, path in enumerate(files):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if mode == "link":
+            try:
+                os.link(path, place)
+                continue
+            except OSError:  # another file system
+                pass
+        shutil.copyfile(path, place)
+        progress("copying the store", (number + 1) / len(files))

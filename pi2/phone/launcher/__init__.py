@@ -1,0 +1,1 @@
+"""Runs the bundle that this package lies in: ``python -m pi2_phone [DIR] --prompt TEXT``."""

@@ -1,0 +1,172 @@
+"""Compiled functions as ctypes calls them, in libraries that need no TVM
+(`pi2.backends.compiler.ahead`).
+
+A function takes its arguments as tvm_ffi's packed calls do: ``int f(void *, const Any *, int32,
+Any *)``, an ``Any`` being two words, its kind and its value; an array is a ``DLTensor``.
+Source: include/tvm/ffi/c_api.h of tvm-ffi and dlpack.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.compiler.signature import Parameter
+from pi2.logging import get_logger
+
+_INTEGER, _FLOAT, _TENSOR = 1, 3, 7
+"""Kinds of arguments (TVMFFITypeIndex)."""
+_PREFIX = "__tvm_ffi_"
+_SPINS = 2000
+"""How often an idle thread looks for work before it sleeps, as on other machines."""
+_CPU = 1
+_CODES = {"i": 0, "u": 1, "f": 2}
+"""Kinds of numbers (DLDataTypeCode)."""
+_WORDS = 8
+"""64-bit words of a DLTensor, and of its only length and stride, which follow it."""
+
+Call = Callable[..., object]
+Words = ctypes.Array[ctypes.c_int64]
+
+
+def find_obstacles() -> list[str]:
+    """Return what keeps compiled functions from being called here."""
+    return []
+
+
+class CompiledFunctions:
+    """The functions of a library, and its threads."""
+
+    def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
+        """Load ``path``; see `pi2.backends.compiler.functions`."""
+        self._library = ctypes.CDLL(str(path))
+        self._library.pi2_message.restype = ctypes.c_char_p
+        self._workers: list[threading.Thread] = []
+        # Also for one: functions with parallel loops call what this sets.
+        since = self._library.pi2_start(threads or 1, _SPINS)
+        for index in range(1, threads or 1):
+            core = cores[index] if index < len(cores) else None
+            worker = threading.Thread(
+                target=self._work, args=(index, since, core), name=f"pi2-{index}", daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+
+    def _work(self, index: int, since: int, core: int | None) -> None:
+        """What a thread does until `close`: outside of Python, without its lock."""
+        if core is not None:
+            try:
+                os.sched_setaffinity(0, (core,))
+            except OSError as error:
+                get_logger().warning("thread not bound", core=core, reason=error.strerror)
+        self._library.pi2_work(index, since)
+
+    def bind(
+        self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
+    ) -> tuple[Call, Sequence[object]]:
+        """Return a function that takes ``given`` after ``tensors``; see
+        `pi2.backends.compiler.functions`."""
+        function = getattr(self._library, _PREFIX + name)
+        return _make_call(function, self._library.pi2_message, name, tensors, given), ()
+
+    def make_tensor(self, flat: npt.NDArray[Any]) -> object:
+        """Return what functions take in the place of an array [n], which is not copied."""
+        words = (ctypes.c_int64 * _WORDS)()
+        _write_tensor(words, 0, ctypes.addressof(words), _describe_type(flat.dtype))
+        words[0], words[6] = flat.ctypes.data, flat.size
+        return words
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._workers:
+            self._library.pi2_stop()
+            for worker in self._workers:
+                worker.join()
+            self._workers = []
+
+
+def _describe_type(dtype: npt.DTypeLike) -> int:
+    """The word of a DLTensor that has its number of dimensions, 1, and its type."""
+    found = np.dtype(dtype)
+    packed = struct.pack("<iBBH", 1, _CODES[found.kind], 8 * found.itemsize, 1)
+    return int(struct.unpack("<q", packed)[0])
+
+
+def _write_tensor(words: Words | list[int], first: int, address: int, kind: int) -> None:
+    """Write a DLTensor of one dimension at word ``first`` of what lies at ``address``: all but
+    where the data is (word 0) and its length (word 6)."""
+    words[first + 1] = _CPU
+    words[first + 2] = kind
+    words[first + 3] = address + 8 * (first + 6)  # shape
+    words[first + 4] = address + 8 * (first + 7)  # strides
+    words[first + 5] = 0  # offset in bytes
+    words[first + 7] = 1
+
+
+def _make_call(
+    function: Any,
+    read_message: Callable[[], bytes],
+    name: str,
+    tensors: Sequence[Any],
+    given: Sequence[Parameter],
+) -> Call:
+    """Return what calls ``function`` with ``tensors`` and then what it is ``given``.
+
+    Arguments are written into memory of the call's own: several threads may be in a function.
+    """
+    count = len(tensors) + len(given)
+    arrays = [place for place, item in enumerate(given) if item.kind == "given"]
+    size = 2 * count + _WORDS * len(arrays)
+    room = ctypes.c_int64 * size
+    words = [0] * size
+    for place, tensor in enumerate(tensors):
+        words[2 * place : 2 * place + 2] = _TENSOR, ctypes.addressof(tensor)
+    steps: list[tuple[int, int, str]] = []
+    """Word that a given value goes to, the same of an array's tensor, and its type."""
+    for place, item in enumerate(given):
+        word = 2 * (len(tensors) + place)
+        at = 0
+        if item.kind == "given":
+            at = 2 * count + _WORDS * arrays.index(place)
+            words[word] = _TENSOR
+            _write_tensor(words, at, 0, _describe_type(item.dtype))
+        else:
+            words[word] = _FLOAT if item.dtype.startswith("float") else _INTEGER
+        steps.append((word + 1, at, item.dtype))
+    template = bytes(room(*words))
+    make = room.from_buffer_copy
+    address_of, keep = ctypes.addressof, tuple(tensors)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
+    function.restype = ctypes.c_int32
+
+    def call(*values: Any) -> None:
+        words = make(template)
+        address = address_of(words)
+        for (word, at, dtype), value in zip(steps, values, strict=True):
+            if isinstance(value, ctypes.Array):  # of `make_tensor`
+                words[word] = address_of(value)
+            elif at:
+                assert value.dtype == dtype and value.flags.c_contiguous, (name, value.dtype, dtype)
+                words[word] = address + 8 * at
+                words[at] = value.__array_interface__["data"][0]
+                words[at + 3] += address
+                words[at + 4] += address
+                words[at + 6] = value.size
+            elif dtype == "float32":
+                words[word] = struct.unpack("<q", struct.pack("<d", value))[0]
+            else:
+                words[word] = int(value)
+        answer = (ctypes.c_int64 * 2)()
+        if function(None, address, count, address_of(answer)):
+            raise RuntimeError(f"{name}: {read_message().decode(errors='replace')}")
+
+    call.__dict__["tensors"] = keep  # functions see addresses only
+    return call

@@ -1,0 +1,51 @@
+"""Compiled kernels of a bundle, which were made where it was built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from pi2.diagnostics import UserError
+from pi2.progress import Progress
+
+INDEX = "kernels/index.json"
+_OF_THE_MACHINE = ("architecture", "system")
+"""What a specification says of the machine that it is made on: how it calls itself may differ."""
+
+
+class Spec(Protocol):
+    """Everything that the code of a library depends on, besides its sources."""
+
+    @property
+    def program(self) -> str:
+        """The module that makes the functions."""
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+
+
+def describe_spec(spec: Spec) -> dict[str, Any]:
+    """What a library is found by."""
+    values = json.loads(spec.to_json())
+    kept = {name: value for name, value in values.items() if name not in _OF_THE_MACHINE}
+    return {"program": spec.program, **kept}
+
+
+def find_bundle() -> Path:
+    """The folder of the bundle that this module is a part of."""
+    return Path(__file__).resolve().parents[5]
+
+
+def load_or_compile(spec: Spec, progress: Progress) -> Path:
+    """Return the library of ``spec``; UserError P674 if the bundle was built for another one."""
+    del progress
+    folder, wanted = find_bundle(), describe_spec(spec)
+    for entry in json.loads((folder / INDEX).read_text(encoding="utf-8")):
+        if entry["spec"] == wanted:
+            return folder / str(entry["file"])
+    raise UserError.of(
+        "P674",
+        f"the bundle has no {spec.program.split('.')[2]} functions for this machine",
+        help="build it again for the features that `python -m pi2_phone --machine` lists",
+    )

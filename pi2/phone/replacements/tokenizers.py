@@ -1,0 +1,84 @@
+"""Tokenizers of a bundle: read in Python, or by the `tokenizers` library where it is installed and
+the file needs it.
+
+The file was tried where the bundle was built (`pi2.sandbox.trial`), and its hash is compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Protocol
+
+from pi2.diagnostics import UserError
+from pi2.phone.tokenizing.patterns import Unsupported
+from pi2.phone.tokenizing.tokenizer import Tokenizer
+
+
+class TokenizerRefused(Exception):
+    """Nobody should use the tokenizer; the text says why, and fits after a colon."""
+
+
+class Reader(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones around it."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, without that of special ones."""
+
+    def id_to_token(self, token: int) -> str | None:
+        """Text of a token."""
+
+
+class _Library:
+    """The same, done by the library."""
+
+    def __init__(self, content: bytes) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def id_to_token(self, token: int) -> str | None:
+        return self._tokenizer.id_to_token(token)
+
+
+def open_tokenizer(content: bytes) -> Reader:
+    """Read a ``tokenizer.json``; raises `TokenizerRefused`."""
+    try:
+        return Tokenizer(content)
+    except Unsupported as error:
+        if importlib.util.find_spec("tokenizers") is not None:
+            return _Library(content)
+        raise TokenizerRefused(
+            f"{error} is known to the tokenizers library only, which is not installed here"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenizerRefused(f"it is damaged: {error!r}") from None
+
+
+def encode_text(tokenizer: Reader, text: str) -> list[int]:
+    """Token ids of ``text``, without special tokens; `UserError` P607 for what is no text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError.of(
+            "P607",
+            f"the prompt is not UTF-8: half a character at place {error.start}",
+            help="save or give the text as UTF-8",
+        ) from None
+    return tokenizer.encode(text)
+
+
+def decode_ids(tokenizer: Reader, ids: Sequence[int]) -> str:
+    """Text of ``ids`` without special tokens."""
+    return tokenizer.decode(ids)

@@ -1,0 +1,230 @@
+"""``python -m pi2_phone [DIR]``: generate text, verify a bundle, or look at the machine.
+
+Exit codes as those of pi2: 0 fine, 1 findings, 2 cannot run, 3 a bug, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.logging import configure_logging
+from pi2.phone.documents import PLAN, read_resolved
+from pi2.phone.integrity import STORE, check_bundle, read_bundle
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        return run(make_parser().parse_args(arguments))
+    except UserError as error:
+        print_diagnostics(error.diagnostics)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return CANNOT_RUN
+    except MemoryError:
+        print("error[P690]: this machine has not enough free memory", file=sys.stderr)
+        return CANNOT_RUN
+    except Exception as error:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        print(f"error[P900]: pi2 has a bug: {reason}", file=sys.stderr)
+        traceback.print_exc()
+        return BUG
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what the command line takes."""
+    parser = argparse.ArgumentParser(
+        prog="pi2_phone", description="Generate text with the model of this bundle."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="folder of the bundle")
+    parser.add_argument("--prompt", action="append", default=[], help="prompt; repeatable")
+    parser.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--chat", metavar="TEXT", help="user message (needs jinja2)")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    for name in ("temperature", "top-p", "min-p", "repetition-penalty"):
+        parser.add_argument(f"--{name}", type=float, metavar="X")
+    for name in ("top-k", "seed"):
+        parser.add_argument(f"--{name}", type=int, metavar="N")
+    parser.add_argument("--stop", action="append", default=[], help="stop at this text")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the last token")
+    parser.add_argument("--store", type=Path, help="neuron store, if it is not in the bundle")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--verify", action="store_true", help="compare all files with their hashes")
+    parser.add_argument("--machine", action="store_true", help="show what this machine is")
+    parser.add_argument("-v", "--verbose", action="count", default=0)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options say."""
+    configure_logging(options.verbose)
+    if options.machine:
+        return show_machine()
+    bundle = read_bundle(find_folder(options.folder))
+    check_bundle(bundle, hashed=options.verify)
+    resolved = open_plan(bundle.folder, options.store)
+    if options.verify:
+        return verify_store(resolved)
+    return generate(resolved, options)
+
+
+def find_folder(given: Path | None) -> Path:
+    """Return the folder of the bundle that this code lies in; UserError P671 if another one is
+    ``given``: each has the code that it was built with."""
+    own = Path(__file__).resolve().parents[5]
+    if given is not None and given.resolve() != own:
+        raise UserError.of(
+            "P671",
+            f"{given} is not the bundle that this program belongs to, {own}",
+            help=f"start the other one with {given / 'run.sh'}",
+        )
+    return own
+
+
+def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
+    """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
+    try:
+        resolved = read_resolved(folder / PLAN)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError.of("P671", f"{folder / PLAN} cannot be read: {error}") from None
+    if store is not None:
+        plan = resolved.plan.model_copy(update={"store": str(store.resolve())})
+        own = resolved.__dict__["digest"]
+        resolved = ResolvedPlan(
+            plan=plan,
+            device=resolved.device,
+            model=resolved.model,
+            path=resolved.path,
+            thresholds=resolved.thresholds,
+        )
+        resolved.__dict__["digest"] = own
+    if not (resolved.store_path / "manifest.json").is_file():
+        raise UserError.of(
+            "P676",
+            f"there is no neuron store in {resolved.store_path}",
+            help=f"copy that of {resolved.model.id} to {folder / STORE}, or name it with --store",
+        )
+    return resolved
+
+
+def verify_store(resolved: ResolvedPlan) -> int:
+    """Compare the store's files with their hashes, too."""
+    from pi2.store.files import hash_file
+    from pi2.store.reader import NeuronStore
+
+    with NeuronStore.open(resolved.store_path, model=resolved.model) as store:
+        for entry in store.manifest.files:
+            if hash_file(store.path / entry.path) != entry.sha256:
+                raise UserError.of(
+                    "P507",
+                    f"{entry.path}: its contents have changed: the SHA-256 differs",
+                    help="copy the store again as a whole",
+                )
+        print(f"all files are as they were built: plan {resolved.digest[:12]}")
+    return 0
+
+
+def show_machine() -> int:
+    """Say what this machine is, as far as it tells."""
+    from pi2.machine import detect_machine, list_allowed_cores
+    from pi2.plan.documents.quantities import approximate_bytes
+
+    machine = detect_machine()
+    print(f"architecture {machine.architecture}")
+    print(f"features {','.join(sorted(machine.features)) or 'none known'}")
+    print(f"cores {machine.cores}: {','.join(map(str, list_allowed_cores())) or 'not bound'}")
+    print(f"memory {approximate_bytes(machine.memory.limit_bytes)}")
+    return 0
+
+
+def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
+    """Generate text, as `pi2 run` does."""
+    from pi2.engine.run_report import describe_run, summarise_run
+    from pi2.orchestrator import build
+    from pi2.progress import ignore_progress
+
+    prompt = None if options.chat is not None else read_prompt(options)
+    chosen = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    }
+    with build(resolved, progress=ignore_progress, start=time.perf_counter()) as model:
+        given: str | list[int]
+        if prompt is None:
+            given = model.encode_chat(list_messages(options))
+        else:
+            given = prompt
+        generation = model.generate(
+            given,
+            max_tokens=options.max_tokens,
+            stop=tuple(options.stop),
+            ignore_eos=options.ignore_eos,
+            **chosen,
+        )
+        for piece in generation:
+            if not options.json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        if options.json:
+            print(json.dumps(describe_run(model, generation.result), indent=2))
+        else:
+            sys.stdout.write("\n")
+            print(summarise_run(model, generation.result), file=sys.stderr)
+    return 0
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """Return the prompt; UserError P603 or P607 if there is none, or it cannot be read."""
+    if len(options.prompt) + (options.file is not None) > 1:
+        raise UserError.of("P603", "a bundle takes one prompt", help="give --prompt once, or -f")
+    if options.prompt:
+        return str(options.prompt[0])
+    try:
+        if options.file is not None:
+            data = options.file.read_bytes()
+        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
+            raise UserError.of("P603", "there is no prompt", help="give --prompt TEXT, or -f FILE")
+        return str(data.decode("utf-8"))
+    except OSError as error:
+        raise UserError.of("P607", f"cannot read the prompt: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError.of("P607", "the prompt is not UTF-8", help="save it as UTF-8") from None
+
+
+def list_messages(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the conversation; UserError P677 where templates cannot be rendered."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError.of(
+            "P677",
+            "chat templates need jinja2, which is not installed here",
+            help="`pip install jinja2`, or give the text of the conversation with --prompt",
+        )
+    before = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*before, {"role": "user", "content": options.chat}]
+
+
+def print_diagnostics(diagnostics: Sequence[Diagnostic]) -> None:
+    """Show what the user should know on standard error."""
+    for item in diagnostics:
+        place = "" if item.span is None else f"{item.span.file}: "
+        print(f"{place}{item.severity}[{item.code}]: {item.message}", file=sys.stderr)
+        for note in item.notes:
+            print(f"   = note: {note}", file=sys.stderr)
+        if item.help is not None:
+            print(f"   = help: {item.help}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Modules that a bundle has in the place of packages that need no phone."""

@@ -1,0 +1,109 @@
+"""A bundle's code needs Python and numpy alone, and reads documents as pi2 does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from pi2.phone.contents import LEFT_OUT, REPLACEMENTS, STAND_INS, find_modules, list_code
+from pi2.phone.documents import read_resolved, write_resolved
+from pi2.plan.resolve import load_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {"numpy", "pi2", *STAND_INS} | set(sys.stdlib_module_names)
+DESCRIBE = """
+import json, sys
+from pathlib import Path
+from pi2.phone.documents import read_resolved
+found = read_resolved(Path(sys.argv[1]))
+print(repr(found.needs), found.layers, found.bundle, found.dense_units, found.digest)
+def unfold(value):
+    if hasattr(value, "model_fields_set"):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {key: unfold(item) for key, item in value.items()}
+    return [unfold(item) for item in value] if isinstance(value, tuple) else value
+for document in (found.plan, found.device, found.model):
+    print(json.dumps(unfold(document), sort_keys=True))
+"""
+
+
+def test_modules_import_nothing_else_when_they_are_loaded() -> None:
+    modules = find_modules()
+    assert {"pi2.engine.forward", "pi2.memory.flash", "pi2.backends.cpu.executor"} <= set(modules)
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                imported = [str(node.module)]
+            # Chat templates have a process of their own, where there is jinja2.
+            allowed = ALLOWED | ({"jinja2"} if name == "pi2.sandbox.template" else set())
+            assert {item.partition(".")[0] for item in imported} <= allowed, (name, imported)
+            assert not set(imported) & LEFT_OUT, (name, imported)
+
+
+def test_nothing_that_compiles_plans_or_shares_is_in_a_bundle() -> None:
+    names = {path.as_posix() for path in list_code()}
+    for part in ("cli", "planning", "sharing", "lsp", "importing", "probing", "simulate"):
+        assert not any(f"packages/pi2/{part}/" in name for name in names), part
+    assert not any(name.endswith("compiler/compile.py") for name in names)
+
+
+@pytest.mark.parametrize("module", sorted(set(REPLACEMENTS) - {"pi2.logging"}))
+def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
+    original, other = import_module(module), import_module(REPLACEMENTS[module])
+    public = {
+        "pi2.backends.compiler.cache": ["load_or_compile"],
+        "pi2.backends.compiler.functions": ["CompiledFunctions", "find_obstacles"],
+        "pi2.sandbox.tokenizer": ["open_tokenizer", "encode_text", "decode_ids"],
+    }[module]
+    for name in public:
+        ours = list(inspect.signature(getattr(other, name)).parameters)
+        theirs = list(inspect.signature(getattr(original, name)).parameters)
+        assert ours == theirs[: len(ours)], name
+    if module.endswith("functions"):
+        methods = [name for name in vars(original.CompiledFunctions) if name[0] != "_"]
+        for name in methods:
+            of_ours = inspect.signature(getattr(other.CompiledFunctions, name))
+            assert list(of_ours.parameters) == list(
+                inspect.signature(getattr(original.CompiledFunctions, name)).parameters
+            )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "plans/demo.plan.toml",
+        "plans/demo-two-units.plan.toml",
+        "plans/oneplus-12/bamboo-7b-half.plan.toml",
+        "plans/cloud-vm-zen5/turbosparse-mixtral-47b.plan.toml",
+    ],
+)
+def test_documents_are_read_as_pydantic_reads_them(plan: str, tmp_path: Path) -> None:
+    resolved = load_plan(ROOT / plan)
+    file = tmp_path / "plan.json"
+    file.write_text(write_resolved(resolved))
+    with_pydantic = read_resolved(file)
+    assert (with_pydantic.plan, with_pydantic.device) == (resolved.plan, resolved.device)
+    assert with_pydantic.model == resolved.model
+    found = []
+    for paths in ([ROOT / "pi2/phone/stand_ins", ROOT], [ROOT]):
+        done = subprocess.run(
+            [sys.executable, "-c", DESCRIBE, str(file)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.splitlines())
+    assert found[0] == found[1]
