@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.places import check_place, read_place
+from pi2.importing.quantized import decode_weights
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -25,8 +27,6 @@ MLC_CONFIG = "mlc-chat-config.json"
 SENTENCE_PIECE = "tokenizer.model"
 """The SentencePiece library's file."""
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MOST_EXPERTS = 4096
-"""Most experts of a layer."""
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
 
@@ -133,7 +133,8 @@ def open_folder(folder: Path) -> Checkpoint:
         raise UserError.of(
             "P530", f"there is no checkpoint folder at {folder}", help="correct the path"
         )
-    config = unwrap_config(read_json(folder / "config.json"))
+    stated = read_json(folder / "config.json")
+    config = unwrap_config(stated)
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
@@ -151,7 +152,7 @@ def open_folder(folder: Path) -> Checkpoint:
         folder=folder,
         config=config,
         config_file=folder / "config.json",
-        tensors=divide_stacks(tensors),
+        tensors=decode_weights(folder / "config.json", stated, divide_stacks(tensors)),
         files=tuple(files),
     )
 
@@ -181,7 +182,10 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
     divided: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         is_stack = type(tensor) is SourceTensor and len(tensor.shape) == 3
-        is_stack = is_stack and tensor.shape[1] > 1 and tensor.shape[2] > 1
+        # A convolution's channel has one row; scales of a matrix may have one, too.
+        is_scale = name.endswith(("_scale_inv", "_scale"))
+        is_stack = is_stack and (is_scale or (tensor.shape[1] > 1 and tensor.shape[2] > 1))
+        is_stack = is_stack and not name.endswith(("_blocks", "_scales"))
         if not is_stack or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
             divided[name] = tensor
             continue

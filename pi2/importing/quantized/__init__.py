@@ -1,0 +1,67 @@
+"""Hugging Face checkpoints whose weights are quantised: shown as the plain tensors that they stand
+for.
+
+A module of this folder reads some methods (``quantization_config.quant_method``) and states them in
+``METHODS``; it is found by being here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.importing.config import Config
+from pi2.importing.safetensors_file import SourceTensor
+
+Tensors = dict[str, SourceTensor]
+Read = Callable[[Config, Mapping[str, SourceTensor]], Tensors]
+"""Gives tensors with weights that are decoded as they are read, by the names of plain weights."""
+
+
+def load_methods() -> dict[str, Read]:
+    """Readers by method, of all modules of this folder."""
+    found: dict[str, Read] = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        found |= getattr(module, "METHODS", {})
+    return dict(sorted(found.items()))
+
+
+def decode_weights(
+    file: Path, config: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
+) -> Mapping[str, SourceTensor]:
+    """The tensors as a plain checkpoint has them; ``config`` is that of ``file``.
+
+    Raises `UserError`: P533, P534 or P535 for tensors that a method needs and are missing, of
+    another shape or type; P544 for a method or an option that is unknown.
+    """
+    settings = find_settings(config)
+    if settings is None:
+        return tensors
+    own = Config(file, settings)
+    # Some say how, and leave the name of the method out.
+    method = own.read("quant_method", str, "fp8" if own.has("weight_block_size") else "")
+    methods = load_methods()
+    if method not in methods:
+        raise UserError.of(
+            "P544",
+            f"{file} says that the weights are quantised by {method!r}, which pi2 does not read",
+            help=f"take a checkpoint of another kind: plain, or {', '.join(methods)}",
+            file=str(file),
+        )
+    return methods[method](own, tensors)
+
+
+def find_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a configuration says of quantised weights; None if they are plain."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            found = place.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+    return None

@@ -1,0 +1,225 @@
+"""Draws tiny models of families with random configurations, and keeps what transformers computes.
+
+As tools/make_goldens.py, but for many configurations that nobody has chosen: whether pi2 converts
+and computes them is what tools/compare_goldens.py tells, which needs neither torch nor
+transformers.
+
+    python tools/draw_goldens.py -o FOLDER --count 20 --seed 1 qwen3-next granite-hybrid
+    python tools/compare_goldens.py FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from make_goldens import COMMON, PROMPT, VOCAB, compute, make_model
+
+Options = dict[str, Any]
+
+
+def draw_common(draw: random.Random) -> Options:
+    """Sizes that all families have."""
+    kv_heads = draw.choice([1, 2, 3])
+    layers = draw.randint(1, 5)
+    heads = kv_heads * draw.choice([1, 2, 3])
+    return {
+        "hidden_size": heads * draw.choice([4, 8, 12, 16]) * 2,
+        "intermediate_size": draw.randint(5, 90),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+def draw_kinds(draw: random.Random, layers: int, state: str, attention: str) -> list[str]:
+    """Kinds of layers in any order."""
+    return [draw.choice([state, state, attention]) for _ in range(layers)]
+
+
+def draw_qwen(draw: random.Random) -> Options:
+    """Qwen's attention and DeltaNet."""
+    options = draw_common(draw)
+    key_heads = draw.choice([1, 2, 3])
+    options |= {
+        "head_dim": draw.choice([8, 16, 24, 32]),
+        "attention_bias": draw.random() < 0.3,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "layer_types": draw_kinds(
+            draw, options["num_hidden_layers"], "linear_attention", "full_attention"
+        ),
+        "linear_conv_kernel_dim": draw.choice([2, 3, 4, 5]),
+        "linear_key_head_dim": draw.choice([4, 6, 8, 16, 20]),
+        "linear_value_head_dim": draw.choice([4, 6, 8, 16, 20]),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice([1, 2, 3]),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw.choice([1e3, 1e4, 1e7]),
+            "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]),
+        },
+    }
+    return options
+
+
+def draw_qwen_moe(draw: random.Random) -> Options:
+    """The same with experts."""
+    options, experts = draw_qwen(draw), draw.randint(2, 9)
+    size = draw.choice([5, 12, 16, 24])
+    return options | {
+        "num_experts": experts,
+        "num_experts_per_tok": draw.randint(1, min(4, experts)),
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": draw.choice([size, 2 * size, size + 3]),
+    }
+
+
+def draw_qwen3_next(draw: random.Random) -> Options:
+    """Qwen3-Next, with layers without experts."""
+    options = draw_qwen_moe(draw) | {"norm_topk_prob": draw.random() < 0.7}
+    if draw.random() < 0.3:
+        options["decoder_sparse_step"] = 2
+    elif draw.random() < 0.3:
+        options["mlp_only_layers"] = [0]
+    return options
+
+
+def draw_mamba(draw: random.Random, options: Options) -> Options:
+    """Mamba-2."""
+    groups = draw.choice([1, 1, 2])
+    heads, expand = groups * draw.choice([1, 2, 4]), draw.choice([1, 2])
+    head_dim = max(1, expand * options["hidden_size"] // heads)
+    options["hidden_size"] = heads * head_dim // expand
+    return options | {
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_head": head_dim,
+        "mamba_expand": expand,
+        "mamba_d_state": draw.choice([4, 7, 8, 16]),
+        "mamba_d_conv": draw.choice([2, 3, 4]),
+        "mamba_conv_bias": draw.random() < 0.7,
+        "mamba_proj_bias": draw.random() < 0.3,
+        "mamba_chunk_size": draw.choice([4, 8, 256]),
+    }
+
+
+def draw_granite(draw: random.Random) -> Options:
+    """Granite 4."""
+    options = draw_common(draw)
+    # Its attention divides the width by the heads.
+    options["num_attention_heads"] = options["num_key_value_heads"] = 2
+    options["hidden_size"] = draw.choice([32, 48, 64])
+    options = draw_mamba(draw, options)
+    experts = draw.choice([0, 3, 6])
+    size = draw.choice([8, 12, 20])
+    return options | {
+        "layer_types": draw_kinds(draw, options["num_hidden_layers"], "mamba", "attention"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": min(2, experts) or 1,
+        "intermediate_size": size,
+        "shared_intermediate_size": draw.choice([size, 3 * size, size + 4]),
+        "position_embedding_type": draw.choice([None, "rope"]),
+        "attention_bias": draw.random() < 0.3,
+        "embedding_multiplier": draw.choice([1.0, 4.0]),
+        "residual_multiplier": draw.choice([1.0, 0.3]),
+        "attention_multiplier": draw.choice([0.25, 0.1]),
+        "logits_scaling": draw.choice([1.0, 3.0]),
+    }
+
+
+def draw_bamba(draw: random.Random) -> Options:
+    """Bamba."""
+    options = draw_common(draw)
+    options["num_attention_heads"] = options["num_key_value_heads"] = 2
+    options["hidden_size"] = draw.choice([32, 48, 64])
+    options = draw_mamba(draw, options)
+    layers = range(options["num_hidden_layers"])
+    options["attn_layer_indices"] = [n for n in layers if draw.random() < 0.4]
+    return options | {"attention_bias": draw.random() < 0.3}
+
+
+def draw_lfm2(draw: random.Random) -> Options:
+    """LFM2."""
+    options = draw_common(draw)
+    return options | {
+        "layer_types": draw_kinds(draw, options["num_hidden_layers"], "conv", "full_attention"),
+        "conv_bias": draw.random() < 0.4,
+        "conv_L_cache": draw.choice([2, 3, 4]),
+        "block_auto_adjust_ff_dim": draw.random() < 0.5,
+        "block_multiple_of": draw.choice([8, 20]),
+        "block_ffn_dim_multiplier": draw.choice([1.0, 1.3]),
+    }
+
+
+def draw_lfm2_moe(draw: random.Random) -> Options:
+    """LFM2 with experts."""
+    options, experts = draw_common(draw), draw.randint(2, 8)
+    return options | {
+        "layer_types": draw_kinds(draw, options["num_hidden_layers"], "conv", "full_attention"),
+        "conv_bias": draw.random() < 0.4,
+        "conv_L_cache": draw.choice([2, 3, 4]),
+        "moe_intermediate_size": draw.choice([8, 12, 24]),
+        "num_experts": experts,
+        "num_experts_per_tok": draw.randint(1, min(4, experts)),
+        "num_dense_layers": draw.choice([0, 0, 1]),
+        "use_expert_bias": draw.random() < 0.7,
+        "norm_topk_prob": draw.random() < 0.7,
+        "routed_scaling_factor": draw.choice([1.0, 1.7]),
+    }
+
+
+FAMILIES: dict[str, tuple[str, Callable[[random.Random], Options]]] = {
+    "bamba": ("Bamba", draw_bamba),
+    "granite-hybrid": ("GraniteMoeHybrid", draw_granite),
+    "lfm2": ("Lfm2", draw_lfm2),
+    "lfm2-moe": ("Lfm2Moe", draw_lfm2_moe),
+    "qwen3-5": ("Qwen3_5Text", draw_qwen),
+    "qwen3-5-moe": ("Qwen3_5MoeText", draw_qwen_moe),
+    "qwen3-next": ("Qwen3Next", draw_qwen3_next),
+}
+"""Class and options of every family."""
+
+
+def write_model(folder: Path, name: str, seed: int) -> None:
+    """Write a model with the configuration that ``seed`` draws."""
+    family, draw_options = FAMILIES[name]
+    options = draw_options(random.Random(f"{name} {seed}"))
+    model = make_model(family, options, seed)
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(3, VOCAB, (PROMPT,), generator=generator)
+    logits, greedy, gap = compute(model, prompt)
+    model.half().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "options.json").write_text(json.dumps(COMMON | options, indent=1))
+    np.savez(
+        folder / "golden.npz",
+        prompt=prompt.numpy(),
+        logits=logits,
+        greedy=np.array(greedy),
+        gap=np.array(gap),
+    )
+
+
+def main() -> None:
+    """Write the models of the families that are named, or of all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *FAMILIES], metavar="FAMILY")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=10, help="models of each family")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first of them")
+    chosen = parser.parse_args()
+    for name in chosen.names or FAMILIES:
+        for seed in range(chosen.seed, chosen.seed + chosen.count):
+            write_model(chosen.output / f"{name}-{seed}", name, seed)
+
+
+if __name__ == "__main__":
+    main()
