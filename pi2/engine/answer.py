@@ -70,6 +70,8 @@ class GenerationRequest:
     """Most likely tokens to report beside every one that is drawn; None reports nothing."""
     make_constraint: Callable[[], Constraint] | None = None
     """Makes what says which tokens may come; None lets all."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text; the text of others is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,16 @@ class Answer:
         self._start = self._first = self._now = time.perf_counter()
         self.reason: FinishReason | None = None
         """Why it has ended; None as long as it goes on."""
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that has ended it."""
+        return self._stop_filter.found
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from its beginning to the first token."""
+        return self._first - self._start
 
     @property
     def prompt_ids(self) -> I32:

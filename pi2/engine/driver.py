@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from threading import Event, Thread
 
 from pi2.engine.answer import Piece
@@ -54,7 +54,7 @@ class Driver:
             self._thread.join()
 
 
-async def stream_pieces(driver: Driver, ticket: Ticket) -> AsyncIterator[Piece]:
+async def stream_pieces(driver: Driver, ticket: Ticket) -> AsyncGenerator[Piece, None]:
     """Put ``ticket`` into the line and give its pieces as they are made.
 
     Whoever stops iterating gives the request up.  Raises what the request fails with.

@@ -14,7 +14,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest
+from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
@@ -75,7 +75,7 @@ class LoadedModel:
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
-            make_decoder=lambda: TokenDecoder(self._decode),
+            make_decoder=self._make_decoder,
         )
         self._driver: Driver | None = None
         self._starting = Lock()
@@ -229,10 +229,11 @@ class LoadedModel:
 
         No begin token is added: the template writes it where the model wants one.
         """
-        text = self.render_chat(messages, template=template, variables=variables)
-        if self.is_dry:
-            return self.encode(text)
-        return encode_text(self.tokenizer, text)
+        return self.encode_text(self.render_chat(messages, template=template, variables=variables))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of ``text`` as it is: no begin token is added."""
+        return self.encode(text) if self.is_dry else encode_text(self.tokenizer, text)
 
     def generate(
         self,
@@ -391,11 +392,50 @@ class LoadedModel:
             sampling=sampling,
         )
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens; a dry run has none."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``, without special tokens unless ``special``; a dry run has none."""
         if self.is_dry:
             return ""
-        return decode_ids(self.tokenizer, ids)
+        return decode_ids(self.tokenizer, ids, special=special)
+
+    def _make_decoder(self, request: GenerationRequest) -> TokenDecoder:
+        if not request.shown_ids or self.is_dry:
+            return TokenDecoder(self.decode)
+        added = self.tokenizer.get_added_tokens_decoder()
+        hidden = {token for token, what in added.items() if what.special} - request.shown_ids
+        return TokenDecoder(
+            lambda ids: self.decode([token for token in ids if token not in hidden], special=True)
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What gives the places of sequences to requests."""
+        return self._scheduler
+
+    def describe_request(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        alternatives: int | None = None,
+        make_constraint: Callable[[], Constraint] | None = None,
+        shown_ids: frozenset[int] = frozenset(),
+        **sampling: Any,
+    ) -> GenerationRequest:
+        """A request for the scheduler; what is not given of ``sampling`` is the plan's.
+
+        Raises UserError P601, P603, P604, P606 and P615 as `generate` does.
+        """
+        context = self.plan.plan.kv.context
+        most = context if max_tokens is None else max_tokens
+        found = self._describe_request(
+            prompt_ids, self._choose_sampling(**sampling), most, stop, ignore_eos
+        )
+        return replace(
+            found, alternatives=alternatives, make_constraint=make_constraint, shown_ids=shown_ids
+        )
 
     def logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"

@@ -135,7 +135,7 @@ class Scheduler:
         *,
         context: int,
         piece_tokens: int,
-        make_decoder: Callable[[], TokenDecoder],
+        make_decoder: Callable[[GenerationRequest], TokenDecoder],
         prefixes: Prefixes | None = None,
     ) -> None:
         """``context``: tokens that a sequence has room for; ``piece_tokens``: tokens of prompts
@@ -177,6 +177,12 @@ class Scheduler:
     def places(self) -> int:
         """Sequences that there may be at the same time."""
         return len(self._forward.positions)
+
+    def measure_context_use(self) -> float:
+        """Share of the room for keys and values that sequences under way have filled."""
+        places = [*self._reading, *self._running]
+        used = sum(self._forward.positions[place] for place in places)
+        return used / (self._context * self.places)
 
     def submit(self, ticket: Ticket) -> None:
         """Put a request into the line; UserError P615 if the model is closed."""
@@ -295,7 +301,9 @@ class Scheduler:
                 continue
             self._free.remove(place)
             ticket.reused_tokens = reused
-            ticket.answer = Answer(ticket.request, self._make_decoder(), self._context)
+            ticket.answer = Answer(
+                ticket.request, self._make_decoder(ticket.request), self._context
+            )
             self._reading[place] = ticket
 
     def _read_prompts(self) -> None:

@@ -49,6 +49,8 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
+        self.found: str | None = None
+        """The stop string that has appeared."""
         self.stopped = False
         """Whether a stop string has appeared; text after it is dropped."""
 
@@ -57,11 +59,12 @@ class StopFilter:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            first, self.found = min(found)
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[:first]
         keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - keep
         self._held = text[cut:]

@@ -97,10 +97,13 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(found)
 
 
-def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text of ``ids`` without special tokens; `UserError` P605 where the tokenizer fails."""
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of ``ids``, without special tokens unless ``special``; `UserError` P605 where the
+    tokenizer fails."""
     try:
-        text: str = call_library(lambda: tokenizer.decode(list(ids), skip_special_tokens=True))
+        text: str = call_library(
+            lambda: tokenizer.decode(list(ids), skip_special_tokens=not special)
+        )
     except TokenizerRefused as error:
         raise _describe_failure("make text of tokens", error) from None
     return text

@@ -1,0 +1,294 @@
+"""The server's routes, and what every request passes through."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pi2.diagnostics import UserError
+from pi2.logging import get_logger
+from pi2.serving import chat, completions, messages, ollama, responses
+from pi2.serving.calls import Limits
+from pi2.serving.errors import ApiError, Form, explain_user_error
+from pi2.serving.host import Host, Hosts, ServedPlan
+from pi2.serving.metrics import Metrics
+from pi2.serving.openapi import describe_interface
+from pi2.serving.page import read_page
+from pi2.serving.requests import ClientGone, JsonResponse, Service
+from pi2.serving.state import describe_state
+from pi2.serving.tokens import detokenize, tokenize
+
+Endpoint = Callable[[Request, Service], Awaitable[Response]]
+
+MAX_HEADER_BYTES = 32 << 10
+"""Most bytes of a request's headers, names and values."""
+_PUBLIC = ("/", "/health", "/version")
+"""What may be seen without a key."""
+_QUIET = ("/health", "/metrics", "/api/state")
+"""What is asked for again and again: the access log leaves it out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How plans are served."""
+
+    plans: Sequence[ServedPlan]
+    memory_bytes: int | None = None
+    """What the budgets of the models in memory may add up to."""
+    keys: Sequence[str] = ()
+    """Keys, one of which a client must know; none lets everybody in."""
+    origins: Sequence[str] = ()
+    """Origins whose pages may ask (CORS); none refuses those of others."""
+    limits: Limits = field(default_factory=Limits)
+    body_bytes: int = 8 << 20
+    """Most bytes of a request's body."""
+
+
+def make_application(settings: Settings) -> Starlette:
+    """The server as an ASGI application; it loads models when it starts.
+
+    ``application.state.hosts`` are the models, for those who load them themselves."""
+    hosts = Hosts(settings.plans, memory_bytes=settings.memory_bytes)
+    metrics = Metrics(list(hosts.hosts.values()))
+    service = Service(
+        hosts=hosts, limits=settings.limits, metrics=metrics, body_bytes=settings.body_bytes
+    )
+
+    def route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
+        async def answer(request: Request) -> Response:
+            try:
+                return await endpoint(request, service)
+            except ClientGone:
+                return Response(status_code=499)
+            except UserError as error:
+                get_logger().error("a request failed", path=path, reason=str(error))
+                return _refuse(explain_user_error(error), path)
+
+        return Route(path, answer, methods=[method])
+
+    async def show_page(request: Request, service: Service) -> Response:
+        return Response(read_page(), media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def list_models(request: Request, service: Service) -> Response:
+        found = [_describe_model(host) for host in service.hosts.hosts.values()]
+        return JsonResponse(
+            {
+                "object": "list",
+                "data": found,
+                "has_more": False,
+                "first_id": found[0]["id"],
+                "last_id": found[-1]["id"],
+            }
+        )
+
+    async def show_model(request: Request, service: Service) -> Response:
+        name = request.path_params["name"]
+        host = service.hosts.hosts.get(name)
+        if host is None:
+            raise ApiError(
+                404, f"The model '{name}' does not exist.", param="model", code="model_not_found"
+            )
+        return JsonResponse(_describe_model(host))
+
+    async def show_health(request: Request, service: Service) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def show_metrics(request: Request, service: Service) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(await asyncio.to_thread(metrics.write), headers={"Content-Type": kind})
+
+    async def show_interface(request: Request, service: Service) -> Response:
+        return JsonResponse(describe_interface())
+
+    async def show_version(request: Request, service: Service) -> Response:
+        return JsonResponse({"version": ollama.VERSION})
+
+    async def list_tags(request: Request, service: Service) -> Response:
+        return JsonResponse(ollama.list_tags(service.hosts.hosts))
+
+    async def show_state(request: Request, service: Service) -> Response:
+        return JsonResponse(await asyncio.to_thread(describe_state, service.hosts.hosts.values()))
+
+    @asynccontextmanager
+    async def live(application: Starlette) -> AsyncIterator[None]:
+        await hosts.start()
+        try:
+            yield
+        finally:
+            await hosts.stop()
+
+    middleware = [Middleware(AccessLog)]
+    if settings.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    middleware.append(Middleware(Gate, keys=settings.keys))
+    application = Starlette(
+        routes=[
+            route("/", show_page, "GET"),
+            route("/health", show_health, "GET"),
+            route("/metrics", show_metrics, "GET"),
+            route("/openapi.json", show_interface, "GET"),
+            route("/v1/models", list_models, "GET"),
+            route("/v1/models/{name:path}", show_model, "GET"),
+            route("/v1/chat/completions", chat.answer_chat),
+            route("/v1/completions", completions.answer_completion),
+            route("/v1/responses", responses.answer_responses),
+            route("/v1/messages", messages.answer_messages),
+            route("/v1/messages/count_tokens", messages.count_tokens),
+            route("/tokenize", tokenize),
+            route("/detokenize", detokenize),
+            route("/api/chat", ollama.answer_chat),
+            route("/api/tags", list_tags, "GET"),
+            route("/api/version", show_version, "GET"),
+            route("/api/state", show_state, "GET"),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            404: _explain_status(404, "There is nothing at this path."),
+            405: _explain_status(405, "This path does not have this method."),
+            ApiError: _handle_api_error,
+            Exception: _handle_failure,
+        },
+        lifespan=live,
+    )
+    application.state.hosts = hosts
+    return application
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def _describe_model(host: Host) -> dict[str, Any]:
+    return {
+        "id": host.plan.name,
+        "object": "model",
+        "created": host.created,
+        "owned_by": "pi2",
+        "loaded": host.is_loaded,
+        "description": host.plan.description,
+    }
+
+
+def _find_form(path: str) -> Form:
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
+
+
+def _refuse(error: ApiError, path: str) -> Response:
+    if path.startswith("/api/"):
+        body = ollama.describe_error(error)
+    else:
+        body = error.describe(_find_form(path))
+    return JsonResponse(body, status_code=error.status, headers=error.headers)
+
+
+async def _handle_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _refuse(error, request.url.path)
+
+
+async def _handle_failure(request: Request, error: Exception) -> Response:
+    return _refuse(ApiError(500, "the server has failed; its log says why"), request.url.path)
+
+
+def _explain_status(
+    status: int, message: str
+) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def explain(request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = getattr(error, "headers", None) or {}
+        answer = _refuse(ApiError(status, message), request.url.path)
+        answer.headers.update(headers)
+        return answer
+
+    return explain
+
+
+class Gate:
+    """Lets in those who know a key, and whose headers are of a usual size."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = sum(len(name) + len(value) for name, value in scope["headers"])
+            if size > MAX_HEADER_BYTES:
+                message = f"Headers may have {MAX_HEADER_BYTES} bytes at most."
+                await _refuse(ApiError(431, message), scope["path"])(scope, receive, send)
+                return
+        if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
+            headers = dict(scope["headers"])
+            bearer = headers.get(b"authorization", b"")
+            given = headers.get(b"x-api-key", b"")
+            if bearer[:7].lower() == b"bearer ":
+                given = bearer[7:].strip()
+            if not any(hmac.compare_digest(given, key) for key in self._keys):
+                message = "Incorrect API key provided." if given else "No API key provided."
+                refusal = _refuse(ApiError(401, message, code="invalid_api_key"), scope["path"])
+                refusal.headers["WWW-Authenticate"] = "Bearer"
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class AccessLog:
+    """Writes a line for each request: who, what, how long, how many tokens; no prompts."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._log = get_logger()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _QUIET:
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 0
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope.setdefault("state", {})
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            client = scope.get("client")
+            self._log.info(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                client=client[0] if client else None,
+                seconds=round(time.perf_counter() - start, 4),
+                **scope["state"].get("use", {}),
+            )

@@ -1,0 +1,283 @@
+"""What the model is asked for, and what comes back: the same for every interface."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pi2.diagnostics import UserError
+from pi2.engine.answer import Constraint, TokenScore
+from pi2.engine.driver import stream_pieces
+from pi2.engine.scheduler import Ticket
+from pi2.serving.answer_reader import AnswerReader, Fragment
+from pi2.serving.constraints import make_constraint, write_call_grammar, write_json_grammar
+from pi2.serving.conversation import Conversation, render_prompt
+from pi2.serving.errors import ApiError, explain_user_error
+from pi2.serving.host import Host
+from pi2.serving.metrics import Metrics
+from pi2.serving.tool_formats import ToolCall
+
+End = Literal["stop", "length", "tool_calls"]
+_ENDS: Mapping[str, End] = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server lets requests take."""
+
+    waiting: int = 256
+    """Sequences of a model that may wait for a place; more are sent away (429)."""
+    time_s: float = 600.0
+    """Seconds from a request to the end of its answer (504)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Sequences that begin with the same prompt."""
+
+    prompt_ids: Sequence[int]
+    count: int = 1
+    """How many; number n draws with ``seed + n``."""
+    client: str = ""
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    alternatives: int | None = None
+    ignore_eos: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What is given of how tokens are drawn; the rest is the plan's."""
+    make_constraint: Callable[[], Constraint] | None = None
+    make_reader: Callable[[], AnswerReader] = AnswerReader
+    shown_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What has come of a sequence."""
+
+    index: int
+    items: Sequence[Fragment | ToolCall]
+    scores: Sequence[TokenScore] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A sequence has ended."""
+
+    index: int
+    reason: End
+    stop_text: str | None
+    """The stop string that ended it."""
+    tokens: int
+    """Tokens that it has made."""
+    reasoning_tokens: int
+    reused_tokens: int
+    """Tokens of the prompt that were not read again."""
+
+
+async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
+    """What is to be asked for a conversation's next message; ``ask``: the other values of `Ask`.
+
+    Raises ApiError 400 for what cannot be asked."""
+    try:
+        return await asyncio.to_thread(_prepare_chat, host, conversation, ask)
+    except UserError as error:
+        raise explain_user_error(error) from None
+
+
+def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
+    facts, model = host.find_chat_facts(), host.model
+    prompt = render_prompt(host, conversation)
+    ids = model.encode_text(prompt)
+    has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
+    begins_inside = facts.reasoning is not None and prompt.rstrip().endswith(facts.reasoning[0])
+    grammar = None
+    if has_tools and (conversation.tool_choice == "required" or conversation.named_tool):
+        wanted = [
+            tool
+            for tool in conversation.tools
+            if conversation.named_tool in (None, tool.get("name"))
+        ]
+        if not wanted:
+            raise ApiError(
+                400, f"There is no tool '{conversation.named_tool}'.", param="tool_choice"
+            )
+        grammar = write_call_grammar(facts.tools, wanted, parallel=conversation.parallel_calls)
+    elif conversation.json_schema is not None:
+        grammar = write_json_grammar(conversation.json_schema)
+    constraint = None
+    if grammar is not None and not model.is_dry:
+        constraint = make_constraint(
+            host.find_vocabulary(),
+            grammar,
+            model.plan.model.shape.vocab,
+            reasoning_end=facts.reasoning_end if begins_inside else None,
+        )
+    return Ask(
+        prompt_ids=ids,
+        make_constraint=constraint,
+        make_reader=lambda: AnswerReader(
+            tools=facts.tools if has_tools else None,
+            reasoning=facts.reasoning,
+            begins_inside=begins_inside,
+        ),
+        shown_ids=facts.shown_ids,
+        **ask,
+    )
+
+
+async def generate(
+    host: Host, ask: Ask, limits: Limits, metrics: Metrics
+) -> AsyncGenerator[Delta | Finished, None]:
+    """Have the sequences generated; give what comes of them, and the end of each.
+
+    Raises ApiError: 400 for what cannot be asked, 429 if too many wait, 504 if it takes too long.
+    Whoever stops iterating gives all of them up.
+    """
+    tickets = _make_tickets(host, ask, limits)
+    events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_follow(host, ticket, number, ask.make_reader(), events, metrics))
+        for number, ticket in enumerate(tickets)
+    ]
+    try:
+        async with asyncio.timeout(limits.time_s):
+            going = len(tasks)
+            while going:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                going -= isinstance(event, Finished)
+                yield event
+    except TimeoutError:
+        raise ApiError(504, f"the answer took more than {limits.time_s:g} s") from None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _make_tickets(host: Host, ask: Ask, limits: Limits) -> list[Ticket]:
+    """The model's requests."""
+    scheduler = host.model.scheduler
+    if scheduler.waiting + ask.count > limits.waiting + scheduler.places:
+        raise ApiError(
+            429,
+            "Too many requests are waiting for this model.",
+            code="rate_limit_exceeded",
+            retry_after_s=max(1, min(60, scheduler.waiting // max(1, scheduler.places))),
+        )
+    sampling = dict(ask.sampling)
+    seed = sampling.pop("seed", None)
+    tickets = []
+    try:
+        for number in range(ask.count):
+            request = host.model.describe_request(
+                ask.prompt_ids,
+                max_tokens=ask.max_tokens,
+                stop=ask.stop,
+                ignore_eos=ask.ignore_eos,
+                alternatives=ask.alternatives,
+                make_constraint=ask.make_constraint,
+                shown_ids=ask.shown_ids,
+                seed=None if seed is None else seed + number,
+                **sampling,
+            )
+            tickets.append(Ticket(request, client=ask.client))
+    except UserError as error:
+        raise explain_user_error(error) from None
+    return tickets
+
+
+async def _follow(
+    host: Host,
+    ticket: Ticket,
+    index: int,
+    reader: AnswerReader,
+    events: asyncio.Queue[Delta | Finished | Exception],
+    metrics: Metrics,
+) -> None:
+    """Put what comes of a sequence into the queue of its request."""
+    name, start = host.plan.name, time.perf_counter()
+    first_s = None
+    called, reasoning_tokens, taken = False, 0, 0
+    try:
+        async with aclosing(stream_pieces(host.driver, ticket)) as pieces:
+            async for piece in pieces:
+                if first_s is None:
+                    first_s = time.perf_counter() - start
+                    metrics.note_first_token(name, first_s, ticket)
+                items = reader.push(piece.text)
+                called = called or any(isinstance(item, ToolCall) for item in items)
+                if items or piece.scores:
+                    await events.put(Delta(index, items, piece.scores))
+                assert ticket.answer is not None
+                made = ticket.answer.made_tokens
+                if any(isinstance(item, Fragment) and item.part == "reasoning" for item in items):
+                    reasoning_tokens += made - taken
+                taken = made
+        items = reader.flush()
+        called = called or any(isinstance(item, ToolCall) for item in items)
+        if items:
+            await events.put(Delta(index, items))
+        result, answer = ticket.result, ticket.answer
+        assert result is not None and answer is not None
+        reason = _ENDS[result.finish_reason]
+        metrics.note_end(name, reason, result, time.perf_counter() - start, ticket)
+        await events.put(
+            Finished(
+                index=index,
+                reason="tool_calls" if called and reason == "stop" else reason,
+                stop_text=answer.stop_text,
+                tokens=len(result.token_ids),
+                reasoning_tokens=reasoning_tokens,
+                reused_tokens=ticket.reused_tokens,
+            )
+        )
+    except asyncio.CancelledError:
+        metrics.note_abort(name)
+        raise
+    except UserError as error:
+        metrics.note_error(name, error)
+        await events.put(explain_user_error(error))
+    except Exception as error:
+        metrics.note_error(name, error)
+        await events.put(ApiError(500, "the server has failed; its log says why"))
+
+
+@dataclass(slots=True)
+class Collected:
+    """A sequence, complete."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    end: Finished | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Add what has come."""
+        for item in delta.items:
+            if isinstance(item, ToolCall):
+                self.calls.append(item)
+            elif item.part == "reasoning":
+                self.reasoning += item.text
+            else:
+                self.content += item.text
+        self.scores += delta.scores
+
+
+async def collect(events: AsyncGenerator[Delta | Finished, None], count: int) -> list[Collected]:
+    """All sequences of a request, complete."""
+    found = [Collected() for _ in range(count)]
+    async with aclosing(events) as source:
+        async for event in source:
+            if isinstance(event, Finished):
+                found[event.index].end = event
+            else:
+                found[event.index].add(event)
+    return found

@@ -1,0 +1,112 @@
+"""What a client is told when something is wrong, in the form that it knows."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from pi2.diagnostics import UserError
+
+Form = Literal["openai", "anthropic"]
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by status; others are the server's fault."""
+
+_OPENAI_TYPES = {
+    404: "invalid_request_error",
+    401: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+_CODES = {"P601": "context_length_exceeded"}
+"""Codes of errors by findings of the engine."""
+
+_CLIENTS_FAULT = ("P601", "P603", "P604", "P606", "P607", "P608", "P609")
+"""Findings that a request is to blame for."""
+
+
+class ApiError(Exception):
+    """A request that is not answered."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+    def describe(self, form: Form) -> dict[str, Any]:
+        """The body of the answer."""
+        if form == "anthropic":
+            kind = _TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = _OPENAI_TYPES.get(self.status) or _TYPES.get(self.status, "server_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def explain_user_error(error: UserError) -> ApiError:
+    """What a client is told of a finding; nothing of this machine where the server is at fault."""
+    finding = error.diagnostics[0]
+    if finding.code in _CLIENTS_FAULT:
+        return ApiError(400, finding.message, code=_CODES.get(finding.code))
+    if finding.code == "P615":
+        return ApiError(503, "the model is being closed", retry_after_s=1)
+    return ApiError(500, f"the model cannot go on ({finding.code}); the server's log says why")
+
+
+def explain_invalid(error: ValidationError) -> ApiError:
+    """What a client is told of the first thing that is wrong with a body."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    param = ""
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif not part.startswith(("function-", "tagged-", "list[")):
+            param += f".{part}" if param else part
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        return ApiError(
+            400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter"
+        )
+    if problem["type"] == "missing":
+        return ApiError(
+            400,
+            f"Missing required parameter: '{param}'.",
+            param=param or None,
+            code="missing_required_parameter",
+        )
+    message = f"Invalid value for '{param}': {problem['msg']}." if param else problem["msg"]
+    return ApiError(400, message, param=param or None, code="invalid_value")

@@ -1,0 +1,257 @@
+"""A served plan: its model, loaded when somebody wants it, and the thread that computes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from pi2.diagnostics import UserError
+from pi2.engine.chat import read_chat_template
+from pi2.engine.driver import Driver
+from pi2.logging import get_logger
+from pi2.orchestrator import load
+from pi2.serving.answer_reader import REASONING_MARKS
+from pi2.serving.errors import ApiError
+from pi2.serving.tool_formats import ToolFormat, find_tool_format, knows_tools
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from pi2.engine.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPlan:
+    """A plan that clients may name."""
+
+    name: str
+    path: Path
+    budget_bytes: int
+    """Memory that the plan promises to stay within."""
+    description: str = ""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    memory: str | None = None
+    """Another budget, to which the segments are fitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFacts:
+    """What a chat template says about its family."""
+
+    tools: ToolFormat
+    knows_tools: bool
+    reasoning: tuple[str, str] | None
+    """Marks of reasoning, where the model reasons."""
+    shown_ids: frozenset[int]
+    """Special tokens that the marks of calls and of reasoning are."""
+    reasoning_end: int | None
+    """The token that ends reasoning, where it is one."""
+
+
+class Host:
+    """A served plan's model."""
+
+    def __init__(self, plan: ServedPlan) -> None:
+        self.plan = plan
+        self.created = int(time.time())
+        """When the server began to offer it, in seconds since 1970."""
+        self.users = 0
+        """Requests that use it."""
+        self.used_at = 0.0
+        """When somebody used it last, by the monotonic clock."""
+        self._model: LoadedModel | None = None
+        self._driver: Driver | None = None
+        self._thread: Thread | None = None
+        self._vocabulary: LLTokenizer | None = None
+        self._facts: ChatFacts | UserError | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return self._model is not None
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model, which somebody has loaded."""
+        assert self._model is not None, "it is not loaded"
+        return self._model
+
+    @property
+    def driver(self) -> Driver:
+        """What computes."""
+        assert self._driver is not None, "it is not loaded"
+        return self._driver
+
+    async def start(self) -> None:
+        """Load the model in the thread that will compute: the plan may bind it to a core."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[LoadedModel] = loop.create_future()
+
+        def work() -> None:
+            try:
+                plan = self.plan
+                model = load(plan.path, set=plan.overrides, memory=plan.memory)
+            except BaseException as error:
+                loop.call_soon_threadsafe(loaded.set_exception, error)
+                return
+            driver = Driver(model.scheduler)
+            self._driver = driver
+            loop.call_soon_threadsafe(loaded.set_result, model)
+            try:
+                driver.run()
+            finally:
+                model.close()
+
+        self._thread = Thread(target=work, name=f"pi2-{self.plan.name}", daemon=True)
+        self._thread.start()
+        self._model = await loaded
+        get_logger().info("model served", model=self.plan.name, load_s=round(self.model.load_s, 2))
+
+    async def stop(self) -> None:
+        """Give the model's memory back; what is under way ends."""
+        if self._driver is None or self._thread is None:
+            return
+        driver, thread = self._driver, self._thread
+        self._model = self._driver = self._thread = self._vocabulary = None
+        await asyncio.to_thread(driver.end)
+        await asyncio.to_thread(thread.join)
+        gc.collect()
+        get_logger().info("model given back", model=self.plan.name)
+
+    def find_vocabulary(self) -> LLTokenizer:
+        """What grammars know of its tokens; takes a second the first time."""
+        from pi2.serving.constraints import load_vocabulary
+
+        if self._vocabulary is None:
+            model = self.model
+            settings = model.plan.model.tokenizer
+            self._vocabulary = load_vocabulary(
+                model.tokenizer, model.plan.model.shape.vocab, settings.eos
+            )
+        return self._vocabulary
+
+    def find_chat_facts(self) -> ChatFacts:
+        """What its chat template says; UserError P608 or P609 if it has none that works."""
+        if self._facts is None:
+            try:
+                self._facts = self._read_chat_facts()
+            except UserError as error:
+                self._facts = error
+        if isinstance(self._facts, UserError):
+            raise self._facts
+        return self._facts
+
+    def _read_chat_facts(self) -> ChatFacts:
+        model = self.model
+        if model.is_dry:
+            template = ""
+        else:
+            settings = model.plan.model.tokenizer
+            template = read_chat_template(model.store.path, model.tokenizer, settings).source
+        tools = find_tool_format(template)
+        reasoning = next((marks for marks in REASONING_MARKS if marks[0] in template), None)
+        marks = [*tools.begin, *([] if tools.end is None else [tools.end])]
+        ids: Mapping[str, int] = {}
+        if not model.is_dry:
+            added = model.tokenizer.get_added_tokens_decoder()
+            ids = {token.content: number for number, token in added.items()}
+        if reasoning is None:
+            reasoning = next((pair for pair in REASONING_MARKS if pair[1] in ids), None)
+        marks += reasoning or ()
+        if tools.name == "brackets":
+            marks += ["[ARGS]", "[CALL_ID]"]
+        if tools.name == "fenced":
+            marks += [mark for mark in ids if "tool▁" in mark]
+        return ChatFacts(
+            tools=tools,
+            knows_tools=knows_tools(template),
+            reasoning=reasoning,
+            shown_ids=frozenset(ids[mark] for mark in marks if mark in ids),
+            reasoning_end=None if reasoning is None else ids.get(reasoning[1]),
+        )
+
+
+class Hosts:
+    """All served plans, within one memory budget."""
+
+    def __init__(self, plans: Sequence[ServedPlan], *, memory_bytes: int | None = None) -> None:
+        """``memory_bytes``: what the budgets of the models in memory may add up to; None lets all
+        of them be there."""
+        self.hosts = {plan.name: Host(plan) for plan in plans}
+        assert len(self.hosts) == len(plans), "names are unique"
+        self._memory_bytes = memory_bytes
+        self._loading = asyncio.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Budgets of the models in memory, added up."""
+        return sum(host.plan.budget_bytes for host in self.hosts.values() if host.is_loaded)
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[Host]:
+        """The host of the plan called ``name``, loaded, as long as somebody uses it.
+
+        ApiError 404 if there is none, 503 if others are used that leave it no memory.
+        """
+        host = self.hosts.get(name)
+        if host is None:
+            raise ApiError(
+                404,
+                f"The model '{name}' does not exist; there are: {', '.join(self.hosts)}.",
+                param="model",
+                code="model_not_found",
+            )
+        host.users += 1
+        try:
+            if not host.is_loaded:
+                async with self._loading:
+                    if not host.is_loaded:
+                        await self._make_room(host)
+                        await host.start()
+            yield host
+        finally:
+            host.users -= 1
+            host.used_at = time.monotonic()
+
+    async def start(self) -> None:
+        """Load what there is memory for, in the order of the plans; at least the first."""
+        for number, host in enumerate(self.hosts.values()):
+            need = self.used_bytes + host.plan.budget_bytes
+            if number == 0 or self._memory_bytes is None or need <= self._memory_bytes:
+                await host.start()
+
+    async def stop(self) -> None:
+        """Give everything back."""
+        for host in self.hosts.values():
+            await host.stop()
+
+    async def _make_room(self, host: Host) -> None:
+        """Close models that nobody uses until there is memory for another one."""
+        if self._memory_bytes is None:
+            return
+        while self.used_bytes + host.plan.budget_bytes > self._memory_bytes:
+            idle = [other for other in self.hosts.values() if other.is_loaded and not other.users]
+            if not idle:
+                raise ApiError(
+                    503,
+                    f"there is no memory for '{host.plan.name}' while other models are used",
+                    retry_after_s=5,
+                )
+            await min(idle, key=lambda other: other.used_at).stop()
+
+
+def describe_fingerprint(model: LoadedModel) -> str:
+    """What changes when answers may change: the plan's digest, in short."""
+    return f"fp_{model.plan.digest[:12]}"
+
+
+def list_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that are given."""
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,142 @@
+"""Numbers for Prometheus, called as vLLM calls them where it has them.
+
+``pi2:`` are pi2's own: what was read from flash, and what the neuron cache did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pi2.engine.answer import SequenceResult
+from pi2.engine.scheduler import Ticket
+from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.logging import get_logger
+from pi2.serving.host import Host
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
+
+
+class Metrics:
+    """Counts what the server does."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_ModelCollector(hosts))
+
+        def count(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self._registry)
+
+        def divide(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+
+        self._prompt = count("vllm:prompt_tokens", "Tokens of prompts.")
+        self._generated = count("vllm:generation_tokens", "Tokens that were generated.")
+        self._ended = count("vllm:request_success", "Sequences that ended.", "finished_reason")
+        self._queries = count("vllm:prefix_cache_queries", "Tokens of prompts that were looked up.")
+        self._hits = count("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.")
+        self._failed = count("pi2:request_errors", "Sequences that failed.")
+        self._first = divide(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", _SECONDS
+        )
+        self._each = divide(
+            "vllm:inter_token_latency_seconds", "Mean time of a token after it.", _TOKEN_SECONDS
+        )
+        self._whole = divide("vllm:e2e_request_latency_seconds", "From request to end.", _SECONDS)
+        self._queue = divide("vllm:request_queue_time_seconds", "Time in line.", _SECONDS)
+        self._prompts = divide("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answers = divide("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+
+    def note_first_token(self, model: str, first_s: float, ticket: Ticket) -> None:
+        """A request's first token has come."""
+        self._first.labels(model).observe(first_s)
+        assert ticket.answer is not None
+        self._queue.labels(model).observe(max(0.0, first_s - ticket.answer.first_token_s))
+        self._prompt.labels(model).inc(len(ticket.request.prompt_ids))
+        self._queries.labels(model).inc(len(ticket.request.prompt_ids))
+        self._hits.labels(model).inc(ticket.reused_tokens)
+        self._prompts.labels(model).observe(len(ticket.request.prompt_ids))
+
+    def note_end(
+        self, model: str, reason: str, result: SequenceResult, whole_s: float, ticket: Ticket
+    ) -> None:
+        """A sequence has ended by itself."""
+        count = len(result.token_ids)
+        self._ended.labels(model, reason).inc()
+        self._generated.labels(model).inc(count)
+        self._answers.labels(model).observe(count)
+        self._whole.labels(model).observe(whole_s)
+        if count > 1:
+            self._each.labels(model).observe(result.decode_s / (count - 1))
+
+    def note_abort(self, model: str) -> None:
+        """Somebody gave a sequence up."""
+        self._ended.labels(model, "abort").inc()
+
+    def note_error(self, model: str, error: Exception) -> None:
+        """A sequence has failed."""
+        self._failed.labels(model).inc()
+        get_logger().error("a generation failed", model=model, reason=str(error))
+
+    def write(self) -> bytes:
+        """All numbers, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class _ModelCollector(Collector):
+    """Numbers that models count themselves."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = hosts
+
+    def collect(self) -> Iterator[Metric]:
+        """Give the numbers of the models in memory."""
+        models = [
+            (host.plan.name, host.model, host.model.scheduler)
+            for host in self._hosts
+            if host.is_loaded
+        ]
+
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, text, labels=["model_name"])
+
+        running = gauge("vllm:num_requests_running", "Sequences that have a place.")
+        waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for a place.")
+        used = gauge("vllm:kv_cache_usage_perc", "Share of the contexts that is used.")
+        for name, _, scheduler in models:
+            running.add_metric([name], scheduler.running)
+            waiting.add_metric([name], scheduler.waiting)
+            used.add_metric([name], scheduler.measure_context_use())
+        yield from (running, waiting, used)
+        counters = {
+            "pi2:flash_read_bytes": ("Bytes of neurons read from flash.", "flash_read_bytes"),
+            "pi2:neuron_cache_hits": ("Named neurons that were in memory.", "cache_hits"),
+            "pi2:neuron_cache_misses": ("Named neurons that were read.", "cache_misses"),
+            "pi2:neuron_cache_evictions": ("Neurons that made room.", "cache_evictions"),
+            "pi2:predicted_neurons": ("Neurons that predictors named.", "predicted_neurons"),
+            "pi2:active_neurons": ("Those of them that fired.", "active_neurons"),
+        }
+        for key, (text, field) in counters.items():
+            family = CounterMetricFamily(key, text, labels=["model_name"])
+            for name, model, _ in models:
+                family.add_metric([name], getattr(model.stats, field))
+            yield family
+        segments = GaugeMetricFamily(
+            "pi2:memory_segment_bytes", "The plan's segments.", labels=["model_name", "segment"]
+        )
+        budget = gauge("pi2:memory_budget_bytes", "The plan's budget.")
+        for name, model, _ in models:
+            for segment, size in dict(model.plan.plan.memory.segments).items():
+                segments.add_metric([name, segment], size)
+            budget.add_metric([name], model.plan.plan.memory.budget)
+        yield from (segments, budget)
+        yield GaugeMetricFamily(
+            "pi2:peak_memory_bytes",
+            "Highest resident memory of the process.",
+            value=read_peak_rss_bytes(),
+        )

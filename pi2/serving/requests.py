@@ -1,0 +1,203 @@
+"""What is common to requests of all interfaces: reading them, and answering those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from pi2.diagnostics import UserError
+from pi2.serving.calls import Limits
+from pi2.serving.errors import ApiError, Form, explain_invalid, explain_user_error
+from pi2.serving.host import Hosts, list_arguments
+from pi2.serving.metrics import Metrics
+from pi2.serving.openai_schema import Sampled
+from pi2.serving.sse import HEADERS, dump_json
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What requests are answered with."""
+
+    hosts: Hosts
+    limits: Limits
+    metrics: Metrics
+    read_s: float = 30.0
+    """Seconds in which a body must have come."""
+    body_bytes: int = 8 << 20
+    """Most bytes of a body."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class JsonResponse(Response):
+    """JSON, or what stands for it as bytes."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return content if isinstance(content, bytes) else dump_json(content)
+
+
+def make_id(prefix: str) -> str:
+    """A new identity."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def find_client(request: Request) -> str:
+    """Whose request it is: clients take turns."""
+    key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    host = request.client.host if request.client else ""
+    return f"{host} {key}"
+
+
+async def read_body(request: Request, service: Service) -> bytes:
+    """The body; ApiError 413 if it is too large, 408 if it does not come."""
+    stated = request.headers.get("content-length", "")
+    too_large = ApiError(413, f"A body may have {service.body_bytes} bytes at most.")
+    if stated.isdigit() and int(stated) > service.body_bytes:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(service.read_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > service.body_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, "The body did not come in time.") from None
+    return b"".join(parts)
+
+
+async def parse_body(request: Request, service: Service, kind: type[Parsed]) -> Parsed:
+    """The body as ``kind``; ApiError 400 for what is wrong with it."""
+    data = await read_body(request, service)
+    try:
+        data.decode("utf-8")
+        return kind.model_validate_json(data)
+    except UnicodeDecodeError:
+        raise ApiError(400, "The body is not UTF-8.", code="invalid_json") from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        if problem["type"] == "json_invalid":
+            message = f"The body is not JSON: {problem['msg']}."
+            raise ApiError(400, message, code="invalid_json") from None
+        raise explain_invalid(error) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+
+
+async def wait_for_client(request: Request, work: Awaitable[Found]) -> Found:
+    """The result of ``work``, which ends when the client goes (`ClientGone`)."""
+    task = asyncio.ensure_future(work)
+
+    async def watch() -> None:
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                return
+
+    watcher = asyncio.create_task(watch())
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for other in (task, watcher):
+            other.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def note_use(request: Request, **values: Any) -> None:
+    """Keep what the access log says of a request besides; no prompts."""
+    request.state.use = {**getattr(request.state, "use", {}), **values}
+
+
+async def stream_events(
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    form: Form,
+    *,
+    explain: Callable[[dict[str, Any]], bytes],
+    media_type: str = "text/event-stream",
+) -> Response:
+    """Answer with ``events`` as they come; errors before the first are answers of their own, later
+    ones are events that ``explain`` writes."""
+    first = await wait_for_client(request, anext(events, None))
+
+    async def give() -> AsyncGenerator[bytes, None]:
+        try:
+            if first is not None:
+                yield first
+            async for event in events:
+                yield event
+        except ApiError as error:
+            note_use(request, failed=error.status)
+            yield explain(error.describe(form))
+        finally:
+            await events.aclose()
+
+    return StreamingResponse(give(), media_type=media_type, headers=HEADERS)
+
+
+def choose_sampling(body: Sampled, vocab: int) -> dict[str, Any]:
+    """What a body says of how tokens are drawn; ApiError 400 for biases of tokens that are not."""
+    found = list_arguments(
+        {
+            name: getattr(body, name)
+            for name in (
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+            )
+        }
+    )
+    if body.seed is not None:
+        found["seed"] = body.seed % 2**63
+    if body.logit_bias:
+        bias = {}
+        for key, value in body.logit_bias.items():
+            if not key.isdigit() or int(key) >= vocab:
+                raise ApiError(400, f"'{key}' is no token of this model.", param="logit_bias")
+            bias[int(key)] = value
+        found["logit_bias"] = bias
+    return found
+
+
+def list_stops(stop: str | Sequence[str] | None) -> list[str]:
+    """Stop strings as a list."""
+    return [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+
+
+def raise_api_error(error: UserError) -> None:
+    """Raise what a client is told of a finding."""
+    raise explain_user_error(error) from None
+
+
+def describe_usage(prompt: int, completion: int, reused: int, reasoning: int) -> Mapping[str, Any]:
+    """``usage`` of OpenAI's chats and completions."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": reused},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }

@@ -1,0 +1,78 @@
+"""A server in a thread of the test, on a port of its own."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from pi2.plan.resolve import load_plan
+from pi2.serving.application import Settings, make_application
+from pi2.serving.host import ServedPlan
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "golden" / "chat"
+
+
+def make_chat_plan(
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    template: str | None = "chatml",
+    context: int = 1024,
+) -> Path:
+    """A plan of a tiny random model that knows a chat template, one of the golden ones or a text
+    with lines of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny = make_tiny(folder, {"shape": {"context": context}})
+    if template is not None:
+        target = tiny.store / "chat_template.jinja"
+        if "\n" in template:
+            target.write_text(template, "utf-8")
+        else:
+            shutil.copy(TEMPLATES / f"{template}.jinja", target)
+    return write_plan(folder, tiny, {"kv": {"context": context}, **(changes or {})})
+
+
+def describe_plan(
+    path: Path, name: str = "tiny", overrides: Mapping[str, object] | None = None
+) -> ServedPlan:
+    """A plan to be served."""
+    overrides = overrides or {}
+    resolved = load_plan(path, overrides=overrides)
+    budget = resolved.plan.memory.budget
+    return ServedPlan(name=name, path=path, budget_bytes=budget, overrides=overrides)
+
+
+@contextmanager
+def serve(plans: Sequence[ServedPlan], **settings: Any) -> Iterator[str]:
+    """The address of a server that runs meanwhile."""
+    application = make_application(Settings(plans=plans, **settings))
+    config = uvicorn.Config(
+        application,
+        port=0,
+        log_level="warning",
+        access_log=False,
+        http="h11",
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not server.started:
+            assert thread.is_alive(), "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
