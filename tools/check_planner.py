@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from pi2.costs.prompts import PROMPT
+from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, render
 from pi2.plan.arithmetic.fitting import (
     MIB,
@@ -48,11 +50,9 @@ from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quanti
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost import cost_plan
 from pi2.planning.cost_memory import count_memory
-from pi2.planning.cost_stream import PROMPT
 from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
 from pi2.planning.problem import Problem, pose_problem
-from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
@@ -260,8 +260,7 @@ def predict_plan(
     arguments: argparse.Namespace,
 ) -> Row:
     """Put the predictions for a plan beside what happened."""
-    from pi2.planning.simulated import read_inputs
-    from pi2.simulate import simulate
+    from pi2.simulate import read_inputs, simulate
 
     resolved = load_plan(path)
     # What runs does: tokens with nothing in the context before them, and one prompt.

@@ -23,16 +23,16 @@ from pi2.benchmarks.bandwidth import MeterRecipe
 from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
 from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
+from pi2.costs.flash import FlashPoint
+from pi2.costs.kernel_times import Linear
+from pi2.costs.rates import KernelRates, Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.machine import list_allowed_cores
 from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
-from pi2.planning.kernel_times import Linear
-from pi2.planning.rates import KernelRates, Rates
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.progress import ignore_progress
-from pi2.simulate.flash import FlashPoint
 
 TEXT_CHARACTERS = 20_000
 """Encoding a long text takes memory that is not the plan's."""

@@ -21,7 +21,7 @@ from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summari
 from paper.document import find_tables, make_tables, render_document
 from paper.points import OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, SYSTEMS, Scenario
-from pi2.simulate.constants import Constants
+from pi2.costs.constants import Constants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = tuple(

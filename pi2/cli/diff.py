@@ -109,8 +109,7 @@ def _check(path: str) -> Report:
 
 
 def _simulate(plan: ResolvedPlan) -> Speed:
-    from pi2.planning.simulated import read_inputs
-    from pi2.simulate import simulate
+    from pi2.simulate import read_inputs, simulate
     from pi2.simulate.by_layer import simulate_layers
 
     try:
@@ -121,7 +120,7 @@ def _simulate(plan: ResolvedPlan) -> Speed:
     return Speed(
         decode_tokens_s=result.tokens_s,
         prefill_tokens_s=None if result.prefill is None else result.prefill.tokens_s,
-        layers_s=simulate_layers(plan, inputs),
+        layers_s=simulate_layers(inputs),
     )
 
 

@@ -12,7 +12,8 @@ from pi2.cli.options import add_json_option, add_set_option
 from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
-    from pi2.simulate import SimulationInput, SimulationResult
+    from pi2.costs.description import Description
+    from pi2.simulate import SimulationResult
 
 GROUP = "Plan"
 
@@ -72,9 +73,8 @@ def command(
     """
     from pi2.cli.progress import ProgressBar
     from pi2.plan.resolve import load_plan
-    from pi2.planning.simulated import read_inputs
     from pi2.sharing.resolver import LockedReferences
-    from pi2.simulate import simulate
+    from pi2.simulate import read_inputs, simulate
 
     resolver = LockedReferences(plan.parent)
     resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
@@ -94,7 +94,7 @@ def command(
     click.echo(json.dumps(result.describe(), indent=2) if as_json else result.summarise())
 
 
-def write_trace(path: Path, inputs: SimulationInput, prompt_tokens: int, seed: int) -> None:
+def write_trace(path: Path, inputs: Description, prompt_tokens: int, seed: int) -> None:
     """Write the first tokens as a trace; UserError P631 if it cannot be written."""
     from pi2.simulate.decode import trace_decode
     from pi2.tracing import make_chrome_trace

@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
-from pathlib import Path
 
-from pi2.diagnostics import UserError
+from pi2.costs.stored import PAGE_BYTES, StoredLayout
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
-from pi2.store.manifest import Order, read_manifest
 
-PAGE_BYTES = 4096
-"""Least number of bytes that flash reads."""
 MOST_PADDING = 1.25
 """Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
 LEAST_SAVING = 0.2
@@ -33,15 +28,6 @@ LEAST_SAVING = 0.2
 7B with half of its neurons on flash ran no faster (docs/lab/io.md)."""
 REWRITE_GAIN = 0.02
 """Share by which a plan must be faster before an existing store is to be rewritten."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLayout:
-    """Bundle layout of an existing neuron store."""
-
-    stride: int
-    order: Order
-    scales: ScalesPlace = "inline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,27 +53,6 @@ class LayoutDecision:
     scales: ScalesPlace = "inline"
     reads_experts: bool = False
     """Whether neurons of a mixture are read one by one."""
-
-
-def find_range_bytes(model: Model, stride: int, store: Path | None = None) -> int:
-    """Stretch of the file that reads of a token's neurons fall into: a layer, of a mixture the
-    neurons of one expert, unless a store has them in another order."""
-    stored = read_stored(store) if model.moe is not None else None
-    apart = stored is not None and stored.order != "expert"
-    return (model.layer_neurons if apart else model.shape.ffn) * stride
-
-
-def read_stored(store: Path | None) -> StoredLayout | None:
-    """Layout of a store; None where there is none, or one that cannot be read."""
-    if store is None:
-        return None
-    try:
-        manifest = read_manifest(store)
-    except UserError:
-        return None
-    return StoredLayout(
-        stride=manifest.bundle.stride, order=manifest.order, scales=manifest.bundle.scales
-    )
 
 
 def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:
@@ -126,14 +91,6 @@ def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> 
     if has >= used and has % block == 0:
         found.add(has)
     return sorted(found)
-
-
-def find_touched_bytes(stride: int) -> float:
-    """Mean bytes of the pages that a neuron's read touches, over all neurons of a layer."""
-    step = gcd(stride, PAGE_BYTES)
-    count = PAGE_BYTES // step
-    pages = sum(-(-(start * step + stride) // PAGE_BYTES) for start in range(count))
-    return pages * PAGE_BYTES / count
 
 
 def describe_layout(decision: LayoutDecision) -> Iterator[str]:

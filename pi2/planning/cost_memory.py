@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
+from pi2.costs.settings import POSITION
+from pi2.memory.context import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import NEURON_TABLE_BYTES
 from pi2.plan.documents.model import Model
@@ -12,7 +13,6 @@ from pi2.plan.documents.model import Model
 RUNTIME_BYTES = 81 << 20
 """Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
 set of the demo model's run, less what its segments hold."""
-POSITION = MEAN_TOKENS
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pi2.costs.rates import Rates, check_flash, check_power, read_rates
+from pi2.costs.stored import StoredLayout, read_stored
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import (
     MIB,
@@ -30,19 +32,18 @@ from pi2.planning.bundle_layout import (
     REWRITE_GAIN,
     LayoutDecision,
     LayoutOption,
-    StoredLayout,
     list_bundles,
     needs_rewriting,
-    read_stored,
 )
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
-from pi2.planning.rates import Rates, check_flash, check_power, read_rates
 from pi2.planning.refinement import Decision, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
+_LEAST_DENSE = 0.02
+"""Share of a layer that a unit is given which does not compute more for waiting for flash."""
 _TOLERANCE = 0.03
 """Speed below the one that was asked for at which a plan still counts as reaching it."""
 
@@ -260,7 +261,12 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         for layer in group.layers:
             hots[layer] = hot
             denses[layer] = round_share(min(dense, hot))
+    if problem.rates.fair_share > 0.0 and max(denses) <= 0.0:
+        # The program counts on its help with projections, which it has for any neurons at all.
+        denses = [round_share(min(_LEAST_DENSE, hot)) for hot in hots]
     values["layers"] = _write_layers(problem, hots, denses)
+    if max(denses) > 0.0:
+        _divide_rest(problem, values)
     kinds = {problem.wish.device.units[name].kind for name in _list_units(values["layers"])}
     values["backends"] = choose_backends(kinds)
     unit = problem.rates.dense
@@ -290,6 +296,18 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     # Where nothing is read there is nothing to look ahead for.
     values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
     return values
+
+
+def _divide_rest(problem: Problem, values: dict[str, Any]) -> None:
+    """Give the unit that computes hot neurons its part of what is not the FFN, and prompts."""
+    unit, share = problem.rates.dense, problem.rates.fair_share
+    if unit is None or share <= 0.0:
+        return
+    cpu = next(n for n, item in problem.wish.device.units.items() if item.kind == "cpu")
+    split = {unit.name: share, cpu: round(1.0 - share, 2)}
+    values["projections"] = {"attention": split, "head": split}
+    if unit.ops_s is not None:
+        values["prefill"]["unit"] = unit.name
 
 
 def _list_units(layers: Mapping[str, Any]) -> set[str]:

@@ -15,6 +15,14 @@ from typing import Literal
 
 import numpy as np
 
+from pi2.costs.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
+from pi2.costs.description import Activity
+from pi2.costs.rates import Rates, find_stream_rate
+from pi2.costs.reads import IoChoice, list_io_choices
+from pi2.costs.settings import POSITION, LookAhead, Settings
+from pi2.costs.sizes import Sizes, measure_sizes
+from pi2.costs.stored import find_range_bytes, read_stored
+from pi2.costs.terms import time_head, time_row
 from pi2.memory.context import describe_context
 from pi2.plan.arithmetic.fitting import MIB, RUNTIME_BYTES
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -22,15 +30,8 @@ from pi2.plan.arithmetic.sizes import count_runtime, find_block_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
-from pi2.planning.bundle_layout import find_range_bytes, read_stored
-from pi2.planning.cost import Activity
-from pi2.planning.cost_layer import LookAhead, Settings, cost_layer, time_head, time_row
-from pi2.planning.cost_memory import POSITION
-from pi2.planning.cost_sizes import Sizes, measure_sizes
-from pi2.planning.rates import Rates, find_stream_rate
+from pi2.planning.cost_layer import cost_layer
 from pi2.planning.resolving import make_plan_values, resolve_values
-from pi2.planning.storage_choice import IoChoice, list_io_choices
 from pi2.planning.wish import Wish
 
 GROUPS = 8
@@ -218,7 +219,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         look_aheads=ahead,
         attention_s=bare.attention_s,
         embeddings=_list_embeddings(wish, rates, modes[0], bundle),
-        head_s=time_head(rates, sizes, wish.batch) / rates.scale(settings.threads) + rates.token_s,
+        head_s=time_head(rates, sizes, settings),
         activities=activities,
         by_expert=_lies_by_expert(wish),
     )
@@ -321,6 +322,8 @@ def _make_settings(wish: Wish, mode: PredictorMode, rates: Rates, kv: KvType) ->
         reads=None,
         position=min(POSITION, wish.context),
         batch=wish.batch,
+        attention_share=rates.fair_share,
+        head_share=rates.fair_share,
     )
 
 

@@ -29,13 +29,13 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F64
+from pi2.costs.activity import LOOK_AHEAD_MODES
+from pi2.costs.rates import find_stream_overlap, find_stream_rate
+from pi2.costs.reads import IoChoice
+from pi2.costs.settings import LookAhead
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import SHARE_STEPS
-from pi2.planning.activity import LOOK_AHEAD_MODES
-from pi2.planning.cost_layer import LookAhead
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
-from pi2.planning.rates import find_stream_overlap, find_stream_rate
-from pi2.planning.storage_choice import IoChoice
 
 TIME_LIMIT_S = 60.0
 GAP = 1e-3

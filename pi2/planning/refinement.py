@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.weights.layout import round_up
-from pi2.planning.activity import LOOK_AHEAD_MODES
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
 from pi2.planning.resolving import resolve_values

@@ -182,8 +182,7 @@ def run_cell(cell: Cell) -> Outcome:
 
 def _simulate(resolved: ResolvedPlan, cell: Cell) -> dict[str, Any]:
     """Simulated speed and times between tokens."""
-    from pi2.planning.simulated import read_inputs
-    from pi2.simulate import simulate
+    from pi2.simulate import read_inputs, simulate
 
     # In a folder that is not there: no store of the same name is looked at.
     unstored = replace(resolved, path=Path("sweep/sweep.plan.toml"))

@@ -87,6 +87,4 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
 
 
 def _read_term(layer: LayerCost, name: str) -> float:
-    if name == "busy_s":
-        return max(layer.compute_s, layer.dense_s)
     return float(getattr(layer, name))

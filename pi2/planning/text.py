@@ -48,7 +48,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     if "scales" in values["bundle"]:
         lines.append(f"scales = {write_value(values['bundle']['scales'])}  # in memory")
     lines += _write_layers(values["layers"])
-    for table in ("io", "pipeline", "threads", "prefill", "decode", "kv"):
+    for table in ("projections", "io", "pipeline", "threads", "prefill", "decode", "kv"):
         if table not in values:
             continue
         lines += ["", f"[{table}]"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pi2.simulate.inputs import SimulationInput
-from pi2.simulate.reading import read_inputs
+from pi2.simulate.checking import read_inputs
 from pi2.simulate.report import SimulationResult
 from pi2.simulate.simulator import simulate
 
-__all__ = ["SimulationInput", "SimulationResult", "read_inputs", "simulate"]
+__all__ = ["SimulationResult", "read_inputs", "simulate"]

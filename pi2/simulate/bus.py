@@ -1,8 +1,9 @@
-"""Main memory as compute units share it, and a meter of who is at work.
+"""Units at work, main memory as they share it, and a meter of who is at work.
 
-A transfer moves the bytes that a piece of work reads; decoding is bound by them.  Every unit has
-its own limit, all together have another, and what is too much is taken from all in proportion.
-Rates change when a transfer begins or ends, so that time is exact between those events.
+A piece of work takes its seconds with nothing else going on, and asks main memory for bytes
+meanwhile.  Decoding is bound by them: what all units together ask for beyond memory's rate slows
+down everything that reads.  Rates change when a piece of work begins or ends, so that time is exact
+between those events.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Literal
 import simpy
 
 UnitName = Literal["cpu", "dense"]
-_LEAST_OVERLAP = 1e-3
-_ROUNDING = 1e-3
-"""Bytes below which a transfer counts as done."""
+_ROUNDING_S = 1e-13
+"""Seconds below which a piece of work counts as done."""
 
 
-@dataclass(slots=True)
-class _Transfer:
-    unit: UnitName
-    left_bytes: float
-    limit_bytes_s: float
+@dataclass(slots=True, eq=False)
+class _Job:
+    unit: Literal["cpu", "dense", "flash"]
+    left_s: float
+    share: float
+    bytes_s: float
     done: simpy.Event
-    rate_bytes_s: float = 0.0
+    speed: float = 0.0
 
 
 @dataclass(slots=True)
@@ -42,56 +43,49 @@ class Meter:
 
 
 class Bus:
-    """Shared memory bandwidth inside one SimPy environment."""
+    """Units that share memory bandwidth, inside one SimPy environment."""
 
     def __init__(
-        self,
-        env: simpy.Environment,
-        *,
-        cpu_bytes_s: float,
-        dense_bytes_s: float,
-        shared_bytes_s: float,
-        read_overlap: float = 1.0,
+        self, env: simpy.Environment, *, shared_bytes_s: float, read_overlap: float = 1.0
     ) -> None:
-        """``read_overlap``: part of the CPU's rate that is left while the flash is read: 1 where
-        reading costs the cores nothing."""
+        """``read_overlap``: part of the shorter one of reading and computing that both at once
+        save: 1 where reading costs the cores nothing."""
         self.env = env
         self.meter = Meter()
-        self._limits: dict[UnitName, float] = {"cpu": cpu_bytes_s, "dense": dense_bytes_s}
         self._shared = shared_bytes_s
-        self._read_overlap = max(read_overlap, _LEAST_OVERLAP)
-        self._transfers: list[_Transfer] = []
-        self._reads = 0
+        self._slow = 1.0 / (2.0 - read_overlap)
+        self._jobs: list[_Job] = []
         self._since = env.now
         self._version = 0
 
-    def move(
-        self, unit: UnitName, size_bytes: float, limit_bytes_s: float | None = None
+    def work(
+        self, unit: UnitName, seconds: float, *, bytes_s: float = 0.0, share: float = 1.0
     ) -> simpy.Event:
-        """Start a transfer of a unit; the event fires when it has ended."""
-        done = self.env.event()
-        limit = self._limits[unit] if limit_bytes_s is None else limit_bytes_s
-        self._advance()
+        """Start work of a unit; the event fires when it has ended.
+
+        ``seconds``: with the whole unit, nothing else going on; ``bytes_s``: of main memory in each
+        of them; ``share``: most of the unit that it can use, as one thread of several.
+        """
+        size = seconds * bytes_s
         if unit == "cpu":
-            self.meter.cpu_bytes += size_bytes
+            self.meter.cpu_bytes += size
         else:
-            self.meter.dense_bytes += size_bytes
-        self._transfers.append(_Transfer(unit, size_bytes, limit, done))
-        self._schedule()
-        return done
+            self.meter.dense_bytes += size
+        return self._start(_Job(unit, seconds, share, bytes_s, self.env.event()))
 
-    def begin_read(self) -> None:
-        """A read from flash begins."""
-        self._advance()
-        self._reads += 1
-        self._schedule()
-
-    def end_read(self, size_bytes: float) -> None:
-        """A read of ``size_bytes`` from flash has ended."""
-        self._advance()
-        self._reads -= 1
+    def read(self, seconds: float, size_bytes: float) -> simpy.Event:
+        """Start a read from flash."""
         self.meter.read_bytes += size_bytes
+        return self._start(_Job("flash", seconds, 1.0, 0.0, self.env.event()))
+
+    def _start(self, job: _Job) -> simpy.Event:
+        if job.left_s <= 0.0:
+            job.done.succeed()
+            return job.done
+        self._advance()
+        self._jobs.append(job)
         self._schedule()
+        return job.done
 
     def _advance(self) -> None:
         """Account for the time since the last event."""
@@ -99,38 +93,35 @@ class Bus:
         self._since = self.env.now
         if elapsed <= 0.0:
             return
-        computing = False
-        for unit in ("cpu", "dense"):
-            if any(item.unit == unit for item in self._transfers):
-                computing = True
-                if unit == "cpu":
-                    self.meter.cpu_s += elapsed
-                else:
-                    self.meter.dense_s += elapsed
-        if self._reads:
-            self.meter.flash_s += elapsed
-            if not computing:
-                self.meter.waiting_s += elapsed
-        for item in self._transfers:
-            item.left_bytes -= item.rate_bytes_s * elapsed
+        units = {job.unit for job in self._jobs}
+        meter = self.meter
+        meter.cpu_s += elapsed * ("cpu" in units)
+        meter.dense_s += elapsed * ("dense" in units)
+        meter.flash_s += elapsed * ("flash" in units)
+        meter.waiting_s += elapsed * (units == {"flash"})
+        for job in self._jobs:
+            job.left_s -= job.speed * elapsed
 
     def _schedule(self) -> None:
-        """Give every transfer its rate, and wake up when the first ends."""
-        wishes = dict.fromkeys(self._limits, 0.0)
-        for item in self._transfers:
-            wishes[item.unit] += item.limit_bytes_s
-        rates = {unit: min(wish, self._limits[unit]) for unit, wish in wishes.items()}
-        if self._reads:
-            rates["cpu"] *= self._read_overlap
-        total = sum(rates.values())
-        scale = min(1.0, self._shared / total) if total > 0.0 else 1.0
+        """Give every piece of work its speed, and wake up when the first ends."""
+        taken = {"cpu": 0.0, "dense": 0.0, "flash": 0.0}
+        for job in self._jobs:
+            taken[job.unit] += job.share
+        asked = 0.0
+        both = taken["cpu"] > 0.0 and taken["flash"] > 0.0
+        for job in self._jobs:
+            job.speed = job.share / max(taken[job.unit], 1.0)
+            if both and job.unit != "dense":
+                job.speed *= self._slow
+            asked += job.speed * job.bytes_s
+        scale = min(1.0, self._shared / asked) if asked > 0.0 else 1.0
         first = float("inf")
-        for item in self._transfers:
-            part = item.limit_bytes_s / wishes[item.unit]
-            item.rate_bytes_s = rates[item.unit] * scale * part
-            first = min(first, max(item.left_bytes, 0.0) / item.rate_bytes_s)
+        for job in self._jobs:
+            if job.bytes_s > 0.0:
+                job.speed *= scale
+            first = min(first, max(job.left_s, 0.0) / job.speed)
         self._version += 1
-        if self._transfers:
+        if self._jobs:
             version = self._version
             timer = self.env.timeout(first)
             assert timer.callbacks is not None
@@ -140,10 +131,10 @@ class Bus:
         if version != self._version:
             return
         self._advance()
-        ended = [item for item in self._transfers if item.left_bytes <= _ROUNDING]
+        ended = [job for job in self._jobs if job.left_s <= _ROUNDING_S]
         if not ended:  # rounding: the first one is due
-            ended = [min(self._transfers, key=lambda item: item.left_bytes / item.rate_bytes_s)]
-        self._transfers = [item for item in self._transfers if item not in ended]
+            ended = [min(self._jobs, key=lambda job: job.left_s / job.speed)]
+        self._jobs = [job for job in self._jobs if job not in ended]
         self._schedule()
-        for item in ended:
-            item.done.succeed()
+        for job in ended:
+            job.done.succeed()

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import simpy
 
+from pi2.costs.description import Description, LayerKind
+from pi2.costs.reads import ALONE
+from pi2.costs.terms import LayerTerms
 from pi2.simulate.bus import Bus, Meter
-from pi2.simulate.inputs import SimulationInput
-from pi2.simulate.layer_run import LayerRun, LayerWork
-from pi2.simulate.read_costs import compute_read_costs
+from pi2.simulate.layer_run import LayerPlan, LayerRun, LayerWork
 from pi2.tracing import Recorder
 
 
@@ -22,65 +23,98 @@ class LayerTimes:
 
 
 class LayerSimulation:
-    """Simulates layers of one plan; equal work takes equal time, and is simulated once."""
+    """Simulates layers of one kind; equal work takes equal time, and is simulated once."""
 
-    def __init__(self, inputs: SimulationInput) -> None:
-        self._inputs = inputs
-        self.costs = compute_read_costs(inputs)
+    def __init__(self, description: Description, kind: LayerKind) -> None:
+        self.terms: LayerTerms = description.find_terms(kind)
+        settings, activity = description.settings, kind.activity
+        reads = settings.reads
+        possible = activity.neurons * activity.chosen
+        merged = ALONE
+        if reads is not None and reads.merge_gap is not None:
+            merged = activity.merge_reads(kind.hot, kind.cold, reads.merge_gap)
+        self.plan = LayerPlan(
+            terms=self.terms,
+            settings=settings,
+            stride=description.sizes.stride,
+            neuron_bytes=description.sizes.whole_neuron,
+            cluster=64 if reads is None else reads.cluster,
+            absent=possible * (1.0 - kind.hot),
+            possible=possible,
+            streamed=activity.neurons * (1.0 - kind.hot),
+            merged=merged,
+        )
+        self.threads = settings.threads
+        streams = settings.stream is not None
+        self._overlap = 1.0
+        if streams and settings.stream is not None:
+            self._overlap = settings.stream.overlap
+        elif reads is not None:
+            self._overlap = reads.overlap
         self._known: dict[LayerWork, LayerTimes] = {}
 
     def run(self, work: LayerWork, recorder: Recorder | None = None) -> LayerTimes:
         """Simulate one layer's FFN from the end of its attention to its sum."""
         if recorder is None and work in self._known:
             return self._known[work]
-        machine = self._inputs.machine
         env = simpy.Environment()
-        bus = Bus(
-            env,
-            cpu_bytes_s=machine.cpu_bytes_s,
-            dense_bytes_s=machine.dense_bytes_s or 1.0,
-            shared_bytes_s=machine.shared_bytes_s,
-            read_overlap=machine.read_overlap,
-        )
-        run = LayerRun(env, bus, self._inputs, self.costs, work, recorder)
+        bus = Bus(env, shared_bytes_s=self.terms.shared_bytes_s, read_overlap=self._overlap)
+        run = LayerRun(env, bus, self.plan, work, self.threads, recorder)
         policies = {
             "neuron-cluster": run.flow_clusters,
             "layer-barrier": run.wait_for_layer,
             "mmap": run.fault_pages,
         }
-        env.run(until=env.process(policies[self._inputs.choices.policy]()))
-        times = LayerTimes(duration_s=env.now, meter=bus.meter)
+        env.run(until=env.process(policies[self.plan.settings.pipeline]()))
+        duration_s, meter = env.now, bus.meter
+        if self.streams:
+            # Attention was played with the layer, because the first piece is read behind it.
+            before_s = self.terms.before_s
+            duration_s -= before_s
+            meter = replace(meter, cpu_s=max(meter.cpu_s - before_s, 0.0))
+            meter.flash_s = min(meter.flash_s, duration_s)
+        times = LayerTimes(duration_s=duration_s, meter=meter)
         if recorder is None:
             self._known[work] = times
         return times
 
     @property
+    def streams(self) -> bool:
+        """Whether attention is played with the layer."""
+        settings = self.plan.settings
+        pieces = self.plan.streamed >= 1.0 and settings.pipeline == "neuron-cluster"
+        return settings.stream is not None and pieces
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether reads begin before the FFN that they are for."""
-        return self._inputs.choices.look_ahead != "none"
+        return self.plan.settings.look_ahead != "none"
 
-    def run_ahead(self, work: LayerWork, attention_s: float) -> LayerTimes:
+    def run_ahead(self, work: LayerWork) -> LayerTimes:
         """Run the layer where reads begin earlier, as the plan's ``look_ahead`` says.
 
         A layer takes as long as if everything were in memory, unless the flash needs longer: from
         the attention before it on, or, with ``layer``, without ever resting.  What reading takes of
         the cores is not hidden.
         """
-        times, mode = self.run(work), self._inputs.choices.look_ahead
-        if mode == "none" or work.missing <= 0:
+        times, mode = self.run(work), self.plan.settings.look_ahead
+        if mode == "none" or work.missing <= 0 or self.plan.settings.reads is None:
             return times
         resident = replace(work, resident=work.resident + work.missing, missing=0.0)
         ready = self.run(resident)
-        overlap = self._inputs.machine.read_overlap
+        added_s = self.terms.time_look_up(work.missing, 0.0) - self.terms.time_look_up(0.0, 0.0)
+        ready_s = ready.duration_s + added_s
         if mode == "attention":
-            duration_s = max(ready.duration_s, times.duration_s - overlap * attention_s)
+            duration_s = max(ready_s, times.duration_s - self._overlap * self.terms.attention_s)
         else:
-            read_s, busy_s = times.meter.flash_s, attention_s + ready.duration_s
-            duration_s = ready.duration_s + read_s - overlap * min(read_s, busy_s)
+            reads, plan = self.plan.settings.reads, self.plan
+            read_s = reads.time(work.missing, plan.merged, plan.absent)
+            busy_s = self.terms.before_s + ready_s
+            duration_s = ready_s + read_s - self._overlap * min(read_s, busy_s)
         meter = replace(
             ready.meter,
-            flash_s=times.meter.flash_s,
+            flash_s=min(times.meter.flash_s, duration_s + self.terms.before_s),
             read_bytes=times.meter.read_bytes,
-            waiting_s=max(0.0, duration_s - ready.duration_s),
+            waiting_s=max(0.0, duration_s - ready_s),
         )
         return LayerTimes(duration_s=duration_s, meter=meter)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from pi2.costs.description import Description
+from pi2.costs.figures import describe_statuses
 from pi2.simulate.decode import DecodeRun
-from pi2.simulate.inputs import Figure, SimulationInput
 from pi2.simulate.prefill import PrefillRun
 
 PERCENTILES = (50, 90, 99)
@@ -27,7 +28,7 @@ class Energy:
 class SimulationResult:
     """Outcome of `simulate`."""
 
-    inputs: SimulationInput
+    inputs: Description
     seed: int
     prompt_tokens: int
     prefill: PrefillRun | None
@@ -36,7 +37,7 @@ class SimulationResult:
     @property
     def tokens_s(self) -> float:
         """Tokens generated per second, in all sequences."""
-        batch = self.inputs.workload.batch
+        batch = self.inputs.settings.batch
         return batch * len(self.decode.token_s) / float(self.decode.token_s.sum())
 
     @property
@@ -149,29 +150,16 @@ class SimulationResult:
         return "\n".join(lines)
 
 
-def describe_statuses(figures: tuple[Figure, ...]) -> str:
-    """One line on where the figures come from."""
-    counts: dict[str, int] = {}
-    for item in figures:
-        counts[item.status] = counts.get(item.status, 0) + 1
-    parts = [f"{count} {status}" for status, count in sorted(counts.items())]
-    return f"{len(figures)} figures of device and model: {', '.join(parts)}"
-
-
-def _estimate_energy(inputs: SimulationInput, run: DecodeRun) -> Energy | None:
+def _estimate_energy(inputs: Description, run: DecodeRun) -> Energy | None:
     """Power of what is at work times the time it is: all units, the CPU or the other one alone."""
-    machine = inputs.machine
-    cpu_w, dense_w = machine.cpu_power_w, machine.dense_power_w
-    both_w = machine.power_w or max(cpu_w or 0.0, dense_w or 0.0)
-    if not both_w:
+    rates, batch = inputs.rates, inputs.settings.batch
+    if rates.power_w is None and rates.both_w is None:
         return None
+    cpu_w = rates.power_w or rates.both_w or 0.0
     total = float(run.token_s.sum())
-    if machine.dense_bytes_s is None:
-        energy = (cpu_w or both_w) * total
-    else:
-        dense = min(float(run.dense_s.sum()), total)
-        energy = both_w * dense + (cpu_w or both_w) * (total - dense)
-    tokens = len(run.token_s) * inputs.workload.batch
+    dense_s = min(float(run.dense_s.sum()), total) if inputs.uses_dense else 0.0
+    energy = cpu_w * (total - dense_s) + (rates.both_w or cpu_w) * dense_s
+    tokens = len(run.token_s) * batch
     return Energy(token_j=energy / tokens, mean_w=energy / total)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pi2.costs.description import Description
 from pi2.simulate.decode import Progress, simulate_decode
-from pi2.simulate.inputs import SimulationInput
 from pi2.simulate.prefill import simulate_prefill
 from pi2.simulate.report import SimulationResult
 
 
 def simulate(
-    inputs: SimulationInput,
+    description: Description,
     *,
     prompt_tokens: int = 64,
     tokens: int = 1024,
@@ -18,11 +18,11 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a prompt and a generation; the same seed gives the same result."""
     return SimulationResult(
-        inputs=inputs,
+        inputs=description,
         seed=seed,
         prompt_tokens=prompt_tokens,
-        prefill=simulate_prefill(inputs, prompt_tokens),
+        prefill=simulate_prefill(description, prompt_tokens),
         decode=simulate_decode(
-            inputs, prompt_tokens=prompt_tokens, tokens=tokens, seed=seed, progress=progress
+            description, prompt_tokens=prompt_tokens, tokens=tokens, seed=seed, progress=progress
         ),
     )

@@ -11,13 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi2.importing.activations import group_experts
-from pi2.memory.cache import NeuronCache
-from pi2.memory.frequency import expect_uses
-from pi2.memory.requests import Merging, make_batch
-from pi2.plan.checking.check import check_file
-from pi2.plan.documents.model import Model
-from pi2.planning.activity import (
+from pi2.costs.activations import CLASSES
+from pi2.costs.activity import (
     LayerActivity,
     MergedReads,
     Policy,
@@ -26,9 +21,14 @@ from pi2.planning.activity import (
     make_hotness,
     read_statistics,
 )
-from pi2.planning.counted import _expect_counts, make_counted
-from pi2.simulate.activations import CLASSES
-from pi2.simulate.constants import Constants
+from pi2.costs.constants import Constants
+from pi2.costs.counted import _expect_counts, make_counted
+from pi2.importing.activations import group_experts
+from pi2.memory.cache import NeuronCache
+from pi2.memory.frequency import expect_uses
+from pi2.memory.requests import Merging, make_batch
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.model import Model
 
 NEURONS = 4096
 PLANS = Path(__file__).parents[2] / "plans"

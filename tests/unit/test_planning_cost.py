@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pi2.cli.main import run
+from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost import Cost, cost_plan, cost_resolved
-from pi2.planning.rates import read_rates
 
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 
@@ -181,9 +181,14 @@ def test_the_split_of_the_plan_s_sequences_counts() -> None:
 def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["explain", str(HALF), "--cost", "--set", 'prefill.unit="npu"']) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Assumed: ")]
-    assert said == ["Assumed: cpu and npu divide projections; pi2's engine leaves them to cpu."]
+    def explain(*settings: str) -> list[str]:
+        assert run(["explain", str(HALF), "--cost", *settings]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("Assumed: ")]
+
+    assert explain() == []
+    (said,) = explain("--set", 'prefill.unit="gpu"', "--set", 'backends.gpu="null"')
+    assert said == "Assumed: cpu computes prompts; gpu does in pi2's engine."
     resolved = load_half()
 
     def forget(values: Any) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
+from pi2.costs.stored import StoredLayout, find_touched_bytes, read_stored
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.bundle_layout import (
     LayoutDecision,
-    StoredLayout,
     describe_layout,
-    find_touched_bytes,
     list_bundles,
-    read_stored,
 )
 from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
@@ -163,8 +161,8 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = StoredLayout(stride=7168, order="expert")
-    for module in ("planner", "problem", "cost"):
-        monkeypatch.setattr(f"pi2.planning.{module}.read_stored", lambda store: stored)
+    for module in ("planning.planner", "planning.problem", "costs.settings"):
+        monkeypatch.setattr(f"pi2.{module}.read_stored", lambda store: stored)
     # 14 us for a read and 0.7 us for a KiB.
     device = make_device({"7 KiB": "379 MB/s", "28 KiB": "853 MB/s"})
     model = read("model", "turbosparse-mixtral-47b")

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from pi2.cli.main import run
+from pi2.costs.activations import unite_chances
+from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
@@ -22,11 +24,9 @@ from pi2.planning.documents import read_document
 from pi2.planning.pareto import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.problem import _draw_lines
-from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
-from pi2.simulate.activations import unite_chances
 
 pytest.importorskip("scipy")
 GIB, MIB = 1 << 30, 1 << 20

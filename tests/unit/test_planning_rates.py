@@ -1,4 +1,4 @@
-"""Rates between two widths that were measured: `pi2.planning.rates`."""
+"""Rates between two widths that were measured: `pi2.costs.rates`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pi2.costs.rates import Rates, read_rates
 from pi2.plan.documents.device import Device
-from pi2.planning.rates import Rates, read_rates
 
 ORIGIN = {"status": "estimated", "source": "a test"}
 

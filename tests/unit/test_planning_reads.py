@@ -1,4 +1,4 @@
-"""How long a layer's missing neurons take to be read: `pi2.planning.storage_choice`."""
+"""How long a layer's missing neurons take to be read: `pi2.costs.reads`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pi2.planning.activity import MergedReads
-from pi2.planning.storage_choice import IoChoice, Reads, find_reads, list_io_choices
-from pi2.simulate.flash import Flash, FlashPoint
+from pi2.costs.activity import MergedReads
+from pi2.costs.flash import Flash, FlashPoint
+from pi2.costs.reads import IoChoice, Reads, find_reads, list_io_choices
 
 KIB = 1024
 CALL_S, READ_S = 1e-3, 20e-6
@@ -142,8 +142,6 @@ def test_every_thread_that_is_woken_costs() -> None:
     assert reads.time(8) == pytest.approx(0.4e-3 + 8 * 40e-6), "one part for one thread"
     assert 0.4e-3 < reads.time(64) - 64 * 40e-6 < 1.6e-3, "four parts"
     assert reads.time(512) == pytest.approx(1.6e-3 + 512 * 40e-6)
-    call_s, each_s = reads.draw_line(512)
-    assert call_s + 512 * each_s == pytest.approx(reads.time(512)), "a line through what is usual"
 
 
 def test_every_engine_has_its_own_overlap() -> None:

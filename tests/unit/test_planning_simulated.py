@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
+from pi2.costs.rates import read_rates
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
-from pi2.planning.rates import read_rates
 from pi2.planning.resolving import resolve_values
-from pi2.planning.simulated import read_inputs
 from pi2.planning.wish import Wish
-from pi2.simulate import simulate
+from pi2.simulate import read_inputs, simulate
 
 MIB = 1 << 20
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
@@ -109,14 +108,13 @@ def test_what_reading_costs_the_cores_and_slower_reads_slow_a_machine_down() -> 
 
 
 def test_a_queue_is_one_reader_and_threads_are_several() -> None:
-    plan = load_plan(HALF, overrides={"io.threads": 4})
-    assert read_inputs(plan).choices.io_threads == 1
-    assert (
-        read_inputs(
-            load_plan(HALF, overrides={"io.engine": "pread", "io.threads": 4})
-        ).choices.io_threads
-        == 4
-    )
+    barrier = {"pipeline.policy": "layer-barrier", "io.threads": 4}
+    queue = read_inputs(load_plan(HALF, overrides=barrier)).settings.blocking
+    threads = read_inputs(
+        load_plan(HALF, overrides=barrier | {"io.engine": "pread"})
+    ).settings.blocking
+    assert queue is not None and threads is not None
+    assert (queue.threads, threads.threads) == (1, 4)
 
 
 def test_a_phone_is_simulated_with_the_plans_cache() -> None:
@@ -124,8 +122,14 @@ def test_a_phone_is_simulated_with_the_plans_cache() -> None:
         read_inputs(load_plan(HALF, overrides={"cache.policy": policy}))
         for policy in ("lfu", "lru")
     )
-    assert lfu.choices.keeps_most_used and not lru.choices.keeps_most_used
-    assert 0 < lfu.choices.cold_neurons < lru.choices.cold_neurons, "slots are lost to churn"
+    assert (lfu.settings.policy, lru.settings.policy) == ("lfu", "lru")
+    (kept,), (recent,) = lfu.kinds, lru.kinds
+    assert kept.cold == recent.cold > 0.0
+    missing = [
+        kind.activity.count_missing(kind.hot, kind.cold, policy)
+        for kind, policy in ((kept, lfu.settings.policy), (recent, lru.settings.policy))
+    ]
+    assert missing[0] < missing[1]
     speeds = [simulate(item, tokens=48).tokens_s for item in (lru, lfu)]
     assert speeds[0] < speeds[1] < 1.3 * speeds[0]
 

@@ -1,4 +1,4 @@
-"""Layers that stream by in pieces: `pi2.planning.cost_stream`."""
+"""Layers that stream by in pieces: `pi2.costs.stream`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pi2.costs.stream import Stream
+from pi2.costs.terms import find_chance
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost import cost_plan
-from pi2.planning.cost_layer import find_chance
-from pi2.planning.cost_stream import Stream
 
 PIECE, BYTE_S = 500, 1e-9
 """Neurons of a piece, of a megabyte each: a piece takes 0.5 s to read."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from pi2.simulate.activations import (
+from pi2.costs.activations import (
     CLASSES,
     Hotness,
     draw_tokens,
@@ -15,7 +15,7 @@ from pi2.simulate.activations import (
     measure_skew,
     weigh_hot,
 )
-from pi2.simulate.cache import compute_hit_chances
+from pi2.costs.cache import compute_hit_chances
 
 
 @pytest.mark.parametrize(("active", "skew"), [(0.1, 0.26), (0.16, 0.4), (0.3, 0.43), (0.5, 0.7)])

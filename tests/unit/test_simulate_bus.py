@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 import pytest
 import simpy
 
@@ -14,12 +11,13 @@ from pi2.simulate.bus import Bus, UnitName
 def run_transfers(transfers: list[tuple[UnitName, float, float]]) -> tuple[Bus, list[float]]:
     """Start transfers (unit, bytes, start) on a bus of 40 + 50, 60 together; return their ends."""
     env = simpy.Environment()
-    bus = Bus(env, cpu_bytes_s=40.0, dense_bytes_s=50.0, shared_bytes_s=60.0)
+    bus = Bus(env, shared_bytes_s=60.0)
+    rates = {"cpu": 40.0, "dense": 50.0}
     ends = [0.0] * len(transfers)
 
     def transfer(index: int, unit: UnitName, size: float, start: float):  # type: ignore[no-untyped-def]
         yield env.timeout(start)
-        yield bus.move(unit, size)
+        yield bus.work(unit, size / rates[unit], bytes_s=rates[unit])
         ends[index] = env.now
 
     for index, (unit, size, start) in enumerate(transfers):
@@ -79,13 +77,30 @@ def test_no_rate_is_ever_above_the_limit() -> None:
 def test_reading_takes_from_the_cores_what_it_does_not_hide(overlap: float, seconds: float) -> None:
     """A second of computing, and a read of a second that begins with it."""
     env = simpy.Environment()
-    bus = Bus(env, cpu_bytes_s=1e9, dense_bytes_s=1.0, shared_bytes_s=1e9, read_overlap=overlap)
+    bus = Bus(env, shared_bytes_s=1e9, read_overlap=overlap)
+    reading = bus.read(1.0, 1e6)
+    env.run(until=bus.work("cpu", 1.0, bytes_s=1e9))
+    assert env.now == pytest.approx(seconds)
+    env.run(until=reading)
+    assert env.now == pytest.approx(seconds)
+    assert bus.meter.read_bytes == 1e6
 
-    def read() -> Generator[simpy.Event, Any, None]:
-        bus.begin_read()
-        yield env.timeout(1.0)
-        bus.end_read(1e6)
 
-    env.process(read())
-    env.run(until=bus.move("cpu", 1e9))
-    assert env.now == pytest.approx(seconds, rel=0.01)
+@pytest.mark.parametrize(("compute_s", "read_s"), [(1.0, 3.0), (3.0, 1.0)])
+def test_of_the_shorter_one_of_reading_and_computing_a_part_is_saved(
+    compute_s: float, read_s: float
+) -> None:
+    env = simpy.Environment()
+    bus = Bus(env, shared_bytes_s=1e9, read_overlap=0.6)
+    both = [bus.read(read_s, 1.0), bus.work("cpu", compute_s)]
+    env.run(until=env.all_of(both))
+    assert env.now == pytest.approx(4.0 - 0.6 * 1.0)
+
+
+def test_a_thread_of_several_uses_its_share_of_the_unit() -> None:
+    env = simpy.Environment()
+    bus = Bus(env, shared_bytes_s=60.0)
+    env.run(until=bus.work("cpu", 1.0, share=0.25))
+    assert env.now == pytest.approx(4.0)
+    env.run(until=env.all_of([bus.work("cpu", 0.25, share=0.25) for _ in range(4)]))
+    assert env.now == pytest.approx(5.0)

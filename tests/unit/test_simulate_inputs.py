@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from pi2.costs.constants import Constants
+from pi2.costs.description import Description
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
-from pi2.simulate import SimulationInput, read_inputs, simulate
-from pi2.simulate.constants import Constants
+from pi2.simulate import read_inputs, simulate
 
 PLANS = Path(__file__).parents[2] / "plans"
 BAMBOO = PLANS / "oneplus-12/bamboo-7b-half.plan.toml"
 
 
-def read(path: Path, **overrides: object) -> SimulationInput:
+def read(path: Path, **overrides: object) -> Description:
     values = {key.replace("__", "."): value for key, value in overrides.items()}
     return read_inputs(load_plan(path, overrides=values))
+
+
+def count_cached(inputs: Description) -> float:
+    """Neurons that the cache has room for."""
+    return sum(kind.cold * kind.count * kind.activity.neurons for kind in inputs.kinds)
 
 
 def copy_documents(folder: Path, edit: dict[str, tuple[str, str]]) -> Path:
@@ -38,29 +44,32 @@ def copy_documents(folder: Path, edit: dict[str, tuple[str, str]]) -> Path:
 
 class TestShippedPlan:
     def test_rates_are_the_device_s(self) -> None:
-        machine = read(BAMBOO).machine
-        assert (machine.cpu_bytes_s, machine.dense_bytes_s) == (43.9e9, 56e9)
-        assert machine.shared_bytes_s == 59.6e9
-        assert machine.io_core == "big"
+        rates = read(BAMBOO).rates
+        assert rates.dense is not None and rates.flash is not None
+        assert (rates.bandwidth_bytes_s, rates.dense.bytes_s) == (43.9e9, 56e9)
+        assert rates.shared_bytes_s == 59.6e9
+        assert {point.core for point in rates.flash.points} == {"big", None}
 
     def test_sizes_are_those_of_the_fact_sheet(self) -> None:
-        workload = read(BAMBOO).workload
-        gigabytes = workload.layers * workload.attention_bytes / 1e9
-        assert gigabytes == pytest.approx(0.75, abs=0.01)
-        neurons = workload.layers * workload.ffn * workload.neuron_bytes / 1e9
+        inputs = read(BAMBOO)
+        sizes, layers = inputs.sizes, inputs.layers
+        assert layers * sizes.projections / 1e9 == pytest.approx(0.75, abs=0.01)
+        neurons = layers * inputs.kinds[0].activity.neurons * sizes.neuron / 1e9
         assert neurons == pytest.approx(3.17, abs=0.01)
-        assert workload.layers * workload.predictor_bytes / 1e9 == pytest.approx(0.42, abs=0.01)
+        assert layers * sizes.predictor / 1e9 == pytest.approx(0.42, abs=0.01)
 
     def test_the_plan_decides_shares_threads_and_cache(self) -> None:
-        choices = read(BAMBOO).choices
-        assert [(layer.dense, layer.hot) for layer in choices.layers] == [(0.45, 0.45)]
-        assert (choices.compute_threads, choices.io_threads) == (5, 1)
-        assert choices.cold_neurons == 173 * 2**20 / 8192
+        inputs = read(BAMBOO)
+        assert [(kind.dense, kind.hot) for kind in inputs.kinds] == [(0.45, 0.45)]
+        reads = inputs.settings.reads
+        assert reads is not None
+        assert (inputs.settings.threads, reads.threads) == (5, 1)
+        assert count_cached(inputs) == pytest.approx(173 * 2**20 / 8192)
 
     def test_the_cache_has_what_the_context_lends_and_rows_are_read(self) -> None:
-        changed = read(BAMBOO, kv__lend=True, memory__embedding="flash").choices
-        plain = read(BAMBOO).choices
-        lent = (changed.cold_neurons - plain.cold_neurons) * plain.stride_bytes
+        changed = read(BAMBOO, kv__lend=True, memory__embedding="flash")
+        plain = read(BAMBOO)
+        lent = (count_cached(changed) - count_cached(plain)) * plain.sizes.stride
         assert 200 * 2**20 < lent < 256 * 2**20
         assert plain.embedding_s == 0.0
         assert changed.embedding_s == pytest.approx(2 * 70e-6)
@@ -69,16 +78,19 @@ class TestShippedPlan:
         sizes = {
             kind: read(
                 BAMBOO, kv__type=kind, kv__context=512, memory__segments__kv="256 MiB"
-            ).workload.kv_token_bytes
+            ).sizes.kv_token
             for kind in ("fp32", "fp16", "int8")
         }
         assert sizes == {"fp32": 2 * 8 * 128 * 4, "fp16": 2 * 8 * 128 * 2, "int8": 2 * 8 * 130}
 
     def test_two_phases_read_two_blocks_and_one_phase_one_bundle(self) -> None:
-        two = read(BAMBOO, pipeline__phases=2).choices
-        assert (two.gate_read_bytes, two.rest_read_bytes) == (4096, 4096)
-        one = read(BAMBOO, pipeline__phases=1).choices
-        assert (one.gate_read_bytes, one.rest_read_bytes) == (8192, 0)
+        two = read(BAMBOO, pipeline__phases=2).settings.reads
+        assert two is not None and two.phases is not None
+        assert two.phases.gate_bytes == 4096
+        assert two.read_bytes == 4096 * (1.0 + Constants().up_down_share)
+        one = read(BAMBOO, pipeline__phases=1).settings.reads
+        assert one is not None
+        assert (one.phases, one.read_bytes) == (None, 8192)
 
     def test_every_figure_says_where_it_is_from(self) -> None:
         inputs = read(BAMBOO)
@@ -87,7 +99,7 @@ class TestShippedPlan:
 
     def test_layers_with_the_same_settings_are_taken_together(self) -> None:
         overrides = [{"select": "0-7", "hot": 0.3, "split": {"npu": 0.3, "cpu": 0.7}}]
-        layers = read(BAMBOO, layers__overrides=overrides).choices.layers
+        layers = read(BAMBOO, layers__overrides=overrides).kinds
         assert [(layer.dense, layer.hot, layer.count) for layer in layers] == [
             (0.3, 0.3, 8),
             (0.45, 0.45, 24),
@@ -96,14 +108,14 @@ class TestShippedPlan:
 
 class TestPrediction:
     def test_a_low_rank_predictor_names_more_neurons_than_are_active(self) -> None:
-        active = read(BAMBOO).workload.active
+        active = read(BAMBOO).kinds[0].activity.named.active
         assert active == pytest.approx(0.10 * Constants().named_per_active)
 
     def test_without_a_predictor_every_neuron_is_computed(self) -> None:
         inputs = read(BAMBOO, decode__predictor="none")
-        assert inputs.workload.active == 1.0
-        assert inputs.workload.predictor_bytes == 0.0
-        assert not inputs.choices.predicted
+        assert inputs.kinds[0].activity.named.active == 1.0
+        assert inputs.sizes.predictor == 0.0
+        assert not inputs.settings.is_predicted
 
 
 class TestMissingFigures:
@@ -123,7 +135,7 @@ class TestMissingFigures:
     def test_a_plan_that_reads_nothing_needs_no_flash_figures(self) -> None:
         path = PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml"
         inputs = read(path)
-        assert inputs.machine.flash is None
+        assert inputs.settings.reads is None
         assert simulate(inputs, tokens=2).decode.read_bytes.sum() == 0.0
         with pytest.raises(UserError):
             read(path, pipeline__policy="mmap")
@@ -136,7 +148,7 @@ class TestMissingFigures:
     def test_a_bandwidth_is_estimated_from_the_memory_s_peak(self, tmp_path: Path) -> None:
         edit = {"device": (r"\[units.cpu.read_bandwidth\].*?\n\n", "")}
         inputs = read(copy_documents(tmp_path, edit))
-        assert inputs.machine.cpu_bytes_s == pytest.approx(43.9e9, rel=0.01)
+        assert inputs.rates.bandwidth_bytes_s == pytest.approx(43.9e9, rel=0.01)
         assert any(
             figure.name == "memory.peak_bandwidth" and figure.status == "estimated"
             for figure in inputs.figures
@@ -171,16 +183,18 @@ def test_the_split_of_the_plan_s_sequences_counts() -> None:
         settings = {"layers__batches": batches if batch > 1 else [], "decode__batch": batch}
         segments = {"memory__segments__hot": "4 GiB", "memory__segments__kv": "1 GiB"}
         room = {**segments, "memory__budget": "12 GB"}
-        (layer,) = read(BAMBOO, **settings, **room).choices.layers
+        (layer,) = read(BAMBOO, **settings, **room).kinds
         assert (layer.dense, layer.hot) == (share, 0.45)
 
 
 def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said() -> None:
-    said = read(BAMBOO).assumptions
-    assert ["projections" in said[0], 'unless prefill.unit = "npu"' in said[1]] == [True, True]
-    named = read(BAMBOO, prefill__unit="npu")
-    assert named.assumptions == said[:1]
-    assert said[0] in simulate(named, tokens=2).summarise()
-    assert simulate(named, tokens=2).describe()["assumptions"] == [said[0]]
+    assert read(BAMBOO).assumptions == ()
+    named = read(
+        BAMBOO, prefill__unit="gpu", backends={"cpu": "null", "npu": "null", "gpu": "null"}
+    )
+    (said,) = named.assumptions
+    assert said == "cpu computes prompts; gpu does in pi2's engine"
+    assert said in simulate(named, tokens=2).summarise()
+    assert simulate(named, tokens=2).describe()["assumptions"] == [said]
     alone = read(PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml")
     assert alone.assumptions == ()

@@ -9,7 +9,7 @@ import pytest
 from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
-from pi2.simulate.constants import Constants
+from pi2.costs.constants import Constants
 
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 NOISE = 0.01

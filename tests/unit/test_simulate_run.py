@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pi2.simulate import SimulationInput, SimulationResult, simulate
-from pi2.simulate.constants import Constants, describe_constants
-from pi2.simulate.decode import find_hot_part
-from pi2.simulate.inputs import LayerChoice
+from pi2.costs.constants import Constants, describe_constants
+from pi2.costs.description import Description
+from pi2.simulate import SimulationResult, simulate
 from tests.helpers.simulation import make_flash, make_inputs
 
 TOKENS = 64
 
 
-def run(inputs: SimulationInput, seed: int = 0, tokens: int = TOKENS) -> SimulationResult:
+def run(inputs: Description, seed: int = 0, tokens: int = TOKENS) -> SimulationResult:
     return simulate(inputs, tokens=tokens, seed=seed)
 
 
@@ -37,7 +36,7 @@ def test_no_unit_is_at_work_longer_than_the_token_takes() -> None:
 def test_bytes_read_are_those_of_the_missing_neurons() -> None:
     inputs = make_inputs()
     decode = run(inputs).decode
-    per_neuron = 4096 * (1 + inputs.constants.up_down_share)
+    per_neuron = 4096 * (1 + inputs.rates.constants.up_down_share)
     assert decode.read_bytes == pytest.approx(decode.missing_neurons * per_neuron, rel=1e-6)
 
 
@@ -58,18 +57,17 @@ def test_later_tokens_take_longer_because_of_their_keys_and_values() -> None:
     inputs = make_inputs(hot=1.0, workload={"kv_token_bytes": 65536})
     token_s = run(inputs, tokens=1024).decode.token_s
     growth = token_s[-64:].mean() - token_s[:64].mean()
-    assert growth == pytest.approx(960 * 65536 * 8 / 60e9, rel=0.02)
+    assert growth == pytest.approx(960 * 65536 * 8 / 40e9, rel=0.02)
 
 
-def double_random() -> SimulationInput:
-    inputs = make_inputs()
-    return replace(inputs, machine=replace(inputs.machine, flash=make_flash(random_mb_s=2000.0)))
+def double_random() -> Description:
+    return make_inputs(machine={"flash": make_flash(random_mb_s=2000.0)})
 
 
 class TestDoublingAFigure:
     """Speed must rise, and by no more than what doubles."""
 
-    def check(self, changed: SimulationInput, low: float, high: float) -> None:
+    def check(self, changed: Description, low: float, high: float) -> None:
         ratio = run(changed).tokens_s / run(make_inputs()).tokens_s
         assert low <= ratio <= high, ratio
 
@@ -96,12 +94,8 @@ class TestDoublingAFigure:
         self.check(make_inputs(hot=0.8), 1.1, 3.0)
 
     def test_layers_slow_it_down(self) -> None:
-        kept = LayerChoice(dense=0.4, hot=0.4, count=16)
-        inputs = make_inputs(
-            workload={"layers": 16},
-            choices={"layers": (kept,), "cold_neurons": 0.1 * 16 * 14336},
-        )
-        self.check(inputs, 0.5, 0.56)
+        more = {"layers": 16}
+        self.check(make_inputs(workload=more), 0.5, 0.56)
 
     def test_skew_makes_more_neurons_cold(self) -> None:
         self.check(make_inputs(workload={"skew": 0.7}), 0.2, 0.9)
@@ -127,8 +121,8 @@ def test_experts_that_rest_cost_nothing_but_memory() -> None:
 
 
 def test_an_engine_that_maps_a_file_larger_than_memory_reads_it_all_for_every_token() -> None:
-    dense = {"active": 1.0, "predictor_bytes": 0.0}
-    mmap = {"policy": "mmap", "predicted": False, "page_cache_bytes": 5e8}
+    dense = {"active": 1.0, "predictor_bytes": 0}
+    mmap = {"pipeline": "mmap", "predictor": "none", "page_cache_bytes": 5e8}
     inputs = make_inputs(workload=dense, choices=mmap, machine={"dense_bytes_s": None})
     file_bytes = 8 * (24e6 + 14336 * 6912) + 70e6
     assert run(inputs, tokens=2).decode.read_bytes == pytest.approx([file_bytes] * 2, rel=1e-3)
@@ -141,10 +135,10 @@ def test_an_engine_that_maps_a_file_larger_than_memory_reads_it_all_for_every_to
 
 
 def test_mapped_experts_are_found_as_far_as_memory_reaches() -> None:
-    moe = {"experts": 8, "active_experts": 2, "ffn": 7168, "active": 1.0, "predictor_bytes": 0.0}
+    moe = {"experts": 8, "active_experts": 2, "ffn": 7168, "active": 1.0, "predictor_bytes": 0}
 
     def read(gigabytes: float) -> float:
-        mmap = {"policy": "mmap", "predicted": False, "page_cache_bytes": gigabytes * 1e9}
+        mmap = {"pipeline": "mmap", "predictor": "none", "page_cache_bytes": gigabytes * 1e9}
         inputs = make_inputs(workload=moe, choices=mmap, machine={"dense_bytes_s": None})
         return float(run(inputs, tokens=2).decode.read_bytes.mean())
 
@@ -168,7 +162,8 @@ class TestPrefill:
 
     def test_layers_first_reads_layers_once_and_chunks_first_once_per_chunk(self) -> None:
         def count(order: str) -> float:
-            inputs = make_inputs(choices={"prefill_order": order}, hot=0.0)
+            together = 512 if order == "layers-first" else 128
+            inputs = make_inputs(choices={"together": together}, hot=0.0)
             result = simulate(inputs, prompt_tokens=512, tokens=1).prefill
             assert result is not None
             return result.read_bytes
@@ -192,7 +187,7 @@ def test_energy_is_power_times_time() -> None:
     result = run(make_inputs(hot=1.0))
     assert result.energy is not None
     assert result.energy.token_j == pytest.approx(5.0 * result.mean_s, rel=0.05)
-    powers = {"cpu_power_w": None, "dense_power_w": None, "power_w": None}
+    powers = {"cpu_power_w": None, "power_w": None}
     assert run(make_inputs(machine=powers)).energy is None
 
 
@@ -216,10 +211,7 @@ def test_ten_thousand_tokens_of_a_47b_take_less_than_a_minute() -> None:
     moe = {"layers": 32, "experts": 8, "active_experts": 2, "active": 0.1}
     inputs = make_inputs(
         workload=moe,
-        choices={
-            "cold_neurons": 0.05 * 32 * 8 * 14336,
-            "layers": (LayerChoice(dense=0.4, hot=0.4, count=32),),
-        },
+        choices={"cold_neurons": 0.05 * 32 * 8 * 14336},
     )
     start = time.process_time()
     simulate(inputs, tokens=10_000)
@@ -227,25 +219,23 @@ def test_ten_thousand_tokens_of_a_47b_take_less_than_a_minute() -> None:
 
 
 def test_hot_neurons_stream_where_more_of_them_is_active_than_gathering_reaches() -> None:
-    inputs = make_inputs(dense=0.0)
-    choice = inputs.choices.layers[0]
-    part = find_hot_part(inputs, choice)
+    def find_part(**changes: object) -> float:
+        inputs = make_inputs(dense=0.0, **changes)  # type: ignore[arg-type]
+        return inputs.find_terms(inputs.kinds[0]).hot_part
+
+    part = find_part()
     assert 0.2 < part <= 1.0
-    crowd = replace(inputs, workload=replace(inputs.workload, batch=8))
-    assert find_hot_part(crowd, choice) < part, "more of them is active"
-    best = replace(inputs, constants=replace(inputs.constants, gather_efficiency=1.0))
-    assert find_hot_part(best, choice) == 1.0
-    for choices in (
-        replace(crowd.choices, policy="layer-barrier"),
-        replace(crowd.choices, streams_hot=False),
-    ):
-        assert find_hot_part(replace(crowd, choices=choices), choice) == 1.0
+    assert find_part(workload={"batch": 8}) < part, "more of them is active"
+    assert find_part(constants=Constants(gather_efficiency=1.0)) == 1.0
+    assert find_part(choices={"pipeline": "layer-barrier"}) == 1.0
+    crowd = make_inputs(dense=0.0, workload={"batch": 8})
+    probed = replace(crowd, rates=replace(crowd.rates, measured=True))
+    assert probed.find_terms(probed.kinds[0]).hot_part == 1.0, "pi2's own engine gathers"
 
 
 class TestLookingAhead:
     def run(self, mode: str, **changes: object) -> SimulationResult:
-        inputs = make_inputs(**changes)  # type: ignore[arg-type]
-        return run(replace(inputs, choices=replace(inputs.choices, look_ahead=mode)))  # type: ignore[arg-type]
+        return run(make_inputs(choices={"look_ahead": mode}, **changes))  # type: ignore[arg-type]
 
     def test_reads_that_begin_earlier_are_waited_for_less(self) -> None:
         none, attention, layer = (self.run(mode) for mode in ("none", "attention", "layer"))

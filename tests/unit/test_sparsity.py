@@ -13,6 +13,7 @@ import tomlkit
 
 import pi2
 from pi2.cli.main import run
+from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
 from pi2.orchestrator import load
@@ -20,7 +21,6 @@ from pi2.plan.documents.plan import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
 from pi2.plan.weights.packing import unpack_part
-from pi2.planning.activity import describe_cut_activity
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from paper.points import BAMBOO, L13, QWEN, Measure, Point
 from paper.scenarios import MIXTRAL, Scenario, read_scenario
+from pi2.costs.constants import Constants
 from pi2.diagnostics import UserError
 from pi2.simulate import SimulationResult, simulate
-from pi2.simulate.constants import Constants
 
 SHORT_TOKENS = 128
 

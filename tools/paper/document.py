@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from paper.comparison import Comparison, Prediction, summarise
-from pi2.simulate.constants import Constants, describe_constants
+from pi2.costs.constants import Constants, describe_constants
 
 END = "<!-- end -->"
 MEMORY = {"half": "half of the FFN", "full": "everything"}

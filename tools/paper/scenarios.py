@@ -10,11 +10,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from pi2.costs.activity import LayerActivity, make_hotness, unite_activity
+from pi2.costs.constants import Constants
+from pi2.costs.description import Description, LayerKind
+from pi2.costs.flash import Flash
+from pi2.costs.paging import find_page_faults
+from pi2.costs.reads import block_reads
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.resolve import load_plan
-from pi2.simulate.constants import Constants
-from pi2.simulate.inputs import LayerChoice, SimulationInput
-from pi2.simulate.reading import read_inputs
+from pi2.simulate import read_inputs
 
 PLANS = Path(__file__).resolve().parents[2] / "plans"
 GIGA = 10**9
@@ -56,11 +60,17 @@ class Scenario:
     """Sequences that generate at the same time."""
 
 
-def read_scenario(scenario: Scenario, constants: Constants | None = None) -> SimulationInput:
-    """Make the simulation's inputs; ``UserError`` names what the device lacks."""
-    inputs = SYSTEMS[scenario.system](scenario, constants or Constants())
-    inputs = replace(inputs, workload=replace(inputs.workload, batch=scenario.batch))
-    return replace(inputs, name=f"{scenario.system}: {inputs.name}")
+def read_scenario(scenario: Scenario, constants: Constants | None = None) -> Description:
+    """Describe a scenario; ``UserError`` names what the device lacks."""
+    found = SYSTEMS[scenario.system](scenario, constants or Constants())
+    if scenario.batch > 1:
+        kinds = tuple(
+            replace(kind, activity=unite_activity(kind.activity, scenario.batch))
+            for kind in found.kinds
+        )
+        settings = replace(found.settings, batch=scenario.batch)
+        found = replace(found, kinds=kinds, settings=settings)
+    return replace(found, name=f"{scenario.system}: {found.name}")
 
 
 @lru_cache(maxsize=128)
@@ -75,48 +85,70 @@ def load_shipped(device: str, model: str, memory: str) -> ResolvedPlan:
     return load_plan(path)
 
 
-def _read(scenario: Scenario, constants: Constants) -> SimulationInput:
+def _read(scenario: Scenario, constants: Constants) -> Description:
     memory = "half" if scenario.memory == "half" else "full"
     model = SAME_SHAPE.get(scenario.model, scenario.model)
-    inputs = read_inputs(load_shipped(scenario.device, model, memory), constants)
+    found = read_inputs(load_shipped(scenario.device, model, memory), constants=constants)
     if model == scenario.model:
-        return inputs
-    smooth = replace(inputs.workload, active=SILU_ACTIVE, skew=constants.smooth_skew)
-    return replace(inputs, name=f"{scenario.model} as {inputs.name}", workload=smooth)
+        return found
+    found = replace(found, name=f"{scenario.model} as {found.name}", is_smooth=True)
+    return _activate(found, SILU_ACTIVE, constants.smooth_skew)
 
 
-def _change(inputs: SimulationInput, **settings: object) -> SimulationInput:
-    return replace(inputs, choices=replace(inputs.choices, **settings))  # type: ignore[arg-type]
-
-
-def _use_cpu_only(inputs: SimulationInput) -> SimulationInput:
-    machine = inputs.machine
-    layers = tuple(replace(layer, dense=0.0) for layer in inputs.choices.layers)
-    return replace(
-        _change(inputs, layers=layers),
-        machine=replace(machine, dense_bytes_s=None, dense_ops_s=None, dense_power_w=None),
+def _activate(found: Description, active: float, skew: float) -> Description:
+    """The same with another share of neurons that a token computes."""
+    named = make_hotness(active, skew)
+    kinds = (
+        replace(kind, activity=replace(kind.activity, named=named, opened=1.0, fired=1.0))
+        for kind in found.kinds
     )
+    return replace(found, kinds=tuple(kinds))
 
 
-def _keep(inputs: SimulationInput, *, dense: float, hot: float) -> tuple[LayerChoice, ...]:
-    return (LayerChoice(dense=dense, hot=hot, count=inputs.workload.layers),)
+def _compute_all(found: Description) -> Description:
+    """No predictor: every neuron is computed."""
+    sizes = replace(found.sizes, predictor=0.0, predictors=0, predictor_weights=0)
+    settings = replace(found.settings, predictor="none", reads=None)
+    return replace(_activate(found, 1.0, 0.8), sizes=sizes, settings=settings)
 
 
-def _count_neurons(inputs: SimulationInput) -> float:
-    return float(inputs.workload.layers * inputs.workload.layer_neurons)
+def _use_cpu_only(found: Description) -> Description:
+    kinds = tuple(replace(kind, dense=0.0) for kind in found.kinds)
+    settings = replace(found.settings, attention_share=0.0, head_share=0.0)
+    rates = replace(found.rates, dense=None)
+    return replace(found, rates=rates, settings=settings, kinds=kinds)
 
 
-def make_powerinfer2(scenario: Scenario, constants: Constants) -> SimulationInput:
+def _keep(found: Description, *, dense: float, hot: float, cold: float) -> Description:
+    kinds = (replace(kind, dense=dense, hot=hot, cold=cold) for kind in found.kinds)
+    return replace(found, kinds=tuple(kinds))
+
+
+def _find_flash(found: Description) -> Flash:
+    assert found.rates.flash is not None
+    return found.rates.flash
+
+
+def _find_activity(found: Description) -> LayerActivity:
+    (kind,) = found.kinds
+    return kind.activity
+
+
+def _count_neurons(found: Description) -> float:
+    return float(found.layers * _find_activity(found).neurons)
+
+
+def make_powerinfer2(scenario: Scenario, constants: Constants) -> Description:
     """PowerInfer-2: the shipped plan; with a budget, memory as the paper counts it."""
-    inputs = _change(_read(scenario, constants), phases=2, prefill_order="layers-first")
-    budget = _find_budget(scenario, inputs)
+    found = _read(scenario, constants)
+    budget = _find_budget(scenario, found)
     if budget is None:
-        return inputs
+        return found
     free = budget - sum(PAPER_FIXED.values())
-    return _keep_share(inputs, max(free, 0.0) / PAPER_NEURON_BYTES / _count_neurons(inputs))
+    return _keep_share(found, max(free, 0.0) / PAPER_NEURON_BYTES / _count_neurons(found))
 
 
-def _find_budget(scenario: Scenario, inputs: SimulationInput) -> float | None:
+def _find_budget(scenario: Scenario, found: Description) -> float | None:
     """Bytes of memory where they are counted as the paper does; None where the plan says it.
 
     With half of the FFN in memory, scales included, the 47B takes 16.6 GB in all; Ace 2 has a
@@ -128,97 +160,103 @@ def _find_budget(scenario: Scenario, inputs: SimulationInput) -> float | None:
         return None
     share = 0.25 if scenario.device == "oneplus-ace-2" else 0.5
     fixed = sum(PAPER_FIXED.values()) - PAPER_FIXED["scales"]
-    return fixed + share * _count_neurons(inputs) * inputs.workload.neuron_bytes
+    return fixed + share * _count_neurons(found) * found.sizes.whole_neuron
 
 
-def _keep_share(inputs: SimulationInput, share: float) -> SimulationInput:
+def _keep_share(found: Description, share: float) -> Description:
     """Keep a share of all neurons: hot ones, and a small cache for the cold."""
     share = min(share, 1.0)
     hot = max(share - COLD_SHARE, share / 2)
-    return _change(
-        inputs,
-        layers=_keep(inputs, dense=min(hot, LARGEST_DENSE_SHARE), hot=hot),
-        cold_neurons=(share - hot) * _count_neurons(inputs),
-    )
+    return _keep(found, dense=min(hot, LARGEST_DENSE_SHARE), hot=hot, cold=share - hot)
 
 
-def make_powerinfer2_cpu(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_powerinfer2_cpu(scenario: Scenario, constants: Constants) -> Description:
     """PowerInfer-2 without the NPU: version 1 of the paper, and the ablation's third step."""
     return _use_cpu_only(make_powerinfer2(scenario, constants))
 
 
-def make_bundles_only(scenario: Scenario, constants: Constants) -> SimulationInput:
-    """The ablation's first step: bundles are read for every active neuron, none is kept."""
-    inputs = _use_cpu_only(_read(scenario, constants))
-    return _change(
-        inputs,
-        policy="layer-barrier",
-        phases=1,
-        gate_read_bytes=inputs.choices.stride_bytes,
-        rest_read_bytes=0,
-        io_threads=ABLATION_READERS,
-        layers=_keep(inputs, dense=0.0, hot=0.0),
-        cold_neurons=0.0,
+def _block(found: Description, threads: int) -> Description:
+    """Read all that a layer misses, then compute."""
+    size = found.sizes.stride
+    experts = max(found.sizes.experts, 1)
+    blocking = block_reads(
+        _find_flash(found),
+        size,
+        _find_activity(found).neurons // experts * size,
+        threads,
+        found.rates.constants,
+        kept=any(kind.cold > 0.0 for kind in found.kinds),
     )
+    settings = replace(
+        found.settings, pipeline="layer-barrier", blocking=blocking, reads=None, policy="lru"
+    )
+    return replace(found, settings=settings)
 
 
-def make_cache_only(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_bundles_only(scenario: Scenario, constants: Constants) -> Description:
+    """The ablation's first step: bundles are read for every active neuron, none is kept."""
+    found = _use_cpu_only(_read(scenario, constants))
+    return _block(_keep(found, dense=0.0, hot=0.0, cold=0.0), ABLATION_READERS)
+
+
+def make_cache_only(scenario: Scenario, constants: Constants) -> Description:
     """The ablation's second step: the neuron cache, still waiting for every layer's reads."""
-    bundles = make_bundles_only(scenario, constants)
-    kept = make_powerinfer2_cpu(scenario, constants).choices
-    return _change(bundles, layers=kept.layers, cold_neurons=kept.cold_neurons)
+    return _block(make_powerinfer2_cpu(scenario, constants), ABLATION_READERS)
 
 
-def make_llmflash(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_llmflash(scenario: Scenario, constants: Constants) -> Description:
     """LLM in a flash: CPU, a window of recent neurons, bundles as they lie in the file.
 
     Its scales lie in the bundles and are cached with them.
     """
-    bundles = make_bundles_only(scenario, constants)
-    neurons, size = _count_neurons(bundles), bundles.workload.neuron_bytes
-    budget = _find_budget(scenario, bundles)
+    found = _use_cpu_only(_read(scenario, constants))
+    neurons, size = _count_neurons(found), found.sizes.whole_neuron
+    budget = _find_budget(scenario, found)
     if budget is not None:
-        cold = (budget - sum(PAPER_FIXED.values()) + PAPER_FIXED["scales"]) / size
+        cold = (budget - sum(PAPER_FIXED.values()) + PAPER_FIXED["scales"]) / size / neurons
     else:
-        cold = neurons * {"half": 0.5, "full": 1.0}[str(scenario.memory)]
-    return _change(bundles, cold_neurons=cold, io_threads=LLMFLASH_READERS)
+        cold = {"half": 0.5, "full": 1.0}[str(scenario.memory)]
+    return _block(_keep(found, dense=0.0, hot=0.0, cold=min(cold, 1.0)), LLMFLASH_READERS)
 
 
-def make_llama_cpp(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_llama_cpp(scenario: Scenario, constants: Constants) -> Description:
     """llama.cpp: dense, on the CPU, weights mapped."""
-    inputs = _use_cpu_only(_read(scenario, constants))
-    workload = replace(inputs.workload, active=1.0, predictor_bytes=0.0)
-    dense = workload.layers * workload.attention_bytes + workload.head_bytes
-    ffn = _count_neurons(inputs) * workload.neuron_bytes
+    found = _compute_all(_use_cpu_only(_read(scenario, constants)))
+    sizes, activity = found.sizes, _find_activity(found)
+    dense = found.layers * sizes.projections + sizes.head
+    ffn = _count_neurons(found) * sizes.whole_neuron
     if isinstance(scenario.memory, str):
         quarter = scenario.model == MIXTRAL and scenario.device == "oneplus-ace-2"
         share = {"half": 0.25 if quarter else 0.5, "full": 1.0}[scenario.memory]
         pages = dense + share * ffn
     else:
-        kv = workload.layers * workload.kv_token_bytes * CONTEXT
+        kv = found.layers * sizes.kv_token * CONTEXT
         pages = scenario.memory * GIGA - PAPER_FIXED["runtime"] - kv
-    return _change(
-        replace(inputs, workload=workload),
-        policy="mmap",
-        predicted=False,
-        page_cache_bytes=pages + 1,
+    faults = find_page_faults(
+        _find_flash(found),
+        sizes,
+        constants,
+        layers=found.layers,
+        neurons=activity.neurons,
+        chosen=activity.chosen,
+        capacity_bytes=pages + 1,
     )
+    return replace(found, settings=replace(found.settings, pipeline="mmap", faults=faults))
 
 
-def make_qnn(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_qnn(scenario: Scenario, constants: Constants) -> Description:
     """QNN: dense, on the NPU, layer after layer."""
-    inputs = _read(scenario, constants)
-    workload = replace(inputs.workload, active=1.0, predictor_bytes=0.0)
+    found = _compute_all(_read(scenario, constants))
     hot = 1.0 if scenario.memory == "full" else 0.5
-    return _change(
-        replace(inputs, workload=workload),
-        policy="layer-barrier",
-        phases=1,
-        prefill_order="layers-first",
-        predicted=False,
-        layers=_keep(inputs, dense=1.0, hot=hot),
-        cold_neurons=0.0,
-    )
+    found = _keep(found, dense=1.0, hot=hot, cold=0.0)
+    prompts = replace(found.prompts, reads_all=True, attention_too=True)
+    if prompts.stream is not None:
+        prompts = replace(
+            prompts,
+            stream=replace(prompts.stream, overlap=0.0),
+            blocking_s=1.0 / constants.copy_bytes_s,
+        )
+    return replace(_block(found, 1), prompts=prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,30 +288,34 @@ DENSE_SHAPES: Mapping[str, DenseShape] = {
 }
 
 
-def make_powerserve(scenario: Scenario, constants: Constants) -> SimulationInput:
+def make_powerserve(scenario: Scenario, constants: Constants) -> Description:
     """PowerServe: dense, on the NPU, all layers in one graph, which is started once a token."""
     shape = DENSE_SHAPES[scenario.model]
-    inputs = make_qnn(replace(scenario, model="bamboo-7b"), constants)
-    old = inputs.workload
-    weights = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-    workload = replace(
-        old,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        attention_bytes=old.attention_bytes * weights / old.attention_weights,
-        attention_weights=weights,
-        kv_token_bytes=4 * shape.kv_heads * shape.head_dim,
-        head_bytes=old.head_bytes * shape.vocab * shape.hidden / (BAMBOO_VOCAB * old.hidden),
-        neuron_bytes=old.neuron_bytes * shape.hidden / old.hidden,
-        dense_neuron_bytes=old.dense_neuron_bytes * shape.hidden / old.hidden,
-    )
     once = replace(constants, dense_launch_s=constants.dense_launch_s / shape.layers)
-    inputs = replace(inputs, name=scenario.model, workload=workload, constants=once)
-    return _change(inputs, layers=_keep(inputs, dense=1.0, hot=1.0))
+    found = make_qnn(replace(scenario, model="bamboo-7b"), once)
+    old = found.sizes
+    weights = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    sizes = replace(
+        old,
+        projections=round(old.projections * weights / old.projection_weights),
+        projection_weights=weights,
+        kv_token=4 * shape.kv_heads * shape.head_dim,
+        head=round(old.head * shape.vocab * shape.hidden / (BAMBOO_VOCAB * old.hidden)),
+        neuron=round(old.neuron * shape.hidden / old.hidden),
+        whole_neuron=round(old.whole_neuron * shape.hidden / old.hidden),
+        dense_neuron=round(old.dense_neuron * shape.hidden / old.hidden),
+        neuron_weights=3 * shape.hidden,
+        hidden=shape.hidden,
+    )
+    activity = replace(_find_activity(found), neurons=shape.ffn)
+    kind = LayerKind(
+        activity=activity, hot=1.0, cold=0.0, dense=1.0, layers=tuple(range(shape.layers))
+    )
+    prompts = replace(found.prompts, neuron_bytes=sizes.dense_neuron)
+    return replace(found, name=scenario.model, sizes=sizes, kinds=(kind,), prompts=prompts)
 
 
-SYSTEMS: Mapping[str, Callable[[Scenario, Constants], SimulationInput]] = {
+SYSTEMS: Mapping[str, Callable[[Scenario, Constants], Description]] = {
     "PowerInfer-2": make_powerinfer2,
     "PowerInfer-2, CPU only": make_powerinfer2_cpu,
     "bundles": make_bundles_only,

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from pi2.arrays import F64
-from pi2.simulate.activations import CLASSES, Hotness, weigh_hot
+from pi2.costs.activations import CLASSES, Hotness, weigh_hot
 
 _LONGEST = 1 << 20
 """Tokens after which a neuron counts as never evicted."""

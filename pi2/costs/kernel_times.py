@@ -11,9 +11,9 @@ from itertools import pairwise
 from math import inf
 from typing import get_args
 
+from pi2.costs.constants import Constants
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.simulate.constants import Constants
 
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, where a figure does not state it."""

@@ -1,6 +1,6 @@
 """How often a layer's neurons are used, and how many of them are missing from memory.
 
-A layer's neurons are taken in classes of equal hotness (`pi2.simulate.activations`), whose chances
+A layer's neurons are taken in classes of equal hotness (`pi2.costs.activations`), whose chances
 follow from two numbers: the share that a token uses, and the share that makes 80 % of all uses.
 They come from the store's statistics, layer by layer, else from the model's document.
 """
@@ -18,11 +18,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F64
-from pi2.plan.documents.model import Model
-from pi2.plan.reading.thresholds import Thresholds
-from pi2.planning.counted import make_counted, read_counts
-from pi2.regular_file import read_regular
-from pi2.simulate.activations import (
+from pi2.costs.activations import (
     CLASSES,
     Hotness,
     find_spread,
@@ -31,8 +27,12 @@ from pi2.simulate.activations import (
     unite_hotness,
     weigh_hot,
 )
-from pi2.simulate.cache import compute_hit_chances
-from pi2.simulate.constants import Constants
+from pi2.costs.cache import compute_hit_chances
+from pi2.costs.constants import Constants
+from pi2.costs.counted import make_counted, read_counts
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.thresholds import Thresholds
+from pi2.regular_file import read_regular
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
@@ -92,19 +92,33 @@ class LayerActivity:
 
     def count_missing(self, hot: float, cold: float, policy: Policy) -> float:
         """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
-        ``cold`` (shares of the layer's neurons).
+        ``cold`` (shares of the layer's neurons)."""
+        if hot + cold >= 1.0:
+            return 0.0
+        return self._count(hot, self.find_hits(hot, cold, policy))
+
+    def find_hits(self, hot: float, cold: float, policy: Policy) -> F64:
+        """Chance of each class [CLASSES] that one of its neurons that is not hot is in the cache
+        when a token uses it.
 
         ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons with the highest
         counts of the last tokens, which chance decides, too; it is never worse than ``lru``.
         """
         if hot + cold >= 1.0:
-            return 0.0
+            return np.ones(CLASSES)
         if policy == "lru":
-            return self._count_by_recency(hot, cold)
-        missing = self._count_by_frequency(hot, cold)
+            return self._find_recent(hot, cold)
+        stays = self._find_frequent(hot, cold)
+        missing = self._count(hot, stays)
         if missing < _CROWDED * cold * self.neurons:
-            return missing
-        return min(missing, self._count_by_recency(hot, cold))
+            return stays
+        recent = self._find_recent(hot, cold)
+        return stays if missing <= self._count(hot, recent) else recent
+
+    def _count(self, hot: float, hits: F64) -> float:
+        """Mean neurons that are missing."""
+        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
+        return float(chances.sum()) * self._class_uses
 
     def merge_reads(self, hot: float, cold: float, gap: int) -> MergedReads:
         """What becomes one read where an expert's neurons lie together, by hotness, and up to
@@ -127,7 +141,7 @@ class LayerActivity:
             unwanted=float(np.average(between, weights=weights)),
         )
 
-    def _count_by_frequency(self, hot: float, cold: float) -> float:
+    def _find_frequent(self, hot: float, cold: float) -> F64:
         """A neuron that a token uses with the chance c has a count with the mean c m and the
         variance c m / 2, m being the tokens that counts remember; it stays if that is above what
         fills the cache."""
@@ -142,12 +156,10 @@ class LayerActivity:
             missing = float((uses * (1.0 - stays)).sum())
             taken = float((absent * stays).mean()) + _CHURN * missing / self.neurons
             low, high = (least, high) if taken > cold else (low, least)
-        return missing
+        return stays
 
-    def _count_by_recency(self, hot: float, cold: float) -> float:
-        hits = compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
-        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
-        return float(chances.sum()) * self._class_uses
+    def _find_recent(self, hot: float, cold: float) -> F64:
+        return compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
 
     @property
     def _chances(self) -> F64:

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from pi2.arrays import F64
-from pi2.simulate.activations import CLASSES, Hotness
+from pi2.costs.activations import CLASSES, Hotness
 
 COUNTS_FILE = "activations.parquet"
 _NORMAL = NormalDist()

@@ -1,7 +1,7 @@
 """Times of single steps on a device: from measured kernels, else from its bandwidths.
 
-The kernels' times are `pi2.planning.kernel_times`.  A device without `pi2 probe`'s figures has the
-read bandwidth and the constants that the simulator uses for devices that nobody has at hand.
+The kernels' times are `pi2.costs.kernel_times`.  A device without `pi2 probe`'s figures has the
+read bandwidth and constants (`pi2.costs.constants`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import get_args
 
+from pi2.costs.constants import Constants
+from pi2.costs.figures import Figure
+from pi2.costs.flash import Flash, keep_core, list_bursts, list_points
+from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.planning.kernel_times import KernelTimes, Linear
-from pi2.simulate.constants import Constants
-from pi2.simulate.flash import Flash, keep_core, list_bursts, list_points
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
@@ -33,6 +34,8 @@ class DenseUnit:
     bytes_s: float
     launch_s: float
     ops_s: float | None
+    is_npu: bool = True
+    """Whether it has one scale for a row of weights, as NPUs do."""
     has_memory: bool = False
     """Whether its neurons lie in memory of its own, and it leaves the rate of main memory alone."""
 
@@ -55,6 +58,8 @@ class Rates:
     measured: bool
     """Whether pi2's own kernels were measured on it."""
     cores: int
+    bandwidth_bytes_s: float
+    """Rate at which the processor reads memory."""
     multiply: Linear
     project: Linear
     attend: Linear
@@ -108,6 +113,10 @@ class Rates:
     """Kernels of other keys, values and activations than those above: fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
     """Source of each rate."""
+    figures: tuple[Figure, ...] = ()
+    """Figures of the device's document that the rates come from."""
+    constants: Constants = field(default_factory=Constants)
+    """What stands in for figures that the device does not state."""
 
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
         """These rates with the kernels that a plan with these types runs."""
@@ -122,6 +131,14 @@ class Rates:
             predict=found.predict,
             gather=found.gather,
         )
+
+    @property
+    def fair_share(self) -> float:
+        """Part of a matrix that the dense unit computes while the processor computes the rest; 0
+        where it has memory of its own, which projections would have to fit into, too."""
+        if self.dense is None or self.dense.has_memory:
+            return 0.0
+        return round(self.dense.bytes_s / (self.dense.bytes_s + self.bandwidth_bytes_s), 2)
 
     def scale(self, threads: int) -> float:
         """Part of the processor's speed that ``threads`` threads have."""
@@ -138,13 +155,18 @@ class Rates:
 
 
 def read_rates(
-    device: Device, width: int | None = None, constants: Constants | None = None
+    device: Device,
+    width: int | None = None,
+    constants: Constants | None = None,
+    *,
+    unit: str | None = None,
 ) -> Rates:
     """Collect a device's rates; ``UserError`` P351 names every figure that is missing.
 
-    ``width``: the model's, between the widths that were measured; None for the largest.
+    ``width``: the model's, between the widths that were measured; None for the largest.  ``unit``:
+    the NPU or GPU that computes densely; None for the first whose read bandwidth is stated.
     """
-    return _Reader(device, width, constants or Constants()).read()
+    return _Reader(device, width, constants or Constants()).read(unit)
 
 
 def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> KernelRates:
@@ -185,16 +207,19 @@ class _Reader:
         self._name, self._cpu = name, unit
         self._times = KernelTimes(unit, width, constants)
         self._sources = self._times.sources
+        self._figures: dict[Figure, None] = {}
 
-    def read(self) -> Rates:
+    def read(self, chosen: str | None = None) -> Rates:
         """Everything, or all that is missing."""
         constants, cpu = self._constants, self._cpu
         bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
         norm_s = self._times.find_time("norm", constants.barrier_s)
-        dense = self._read_dense()
+        dense = self._read_dense(chosen)
         look_up, place_s, touch_s = self._times.find_look_up()
         shared = self._device.memory.read_bandwidth
         shared_s = float(shared.value) if shared is not None else bandwidth
+        if shared is not None:
+            self._use("memory.read_bandwidth", shared.status, shared.source)
         if shared is None and dense is not None:
             peak = self._device.memory.peak_bandwidth
             shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
@@ -207,6 +232,7 @@ class _Reader:
         rates = Rates(
             measured=self._times.measured,
             cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
+            bandwidth_bytes_s=bandwidth,
             multiply=usual.multiply,
             project=usual.project,
             attend=usual.attend,
@@ -241,7 +267,11 @@ class _Reader:
             ),
             types=self._read_types(bandwidth, norm_s),
             sources=self._sources,
+            constants=constants,
         )
+        for item in cpu.kernels:
+            self._use(f"kernels ({item.kernel})", item.status, item.source)
+        rates = replace(rates, figures=tuple(self._figures))
         if self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
         return rates
@@ -273,37 +303,58 @@ class _Reader:
             figure = self._device.memory.read_bandwidth
         if figure is not None:
             self._sources[f"{name} bandwidth"] = f"{figure.status}: {figure.source}"
+            self._use(f"units.{name}.read_bandwidth", figure.status, figure.source)
             return float(figure.value)
         peak = self._device.memory.peak_bandwidth
         if peak is not None:
             self._sources[f"{name} bandwidth"] = f"estimated: {of_peak:.0%} of the memory's peak"
+            origin = f"{of_peak:.0%} of it, as on the OnePlus 12"
+            self._use("memory.peak_bandwidth", "estimated", origin)
             return of_peak * float(peak.value)
         self._miss(
             f"units.{name}.read_bandwidth",
-            "measure it with `pi2 probe`, or state memory.peak_bandwidth",
+            "measure it with `pi2 probe`, or state memory.peak_bandwidth, from which it is "
+            "estimated",
         )
         return 1.0
 
-    def _read_dense(self) -> DenseUnit | None:
-        """The NPU, else the GPU, if somebody stated how fast it reads its memory."""
+    def _read_dense(self, chosen: str | None) -> DenseUnit | None:
+        """The unit ``chosen``, else the NPU, else the GPU, if somebody stated how fast it reads its
+        memory."""
+        units = self._device.units
+        if chosen in units:
+            return self._describe_dense(chosen, units[chosen], estimated=True)
         for kind in ("npu", "gpu"):
-            for name, unit in self._device.units.items():
-                bytes_s = None if unit.emulated else self._find_dense_rate(name, unit)
-                if unit.kind == kind and bytes_s is not None:
-                    best = max((item.giga_ops for item in unit.compute), default=None)
-                    return DenseUnit(
-                        name=name,
-                        bytes_s=bytes_s,
-                        launch_s=self._find_launch(unit),
-                        ops_s=None if best is None else best * 1e9,
-                        has_memory=unit.memory is not None,
-                    )
+            for name, unit in units.items():
+                found = self._describe_dense(name, unit) if unit.kind == kind else None
+                if found is not None:
+                    return found
         return None
 
-    def _find_dense_rate(self, name: str, unit: Unit) -> float | None:
+    def _describe_dense(
+        self, name: str, unit: Unit, *, estimated: bool = False
+    ) -> DenseUnit | None:
+        if unit.emulated:
+            return None
+        bytes_s = self._find_dense_rate(name, unit, estimated=estimated)
+        if bytes_s is None:
+            return None
+        best = max(unit.compute, key=lambda item: item.giga_ops, default=None)
+        if best is not None:
+            self._use(f"units.{name}.compute", best.status, best.source)
+        return DenseUnit(
+            name=name,
+            bytes_s=bytes_s,
+            launch_s=self._find_launch(unit),
+            ops_s=None if best is None else best.giga_ops * 1e9,
+            is_npu=unit.kind == "npu",
+            has_memory=unit.memory is not None,
+        )
+
+    def _find_dense_rate(self, name: str, unit: Unit, *, estimated: bool) -> float | None:
         """Bytes per second that a unit reads of its own memory, or of main memory."""
         if unit.memory is None:
-            if unit.read_bandwidth is None:
+            if unit.read_bandwidth is None and not estimated:
                 return None
             return self._read_bandwidth(unit, self._constants.dense_of_peak, name)
         figure, share = unit.memory.read_bandwidth, 1.0
@@ -329,25 +380,29 @@ class _Reader:
         return max(float(small.time) - small.bytes * byte_s, 0.0)
 
     def _find_reading_core(self) -> str | None:
-        """The cluster whose cores issue reads: the first, as in the simulator."""
+        """The cluster whose cores issue reads: the first."""
         clusters = self._cpu.clusters
         return clusters[0].id if clusters else None
 
     def _read_power(self) -> float | None:
         """Power of the processor, else that of the whole device."""
         figure = self._cpu.power or self._device.power
+        if figure is not None:
+            name = "power" if self._cpu.power is None else f"units.{self._name}.power"
+            self._use(name, figure.status, figure.source)
         return None if figure is None else float(figure.value)
 
     def _read_both_power(self, dense: DenseUnit | None) -> float | None:
         """The whole device's, else that of the unit that takes more."""
         if self._device.power is not None:
+            self._use("power", self._device.power.status, self._device.power.source)
             return float(self._device.power.value)
         unit = None if dense is None else self._device.units[dense.name]
         powers = [item.power for item in (self._cpu, unit) if item is not None]
         return max((float(item.value) for item in powers if item is not None), default=None)
 
     def _read_overlap(self) -> float:
-        """What was measured; 1 on devices that state nothing, as in the simulator."""
+        """What was measured; 1 on devices that state nothing."""
         figure = self._device.storage.overlap
         return 1.0 if figure is None else float(figure.value)
 
@@ -356,7 +411,12 @@ class _Reader:
         patterns = {item.pattern for item in storage.reads}
         if patterns != {"random", "sequential"}:
             return None
+        for item in storage.reads:
+            name = f"storage.reads ({item.pattern}, {item.block} B)"
+            self._use(name, item.status, item.source)
         penalty = storage.reader_penalty
+        if penalty is not None:
+            self._use("storage.reader_penalty", penalty.status, penalty.source)
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
             points=tuple(keep_core(list_points(storage), self._find_reading_core())),
@@ -365,6 +425,9 @@ class _Reader:
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,
         )
+
+    def _use(self, name: str, status: str, source: str) -> None:
+        self._figures[Figure(name=name, status=status, source=source)] = None
 
     def _miss(self, name: str, help_text: str) -> None:
         self._missing.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pi2.costs.activity import PredictorMode
 from pi2.plan.arithmetic.mixers import (
     count_mixer_bytes,
     count_mixer_weights,
@@ -13,7 +14,6 @@ from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, matrix_bytes, weight_bytes
-from pi2.planning.activity import PredictorMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,9 @@ class Sizes:
     neuron: int
     """Weights and scales of a neuron that is computed."""
     dense_neuron: int
-    """Weights and scales of a neuron on a dense unit."""
+    """Weights of a neuron on an NPU, which has one scale for a whole row."""
+    whole_neuron: int
+    """Weights and scales of a neuron as the store has them."""
     stride: int
     head: int
     head_weights: int
@@ -67,6 +69,7 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
         predictors=active if predictor else 0,
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
+        whole_neuron=bundle.neuron_bytes,
         dense_neuron=len(bundle.parts) * weight_bytes(shape.stored_hidden, precision.ffn),
         stride=bundle.stride,
         head=matrix_bytes(shape.vocab, shape.stored_hidden, head),

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import log
+from math import inf, log
 from typing import Literal
 
-from pi2.planning.activity import MergedReads
-from pi2.planning.bundle_layout import find_touched_bytes
-from pi2.simulate.flash import Flash, FlashPoint
+from pi2.costs.activity import MergedReads
+from pi2.costs.constants import Constants
+from pi2.costs.flash import Flash, FlashPoint
+from pi2.costs.stored import find_touched_bytes
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
+_LONG = 512 * 1024
+"""Bytes of a long read in order."""
 _SMALLER_POWER = 0.7
 """Rate over block size below the blocks that a setting was measured with: what 4 and 8 KiB have on
 the disk of a virtual machine, where 8 KiB come with 1.62 times the rate of 4."""
@@ -45,11 +48,21 @@ class IoChoice:
 
     def time(self, reads: float) -> float:
         """Seconds of a batch of ``reads``, at least one."""
-        if reads >= self.few:
-            return self.call_s + reads * self.neuron_s
+        if reads >= self.few or self.few <= 1:
+            return self.call_s + max(reads, 1.0) * self.neuron_s
         few_s = self.call_s + self.few * self.neuron_s
         single_s = min(self.single_s, few_s)
         return single_s + (few_s - single_s) * max(reads - 1.0, 0.0) / (self.few - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Two reads of a neuron: its gate, then the rest of those whose gate is open."""
+
+    gate_bytes: int
+    """Bytes of the first read, in whole blocks."""
+    open_share: float
+    """Part of the neurons that need the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +81,51 @@ class Reads:
     merge_gap: int | None = None
     """Most unwanted neurons between two that are read with them; None where the store's order puts
     no neighbours together."""
+    phases: Phases | None = None
+    """Where a neuron is read in two, its gate first."""
+    first_share: float = 1.0
+    """Part of a neuron's time that the first read takes."""
+    stride: int = 0
+    whole_byte_s: float | None = None
+    """Seconds of a byte where an engine may read all absent neurons of a layer in order instead,
+    which is quicker where it misses most of them; None for engines that do not."""
+    most_parts: float | None = None
+    """Most parts of a layer's reads; None for two of each thread."""
 
     def count_parts(self, missing: float) -> float:
         """Parts that a layer's missing neurons are read and computed in."""
-        return max(1.0, min(missing / self.cluster, 2.0 * self.threads))
+        most = 2.0 * self.threads if self.most_parts is None else self.most_parts
+        return max(1.0, min(missing / self.cluster, most))
 
-    def time(self, missing: float, merged: MergedReads = ALONE) -> float:
+    @property
+    def read_bytes(self) -> float:
+        """Bytes that a missing neuron's reads have."""
+        if self.phases is None:
+            return self.stride
+        rest = self.stride - self.phases.gate_bytes
+        return self.phases.gate_bytes + self.phases.open_share * rest
+
+    def prefers_whole(self, missing: float, absent: float) -> bool:
+        """Whether all ``absent`` neurons of a layer, in order, come sooner than the ``missing``
+        ones of them."""
+        if self.whole_byte_s is None or missing <= 0.0:
+            return False
+        return absent * self.stride * self.whole_byte_s < self._time_single(missing, ALONE)
+
+    def time(
+        self, missing: float, merged: MergedReads = ALONE, absent: float | None = None
+    ) -> float:
         """Seconds until ``missing`` neurons are there, nothing else going on; neighbours share a
-        read.  A thread reads a part: with few parts, others rest."""
+        read.  A thread reads a part: with few parts, others rest.  ``absent``: neurons of the layer
+        that are not hot."""
         if missing <= 0:
             return 0.0
+        if absent is not None and self.prefers_whole(missing, absent):
+            assert self.whole_byte_s is not None
+            return absent * self.stride * self.whole_byte_s
+        return self._time_single(missing, merged)
+
+    def _time_single(self, missing: float, merged: MergedReads) -> float:
         busy = float(self.threads)
         if self.engine == "pread":
             busy = min(self.count_parts(missing), busy)
@@ -85,23 +133,35 @@ class Reads:
         reads = missing * (merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once))
         return _interpolate([(item.threads, item.time(reads)) for item in self.choices], busy)
 
-    def draw_line(self, missing: float, merged: MergedReads = ALONE) -> tuple[float, float]:
-        """Fixed time of a batch of about ``missing`` neurons, and time of each."""
-        all_s, fewer = self.time(missing, merged), max(missing / 2, 1.0)
-        if missing <= fewer:
-            return 0.0, all_s / max(missing, 1e-9)
-        each_s = max(all_s - self.time(fewer, merged), 0.0) / (missing - fewer)
-        return max(all_s - missing * each_s, 0.0), each_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """Two reads of a neuron: its gate, then the rest of those whose gate is open."""
+class BlockingReads:
+    """What a layer misses, read by threads that do one read after the other, while nothing
+    computes."""
 
-    gate_bytes: int
-    """Bytes of the first read, in whole blocks."""
-    open_share: float
-    """Part of the neurons that need the second."""
+    threads: int
+    neuron_s: float
+    """Time of one of many reads of a neuron."""
+    latency_s: float
+    """One read in an idle queue."""
+    wake_s: float
+    """Waking a thread."""
+    place_s: float
+    """Finding room for a neuron."""
+    byte_s: float
+    """A byte of neurons that lie one after the other."""
+    stride: int
+
+    def time(self, missing: float, used_from: float) -> float:
+        """Seconds until ``missing`` of ``used_from`` neurons are there; those that continue a
+        neighbour's read need none of their own."""
+        if missing <= 0.0:
+            return 0.0
+        reads = missing * (1.0 - min(missing / used_from, 1.0))
+        blocking_s = reads * max(self.neuron_s, self.latency_s / self.threads)
+        stream_s = missing * self.stride * self.byte_s
+        fixed_s = self.threads * self.wake_s + self.latency_s
+        return fixed_s + max(blocking_s, stream_s) + missing * self.place_s
 
 
 def list_io_choices(
@@ -142,11 +202,13 @@ def find_reads(
     place_s: float = 0.0,
     phases: Phases | None = None,
     merge_gap: int | None = None,
+    streams: bool = False,
 ) -> Reads:
     """A plan's reads: those of the nearest settings that were measured.
 
     ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two;
-    ``merge_gap``: where neighbours share a read.
+    ``merge_gap``: where neighbours share a read; ``streams``: for an engine that has any number of
+    parts, and reads all absent neurons in order where that is quicker.
     """
     if phases is None:
         choices = list_io_choices(flash, stride, range_bytes, place_s)
@@ -169,6 +231,28 @@ def find_reads(
         overlap=overlap if chosen.overlap is None else chosen.overlap,
         request_share=_find_request_share(flash, stride, range_bytes),
         merge_gap=merge_gap,
+        phases=phases,
+        first_share=_find_first_share(flash, stride, range_bytes, place_s, phases),
+        stride=stride,
+        whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
+        most_parts=inf if streams else None,
+    )
+
+
+def block_reads(
+    flash: Flash, stride: int, range_bytes: int, threads: int, constants: Constants, *, kept: bool
+) -> BlockingReads:
+    """Reads of engines that wait for each layer's; ``kept``: what comes is put into a cache."""
+    penalty = 1.0 - flash.reader_penalty if threads > 1 else 1.0
+    rate = flash.find_rate_bytes_s("random", stride, range_bytes=range_bytes)
+    return BlockingReads(
+        threads=threads,
+        neuron_s=stride / rate / penalty,
+        latency_s=flash.latency_s,
+        wake_s=constants.reader_wake_s,
+        place_s=constants.place_s if kept else 0.0,
+        byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
+        stride=stride,
     )
 
 
@@ -195,6 +279,16 @@ def _divide_reads(
         call_s, single_s = 2.0 * item.call_s, 2.0 * item.single_s
         found.append(replace(item, neuron_s=neuron_s, call_s=call_s, single_s=single_s))
     return found
+
+
+def _find_first_share(
+    flash: Flash, stride: int, range_bytes: int, place_s: float, phases: Phases | None
+) -> float:
+    if phases is None:
+        return 1.0
+    first_s = list_io_choices(flash, phases.gate_bytes, range_bytes, place_s)[0].neuron_s
+    rest_s = list_io_choices(flash, stride - phases.gate_bytes, range_bytes)[0].neuron_s
+    return first_s / (first_s + phases.open_share * rest_s)
 
 
 def _make_choice(

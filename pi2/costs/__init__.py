@@ -1,0 +1,1 @@
+"""What steps of a plan take on a device: one description, for planner and simulator alike."""

@@ -1,0 +1,238 @@
+"""How a prompt goes through the layers: what is computed, what is read, and what hides what.
+
+pi2's engine keeps what is hot and streams the rest of a layer in pieces of a staging buffer's size
+(`pi2.costs.stream`).  Engines of devices that pi2 has no kernels for are taken to do what
+PowerInfer-2 does: all of a layer is read, in order, while the layer before is computed; its
+published prompts take as long as that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pi2.costs.rates import Rates, check_flash, find_stream_overlap
+from pi2.costs.sizes import Sizes
+from pi2.costs.stream import Stream, find_stream
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_chunks
+
+if TYPE_CHECKING:
+    from pi2.costs.description import Description, LayerKind
+
+_LONG = 512 * 1024
+PROMPT = 128
+"""Tokens of a prompt whose speed is stated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """A plan's choices about prompts."""
+
+    chunk: int
+    together: int
+    """Tokens that go through a layer before the next layer begins."""
+    context: int
+    """Most tokens of a sequence."""
+    ffn: tuple[float, float] | None
+    """Seconds of a weight for a pass over it, and for each token of the pass; None where nobody
+    stated an arithmetic rate."""
+    project: tuple[float, float] | None
+    bytes_s: float
+    """Rate at which the unit that computes prompts reads weights from memory; the least time of a
+    pass."""
+    launch_s: float
+    skips: bool
+    """Whether down is computed only for neurons that fire, as by pi2's kernels."""
+    reads_all: bool
+    """Whether all of a layer is read that does not fit as a whole."""
+    stream: Stream | None
+    """None where nothing is read."""
+    slowed: float = 1.0
+    """Part of its arithmetic rate that a unit keeps while weights come from flash."""
+    neuron_bytes: int = 0
+    """Bytes of a neuron that the unit which computes prompts reads from memory."""
+    attention_too: bool = False
+    """Whether attention's weights are read with a layer: it is one file."""
+    blocking_s: float = 0.0
+    """Seconds of a byte that is copied after it was read, by engines that do not overlap reading
+    and computing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLayer:
+    """A layer's part of a group of chunks."""
+
+    before_s: float
+    """What is computed without anything that is read."""
+    streamed_s: float
+    """Arithmetic of what is read, all pieces together."""
+    pieces: int
+    read_s: float
+    """Reading all pieces."""
+    read_bytes: float
+    count: int
+    """Layers that are alike."""
+
+
+def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> PromptSettings:
+    """How the plan's device computes prompts."""
+    plan, model = resolved.plan, resolved.model
+    dense = rates.dense
+    chunk = plan.prefill.chunk
+    computes = dense is not None and plan.prefill.unit == dense.name
+    ffn, project, skips = rates.dense_many, rates.project_many, rates.measured
+    launch_s, bytes_s = 0.0, rates.bandwidth_bytes_s
+    neuron_bytes = resolved.bundle.neuron_bytes
+    if computes and dense is not None:
+        ffn = project = None if dense.ops_s is None else (0.0, 2.0 / dense.ops_s)
+        launch_s, bytes_s, skips = dense.launch_s, dense.bytes_s, False
+        if dense.is_npu:
+            neuron_bytes = sizes.dense_neuron
+    policy = plan.pipeline.policy
+    whole = all(layer.hot >= 1.0 for layer in resolved.layers) and policy != "mmap"
+    stream = None
+    slowed = 1.0
+    if not whole and rates.measured:
+        stream = find_stream(resolved, rates)
+    elif not whole:
+        flash = check_flash(rates, resolved.device)
+        stream = Stream(
+            byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
+            overlap=find_stream_overlap(rates) if policy == "neuron-cluster" else 0.0,
+            neurons=model.layer_neurons,
+            stride=resolved.bundle.neuron_bytes,
+        )
+        slowed = rates.constants.streaming_compute_share if computes else 1.0
+    return PromptSettings(
+        chunk=chunk,
+        together=chunk * count_chunks(resolved),
+        context=plan.kv.context,
+        ffn=ffn,
+        project=project,
+        bytes_s=bytes_s,
+        launch_s=launch_s,
+        skips=skips,
+        reads_all=not rates.measured and plan.pipeline.prefill == "layers-first",
+        stream=stream,
+        slowed=slowed,
+        neuron_bytes=neuron_bytes,
+        attention_too=policy == "layer-barrier",
+        blocking_s=1.0 / rates.constants.copy_bytes_s if policy == "layer-barrier" else 0.0,
+    )
+
+
+def list_prompt_layers(description: Description, tokens: int) -> list[PromptLayer] | None:
+    """The layers of a prompt of ``tokens``, in the order in which they are computed; None where no
+    arithmetic rate is known."""
+    prompts = description.prompts
+    if prompts.ffn is None or prompts.project is None:
+        return None
+    found = []
+    for start in range(0, tokens, prompts.together):
+        taken = min(prompts.together, tokens - start)
+        chunks = [min(prompts.chunk, taken - first) for first in range(0, taken, prompts.chunk)]
+        found += [_describe_layer(description, kind, chunks) for kind in description.kinds]
+    return found
+
+
+def time_once(description: Description, tokens: int) -> float:
+    """Seconds of a prompt beside its layers: rows of the embedding, and the head, which engines
+    that read layers as files read, too."""
+    prompts, sizes = description.prompts, description.sizes
+    seconds = description.head_s + tokens * description.embedding_s
+    reads = any(kind.hot + kind.cold < 1.0 - 1e-3 for kind in description.kinds)
+    if prompts.attention_too and prompts.stream is not None and reads:
+        seconds += sizes.head * (prompts.stream.byte_s + prompts.blocking_s)
+    return seconds
+
+
+def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]) -> PromptLayer:
+    prompts, rates, sizes = description.prompts, description.rates, description.sizes
+    assert prompts.ffn is not None and prompts.project is not None
+    activity, stream = kind.activity, prompts.stream
+    tokens = sum(chunks)
+    touched = 1.0 - (1.0 - description.chosen) ** tokens
+    absent = activity.neurons - round(kind.hot * activity.neurons)
+    fits = kind.hot >= 1.0
+    faults = description.settings.faults
+    if faults is not None:
+        fits = faults.ffn_share <= 0.0
+        absent = 0 if fits else activity.neurons
+    elif prompts.reads_all and not rates.measured:
+        fits = kind.hot + kind.cold >= 1.0 - 1e-3
+        absent = 0 if fits else activity.neurons
+    reading = stream is not None and absent > 0
+    slow = 1.0 / prompts.slowed if reading else 1.0
+    fixed_s = len(chunks) * (
+        rates.norm_s + rates.python_s + rates.route_s * (sizes.experts > 0) + prompts.launch_s
+    )
+    project_s = sum(
+        _time_many(prompts.project, sizes.projection_weights, count) for count in chunks
+    )
+    share = 1.0
+    if prompts.skips and not description.is_smooth:
+        # Gates and ups are computed for all tokens, downs where neurons fire.
+        parts = sizes.neuron_weights // sizes.hidden
+        share = (parts - 1.0 + activity.named.active * activity.fired) / parts
+    chosen = description.chosen
+    ffn_s = activity.neurons * sum(
+        _time_many(prompts.ffn, sizes.neuron_weights, count, share, chosen) for count in chunks
+    )
+    if not rates.measured:
+        # A pass reads its weights once from memory, whatever it computes with them.
+        least_s = sum(_time_pass(description, kind, count) for count in chunks)
+        scale = max(1.0, least_s / ((project_s + ffn_s) * slow))
+        project_s, ffn_s = project_s * scale, ffn_s * scale
+    part = absent / activity.neurons
+    before_s = fixed_s + slow * (project_s + ffn_s * (1.0 - part))
+    if not reading:
+        return PromptLayer(
+            before_s=before_s,
+            streamed_s=0.0,
+            pieces=0,
+            read_s=0.0,
+            read_bytes=0.0,
+            count=kind.count,
+        )
+    assert stream is not None
+    size = absent * touched * stream.stride
+    if prompts.attention_too:
+        size += sizes.projections
+    byte_s = stream.byte_s + prompts.blocking_s
+    if faults is not None:
+        size += faults.attention_bytes / description.layers
+        byte_s = faults.byte_s
+    if rates.measured:
+        size = float(absent * stream.stride)
+    return PromptLayer(
+        before_s=before_s,
+        streamed_s=slow * ffn_s * part,
+        pieces=ceil(absent / stream.neurons - 1e-9),
+        read_s=size * byte_s,
+        read_bytes=size,
+        count=kind.count,
+    )
+
+
+def _time_pass(description: Description, kind: LayerKind, tokens: int) -> float:
+    """Seconds in which the weights that a chunk needs come from memory."""
+    prompts = description.prompts
+    touched = 1.0 - (1.0 - description.chosen) ** tokens
+    size = kind.activity.neurons * touched * prompts.neuron_bytes
+    return (description.sizes.projections + size) / prompts.bytes_s
+
+
+def _time_many(
+    rate: tuple[float, float],
+    weights: float,
+    tokens: int,
+    share: float = 1.0,
+    chosen: float = 1.0,
+) -> float:
+    """Seconds of ``weights`` for ``tokens``, ``chosen`` of which need them; ``share``: part of the
+    products that are computed."""
+    once_s, token_s = rate
+    any_token = 1.0 - (1.0 - chosen) ** tokens
+    return weights * (once_s * any_token + token_s * share * chosen * tokens)

@@ -1,0 +1,173 @@
+"""A plan's choices as far as time depends on them: how neurons are found, kept, read, computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pi2.costs.activity import Policy, PredictorMode
+from pi2.costs.paging import PageFaults, find_page_faults
+from pi2.costs.rates import Rates, check_flash
+from pi2.costs.reads import BlockingReads, Phases, Reads, block_reads, find_reads
+from pi2.costs.sizes import Sizes
+from pi2.costs.stored import find_range_bytes, read_stored
+from pi2.costs.stream import Stream, find_stream
+from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import round_up
+
+LookAhead = Literal["none", "attention", "layer"]
+Pipeline = Literal["neuron-cluster", "layer-barrier", "mmap"]
+POSITION = MEAN_TOKENS
+"""Tokens of context that a mean token has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A plan's choices, as far as time depends on them."""
+
+    predictor: PredictorMode
+    kv: KvType
+    threads: int
+    look_ahead: LookAhead
+    policy: Policy
+    reads: Reads | None
+    """How missing neurons are read; None where nothing is read, or everything streams by."""
+    stream: Stream | None = None
+    """How layers stream by, where every neuron is computed."""
+    blocking: BlockingReads | None = None
+    """How missing neurons are read by engines that wait for each layer's."""
+    pipeline: Pipeline = "neuron-cluster"
+    position: int = POSITION
+    batch: int = 1
+    """Sequences that generate at the same time."""
+    attention_share: float = 0.0
+    """Part of the rows of attention's projections that the dense unit computes."""
+    head_share: float = 0.0
+    """The same of the head."""
+    faults: PageFaults | None = None
+    """What a token reads where the file is mapped."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether only neurons that somebody named are computed."""
+        return self.predictor != "none"
+
+
+def read_settings(
+    resolved: ResolvedPlan,
+    rates: Rates,
+    sizes: Sizes,
+    position: int = POSITION,
+    store: Path | None = None,
+) -> Settings:
+    """A plan's settings, with the time that reading a neuron takes; ``store``: its folder, whose
+    order of neurons says whether neighbours share a read."""
+    plan = resolved.plan
+    whole = all(layer.hot >= 1.0 for layer in resolved.layers)
+    reads = stream = blocking = faults = None
+    segments = plan.memory.segments
+    pipeline = plan.pipeline.policy
+    if pipeline == "layer-barrier" and not whole:
+        blocking = block_reads(
+            check_flash(rates, resolved.device),
+            resolved.bundle.stride,
+            find_range_bytes(resolved.model, resolved.bundle.stride, store),
+            1 if plan.io.engine == "io_uring" else plan.io.threads,
+            rates.constants,
+            kept=plan.memory.segments.cold > 0,
+        )
+    elif pipeline == "mmap":
+        model = resolved.model
+        faults = find_page_faults(
+            check_flash(rates, resolved.device),
+            sizes,
+            rates.constants,
+            layers=model.shape.layers,
+            neurons=model.layer_neurons,
+            chosen=model.active_experts / model.expert_count,
+            capacity_bytes=float(
+                segments.hot + segments.cold + segments.attention + segments.predictor
+            ),
+        )
+    elif plan.decode.predictor == "none":
+        # What does not stay streams by, whatever the cache has room for.
+        stream = None if whole else find_stream(resolved, rates)
+    elif not whole and not _fits_cache(resolved, position):
+        reads = find_reads(
+            check_flash(rates, resolved.device),
+            resolved.bundle.stride,
+            find_range_bytes(resolved.model, resolved.bundle.stride, store),
+            engine=plan.io.engine,
+            threads=plan.io.threads,
+            depth=plan.io.depth,
+            cluster=plan.pipeline.cluster,
+            overlap=rates.overlap,
+            place_s=rates.room_s,
+            phases=_divide_bundle(resolved, rates),
+            merge_gap=_find_merge_gap(resolved, store),
+            streams=not rates.measured,
+        )
+    rows = plan.projections
+    dense = None if rates.dense is None else rates.dense.name
+    return Settings(
+        predictor=plan.decode.predictor,
+        kv=plan.kv.type,
+        threads=plan.threads.compute or rates.cores,
+        # Where nothing is read there is nothing to look ahead for.
+        look_ahead="none" if reads is None else plan.decode.look_ahead,
+        policy=plan.cache.policy,
+        reads=reads,
+        stream=stream,
+        blocking=blocking,
+        pipeline=pipeline,
+        position=min(position, plan.kv.context),
+        batch=plan.decode.batch,
+        attention_share=(rows.attention or {}).get(dense, 0.0) if dense else 0.0,
+        head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
+        faults=faults,
+    )
+
+
+def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
+    """The plan's, where a mixture's neurons lie by expert.
+
+    In other orders neighbours are missing together so rarely that rates of reads, which differ by
+    more, say as much: 2 to 10 % of the requests (docs/lab/io.md).
+    """
+    plan = resolved.plan
+    if resolved.model.moe is None or plan.pipeline.phases != 1:
+        return None
+    stored = read_stored(store)
+    return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
+
+
+def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
+    """Two reads of a neuron, where the plan has them; pi2 measures reads of whole ones."""
+    bundle = resolved.bundle
+    if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
+        return None
+    first = round_up(bundle.first_bytes, find_block_bytes(resolved.device))
+    if first >= bundle.stride:
+        return None
+    return Phases(gate_bytes=first, open_share=rates.constants.up_down_share)
+
+
+def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
+    """Part of each layer's neurons that the cache holds, with ``position`` tokens of context: in
+    proportion to what is not hot."""
+    neurons = resolved.model.layer_neurons
+    absent = [neurons - layer.hot_neurons for layer in resolved.layers]
+    room = resolved.plan.memory.segments.cold + count_lent_bytes(resolved, position)
+    slots = min(room // resolved.bundle.stride, sum(absent))
+    return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
+
+
+def _fits_cache(resolved: ResolvedPlan, position: int) -> bool:
+    colds = share_cold(resolved, position)
+    return all(
+        layer.hot + cold >= 1.0 - 1e-9 for layer, cold in zip(resolved.layers, colds, strict=True)
+    )

@@ -1,0 +1,291 @@
+"""What the steps of a layer take, each with nothing else going on: for planner and simulator.
+
+The planner puts expected numbers of neurons into the terms and adds them up
+(`pi2.planning.cost_layer`); the simulator draws numbers for every token and plays the steps
+(`pi2.simulate.layer_run`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+
+import numpy as np
+
+from pi2.costs.activations import weigh_hot
+from pi2.costs.activity import LayerActivity, average_chances
+from pi2.costs.kernel_times import Linear
+from pi2.costs.rates import Rates
+from pi2.costs.settings import Settings
+from pi2.costs.sizes import Sizes
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import scale_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A step of a unit: its seconds with nothing else going on, and what it asks of main memory."""
+
+    seconds: float
+    bytes_s: float = 0.0
+    """Bytes of main memory in each of these seconds."""
+
+    @property
+    def size_bytes(self) -> float:
+        """Bytes that the step reads."""
+        return self.seconds * self.bytes_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTerms:
+    """Steps of a layer, as far as they do not depend on what is missing."""
+
+    attention_s: float
+    """Projections, keys and values, at the settings' position."""
+    position_s: float
+    """What every further token of context adds."""
+    norm_s: float
+    """What the FFN begins and ends with, and a mixture's router."""
+    python_s: float
+    predict: Work
+    look_up_s: float
+    """Fixed part of a look-up."""
+    place_s: float
+    """What a look-up takes more where anything is missing."""
+    missing_s: float
+    """What it takes more for each missing neuron."""
+    touch_s: float
+    """What it takes more for each that is found in the cache."""
+    neuron: Work
+    """A neuron on the processor, all threads together."""
+    call_s: float
+    """Fixed part of computing what is in memory, or a part of what was read."""
+    part_call_s: float
+    """The same for a part of what was read."""
+    wake_s: float
+    workers: int
+    """Parts that are computed at the same time, each by its share of the threads."""
+    launch_s: float
+    dense: Work
+    """What the dense unit computes, from its start on."""
+    shared_bytes_s: float
+    """Main memory's rate for all units together."""
+    hot_part: float
+    """Time of the hot neurons that the processor computes, over that of gathering them: engines
+    that compute clusters densely let those stream by of which most are active."""
+    barrier_s: float
+    """Further meetings of all threads, in engines that run a graph of matrix operations."""
+
+    @property
+    def before_s(self) -> float:
+        """What comes before the FFN's neurons, whatever they are."""
+        return self.attention_s + self.norm_s + self.python_s + self.barrier_s
+
+    def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
+        """Seconds of looking neurons up; ``expected``: of mean numbers, whose chance to be none
+        counts."""
+        chance = find_chance(missing) if expected else float(missing > 0.0)
+        seconds = self.look_up_s + missing * self.missing_s + chance * self.place_s
+        return seconds + self.touch_s * max(cached, 0.0)
+
+
+def find_terms(
+    rates: Rates,
+    sizes: Sizes,
+    settings: Settings,
+    activity: LayerActivity,
+    *,
+    hot: float,
+    dense: float = 0.0,
+) -> LayerTerms:
+    """Terms of a layer of whose neurons ``hot`` stay in memory, and a dense unit computes
+    ``dense``."""
+    speed, batch = rates.scale(settings.threads), settings.batch
+    unit = rates.dense
+    shared = rates.shared_bytes_s
+    graph = settings.pipeline != "neuron-cluster"
+    predict = _find_predict(rates, sizes, settings)
+    gathers = rates.open if settings.predictor == "gate" else rates.gather
+    if not settings.is_predicted and not rates.measured:
+        # What is computed as a whole streams by, and nothing is gathered.
+        gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
+    neuron_bytes = _count_neuron_bytes(rates, sizes, settings, activity)
+    looks_up = settings.is_predicted and hot < 1.0
+    look_up_s = rates.look_up.call_s if looks_up else 0.0
+    if settings.predictor == "gate":
+        # Of neurons that were read, the engine knows which they are.
+        look_up_s += rates.find_s if hot < 1.0 else rates.find_hot_s
+    launch_s, computed = 0.0, Work(seconds=0.0)
+    dense_neurons = activity.neurons * activity.chosen * dense
+    if dense_neurons > 0 and unit is not None:
+        launch_s = unit.launch_s
+        size = dense_neurons * (sizes.dense_neuron if unit.is_npu else sizes.whole_neuron)
+        seconds = size / unit.bytes_s
+        if unit.ops_s is not None:
+            operations = 2.0 * batch * dense_neurons * sizes.neuron_weights
+            seconds = max(seconds, operations / unit.ops_s)
+        computed = Work(seconds=seconds, bytes_s=0.0 if unit.has_memory else size / seconds)
+    attention_s, position_s = _time_attention(rates, sizes, settings)
+    barrier_s = 0.0
+    if graph:
+        done = 5.0 + sizes.predictors
+        barrier_s = max(rates.constants.graph_barriers - done, 0.0) * rates.constants.barrier_s
+    return LayerTerms(
+        attention_s=attention_s,
+        position_s=position_s,
+        norm_s=time_norm(rates, sizes, settings),
+        python_s=rates.python_s,
+        predict=predict,
+        look_up_s=look_up_s,
+        place_s=rates.place_s if looks_up else 0.0,
+        missing_s=1.0 / rates.look_up.bytes_s if looks_up else 0.0,
+        touch_s=rates.touch_s if looks_up else 0.0,
+        neuron=Work(
+            seconds=neuron_bytes / gathers.bytes_s / speed, bytes_s=gathers.bytes_s * speed
+        ),
+        call_s=gathers.call_s,
+        part_call_s=gathers.call_s if rates.measured else 0.0,
+        wake_s=rates.wake_s,
+        workers=1 if rates.measured else settings.threads,
+        launch_s=launch_s,
+        dense=computed,
+        shared_bytes_s=shared,
+        hot_part=_find_hot_part(rates, settings, activity, hot, dense),
+        barrier_s=barrier_s,
+    )
+
+
+def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
+    kernel = rates.gate if settings.predictor == "gate" else rates.predict
+    calls = max(sizes.predictors, 1)
+    speed = rates.scale(settings.threads)
+    seconds = time_matrix(
+        rates, kernel, sizes.predictor, sizes.predictor_weights, settings.batch, calls=calls
+    )
+    if seconds <= 0.0:
+        return Work(seconds=0.0)
+    return Work(seconds=seconds / speed, bytes_s=sizes.predictor / seconds * speed)
+
+
+def _time_attention(rates: Rates, sizes: Sizes, settings: Settings) -> tuple[float, float]:
+    """Seconds of projections, keys and values at the settings' position; and of one more token.
+
+    The dense unit computes its rows of the projections meanwhile, both within what main memory
+    gives.
+    """
+    speed, batch = rates.scale(settings.threads), settings.batch
+    seconds = divide_matrix(
+        rates,
+        rates.project,
+        sizes.projections,
+        sizes.projection_weights,
+        batch,
+        settings.attention_share,
+        speed,
+    )
+    position_s = batch * sizes.kv_token / rates.attend.bytes_s / speed
+    return seconds + settings.position * position_s, position_s
+
+
+def divide_matrix(
+    rates: Rates,
+    kernel: Linear,
+    size_bytes: float,
+    weights: int,
+    batch: int,
+    share: float,
+    speed: float,
+) -> float:
+    """Seconds of a matrix, ``share`` of whose rows the dense unit computes."""
+    whole_s = time_matrix(rates, kernel, size_bytes, weights, batch) / speed
+    unit = rates.dense
+    if share <= 0.0 or unit is None:
+        return whole_s
+    own_s = kernel.call_s + (whole_s - kernel.call_s) * (1.0 - share)
+    other_s = share * size_bytes / unit.bytes_s
+    least_s = 0.0 if unit.has_memory else size_bytes / rates.shared_bytes_s
+    return max(own_s, other_s, least_s)
+
+
+def _find_hot_part(
+    rates: Rates, settings: Settings, activity: LayerActivity, hot: float, dense: float
+) -> float:
+    """Engines of devices that pi2 has no kernels for are taken to compute hot clusters densely, as
+    PowerInfer-2 does; pi2's own gathers what is named."""
+    clusters = settings.pipeline == "neuron-cluster" and settings.is_predicted
+    if rates.measured or not clusters:
+        return 1.0
+    chances = average_chances(activity.named)
+    share = weigh_hot(hot) - weigh_hot(min(dense, hot))
+    active = float((chances * share).sum())
+    if active <= 0.0:
+        return 1.0
+    gathered = np.minimum(chances, rates.constants.gather_efficiency)
+    return float((gathered * share).sum()) / active
+
+
+def find_chance(missing: float) -> float:
+    """Chance that a layer that misses so many neurons on average misses any of them for a token:
+    misses are taken to be independent."""
+    return 1.0 - exp(-missing)
+
+
+def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
+    """Seconds of what the FFN begins and ends with: norms, and a mixture's router.  Looking ahead,
+    once for what a layer is guessed from, and once for the layer."""
+    seconds = rates.norm_s + (rates.route_s if sizes.experts else 0.0)
+    return seconds if settings.look_ahead == "none" else 2.0 * seconds
+
+
+def time_matrix(
+    rates: Rates,
+    kernel: Linear,
+    size_bytes: float,
+    weights: int,
+    batch: int,
+    *,
+    calls: int = 1,
+) -> float:
+    """A matrix for a batch, in ``calls`` parts: read once, but computed for every sequence."""
+    if size_bytes <= 0:
+        return 0.0
+    call_s = calls * kernel.call_s
+    seconds = call_s + size_bytes / kernel.bytes_s
+    if batch > 1 and rates.few_ops_s is not None:
+        seconds = max(seconds, call_s + 2.0 * batch * weights / rates.few_ops_s)
+    return seconds
+
+
+def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
+    """Seconds of the output head of a step, and of the engine's own work once a token."""
+    seconds = divide_matrix(
+        rates,
+        rates.multiply,
+        sizes.head,
+        sizes.head_weights,
+        settings.batch,
+        settings.head_share,
+        rates.scale(settings.threads),
+    )
+    return seconds + rates.token_s
+
+
+def time_row(rates: Rates, model: Model) -> float:
+    """Seconds of reading a token's row of the embedding: its weights, then its scales, which lie
+    apart in the store."""
+    latency_s = rates.constants.read_latency_s if rates.flash is None else rates.flash.latency_s
+    scales = scale_bytes(model.shape.stored_hidden, model.quantization.embedding) > 0
+    return (1 + scales) * latency_s
+
+
+def _count_neuron_bytes(
+    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity
+) -> float:
+    """Bytes of a neuron that are read on average: up only behind an open gate, down only if the
+    neuron fires.  Unmeasured devices have a rate for whole neurons."""
+    names_all = settings.predictor in ("none", "router")
+    if not rates.measured or not sizes.is_gated or names_all:
+        return float(sizes.neuron)
+    if settings.predictor == "gate":
+        return sizes.neuron * (1.0 + activity.fired) / 2
+    return sizes.neuron * (1.0 + activity.opened + activity.fired) / 3

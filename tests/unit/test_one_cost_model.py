@@ -1,0 +1,44 @@
+"""Planner and simulator work with one description, and what they make of it agrees."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.compare_predictions import Outcome, run_grid
+
+CELLS = 400
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return list(run_grid(CELLS, seed=20261122))
+
+
+def test_the_closed_form_is_near_the_simulated_events_over_a_random_grid(
+    outcomes: list[Outcome],
+) -> None:
+    """docs/lab/one-cost-model.md has the result of a larger grid."""
+    errors = sorted(abs(item.error) for item in outcomes)
+    far = [item.cell for item in outcomes if abs(item.error) > 0.10]
+    assert len(far) <= 0.05 * len(outcomes), far
+    assert errors[-1] <= 0.20, max(outcomes, key=lambda item: abs(item.error))
+
+
+def test_prompts_agree_as_well(outcomes: list[Outcome]) -> None:
+    errors = [abs(item.prompt_error) for item in outcomes if item.prompt_error is not None]
+    assert len(errors) > 0.2 * len(outcomes)
+    assert max(errors) <= 0.05
+
+
+def test_the_grid_has_every_kind_of_plan(outcomes: list[Outcome]) -> None:
+    for field, values in {
+        "predictor": {"none", "gate", "low-rank", "router"},
+        "pipeline": {"neuron-cluster", "layer-barrier", "mmap"},
+        "look_ahead": {"none", "attention", "layer"},
+        "batch": {1, 2, 4},
+        "threads": {None, 1, 2, 4, 5},
+    }.items():
+        assert {getattr(item.cell, field) for item in outcomes} == values
+    assert any(item.cell.dense > 0.0 for item in outcomes)
+    assert len({item.cell.device for item in outcomes}) >= 7
+    assert len({item.cell.model for item in outcomes}) >= 8
