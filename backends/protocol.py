@@ -1,5 +1,5 @@
 """What a backend is: a folder of this one whose module ``backend`` has the members of `Backend` and
-those of `ExecutorBackend`, of `UnitBackend` or of both.
+those of `ExecutorBackend`, `WholeBackend` and `UnitBackend`, of one or more.
 
 A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
 can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
@@ -46,6 +46,7 @@ from pi2.plan.weights.layout import BundleLayout, Precision
 if TYPE_CHECKING:
     from pi2.arrays import F16, F32, I32, U8, Bits, Raw
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.whole_model import WholeModel, WholeRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.rows import DividedRows
     from pi2.plan.arithmetic.sizes import Need
@@ -363,6 +364,19 @@ class ExecutorBackend(Backend, Protocol):
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""
+
+
+class WholeBackend(Backend, Protocol):
+    """Members of a backend's module whose units have whole models in their own memory."""
+
+    def find_unit_obstacles(self, unit: Unit) -> list[str]:
+        """What keeps a unit of the device from being used here; empty if nothing does."""
+
+    def need_unit_memory(self, facts: UnitFacts) -> Need:
+        """Bytes that a unit needs for what the plan gives it."""
+
+    def build_whole(self, request: WholeRequest) -> WholeModel:
+        """Compile or load kernels and make room for the model."""
 
 
 class UnitBackend(Backend, Protocol):

@@ -26,7 +26,12 @@ from pi2.machine.software import (
     find_programs,
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.backends import find_backend, find_unit_backend, list_backend_names
+from pi2.plan.documents.backends import (
+    find_backend,
+    find_unit_backend,
+    find_whole_backend,
+    list_backend_names,
+)
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
@@ -138,10 +143,13 @@ def judge_plan(
 
 
 def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What keeps units beside the sparse one from being used here."""
+    """What keeps a unit that has the whole model, or units beside the sparse one, from being used
+    here."""
     found = []
-    for name in resolved.dense_units:
-        backend = find_unit_backend(resolved.name_backend(name))
+    whole = (resolved.sparse_unit,) if resolved.has_whole_unit else ()
+    for name in (*whole, *resolved.dense_units):
+        find = find_whole_backend if name in whole else find_unit_backend
+        backend = find(resolved.name_backend(name))
         # The rules of the plan language have seen to it (P265).
         assert backend is not None, name
         obstacles = backend.find_unit_obstacles(resolved.device.units[name])

@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
-from pi2.engine.loaded_model import LoadedModel, Parts
+from pi2.engine.loaded_model import LayerParts, LoadedModel, Parts
 from pi2.engine.loading import (
     allocate_gate_rows,
     group_by_expert,
@@ -33,6 +33,7 @@ from pi2.engine.loading import (
 )
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
+from pi2.engine.whole_loading import load_whole, make_whole_forward
 from pi2.fit import find_plan_misfits, locate_findings
 from pi2.logging import get_logger
 from pi2.machine import (
@@ -120,6 +121,8 @@ def build(
     make_observer: MakeObserver | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
+    if resolved.has_whole_unit:
+        return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit
@@ -205,13 +208,61 @@ def build(
             store=store,
             tokenizer=tokenizer,
             budget=budget,
-            executor=executor,
-            cache=cache,
+            layers=LayerParts(executor=executor, cache=cache, feed_forward=feed_forward),
             reader=reader,
-            feed_forward=feed_forward,
             forward=forward,
             load_s=time.perf_counter() - start,
             compute_threads=request.threads,
+            release=release,
+        )
+    )
+
+
+def build_whole_model(
+    resolved: ResolvedPlan,
+    *,
+    progress: Progress,
+    start: float,
+    observed: MakeObserver | None,
+) -> LoadedModel:
+    """Bring a model to the unit that has it as a whole; UserError P662 if its neurons are to be
+    observed."""
+    if observed is not None:
+        raise UserError.of(
+            "P662",
+            f"{resolved.sparse_unit!r} has the whole model and does not show what its neurons do",
+            help="take a plan whose split gives the neurons to a CPU",
+        )
+    with ExitStack() as cleanup:
+        store = hashes = tokenizer = None
+        if find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:
+            check_fit(resolved, detect_machine())
+            store, tokenizer = open_store(resolved, cleanup)
+            hashes = begin_hashes(resolved, store, cleanup)
+        budget = make_budget(resolved)
+        whole, reader = load_whole(resolved, store, budget, cleanup, progress)
+        if hashes is not None:
+            hashes.finish()
+        get_logger(plan_digest=resolved.digest[:12]).info(
+            "model loaded",
+            plan=str(resolved.path),
+            backend=resolved.name_backend(resolved.sparse_unit),
+            whole_on=resolved.sparse_unit,
+            predictor=resolved.plan.decode.predictor,
+        )
+        release = cleanup.pop_all()
+    return LoadedModel(
+        Parts(
+            resolved=resolved,
+            store=store,
+            tokenizer=tokenizer,
+            budget=budget,
+            layers=None,
+            whole=whole,
+            reader=reader,
+            forward=make_whole_forward(whole, resolved),
+            load_s=time.perf_counter() - start,
+            compute_threads=1,
             release=release,
         )
     )

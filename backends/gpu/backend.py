@@ -1,4 +1,5 @@
-"""What `pi2.backends.protocol` asks of the backend for GPUs: it serves units beside an executor."""
+"""What `pi2.backends.protocol` asks of the backend for GPUs: a unit has a whole model, or computes
+its share of each layer beside an executor."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.whole_model import WholeModel, WholeRequest
 
 COMPUTES = True
 NATIVE = False
@@ -33,14 +35,22 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return that it has no rows of matrices; it computes the neurons of every model that the plan
-    language can state."""
+    """Return what it cannot compute alone, and that it has no rows of matrices; beside the CPU it
+    computes the neurons of every model that the plan language can state."""
+    if facts.neurons is None:
+        from pi2.backends.gpu.alone.limits import find_alone_limits
+
+        return find_alone_limits(facts.resolved)
     return [] if facts.rows is None else ["computes no rows of projections and of the head"]
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of neurons in whole tiles, of jobs, of neurons that are added, and of what
-    they take in main memory on their way."""
+    """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of neurons that
+    are added, and of what they take in main memory on their way."""
+    if facts.neurons is None:
+        from pi2.backends.gpu.alone.limits import need_whole_memory
+
+        return need_whole_memory(facts.resolved)
     from pi2.backends.gpu.sizes import DenseSizes, count_experts
 
     resolved, counts = facts.resolved, facts.neurons or ()
@@ -68,3 +78,10 @@ def build_unit(request: UnitRequest) -> DenseUnit:
     from pi2.backends.gpu.dense_unit import GpuUnit
 
     return GpuUnit(request)
+
+
+def build_whole(request: WholeRequest) -> WholeModel:
+    """Open the device, compile or load kernels, and make room for the model."""
+    from pi2.backends.gpu.alone.model import GpuModel
+
+    return GpuModel(request)

@@ -14,8 +14,6 @@ from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec
 from pi2.backends.gpu.packing import pack_neurons
 from pi2.backends.gpu.sizes import STAGING_BUFFERS, TILE, DenseSizes, count_tile_bytes
-from pi2.plan.documents.model import Activation
-from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,21 +27,6 @@ _UNKNOWN_UNITS = 32
 """Compute units where the API does not say."""
 _COLUMNS = {1: 256, 4: 256, 64: 64}
 """Elements of the sum that a work group computes, by the tokens of the kernel."""
-
-
-def describe_ffn(
-    layout: BundleLayout, activation: Activation, threshold: float = 0.0, experts: int = 0
-) -> FfnKernels:
-    """Return the kernels for neurons of ``layout``."""
-    return FfnKernels(
-        hidden=layout.hidden,
-        precision=layout.precision,
-        activation=activation,
-        threshold=threshold,
-        gated=layout.is_gated,
-        bias=bool(layout.biases),
-        experts=experts,
-    )
 
 
 @dataclass(slots=True)
@@ -158,6 +141,7 @@ class DenseFfn:
         """Begin the sum of the first ``neurons`` neurons of ``layer``, by default of all that it
         has, for ``inputs`` [T, hidden], and return the job's number at once; ``routes`` [T,
         experts] are the weights of a mixture's experts."""
+        self._launcher.enter()
         tokens, room = len(inputs), self._layers[layer]
         assert 0 < tokens <= self._sizes.chunk
         assert (routes is not None) == bool(self._ffn.experts)
@@ -181,6 +165,7 @@ class DenseFfn:
     def add(self, job: int, bundles: U8) -> None:
         """Add ``bundles`` uint8 [n, .], which have their scales in them, to a job's sum.  They are
         copied before it returns."""
+        self._launcher.enter()
         known = self._jobs[job]
         room = self._staging[self._next_staging]
         assert 0 < len(bundles) <= room.neurons
@@ -241,6 +226,7 @@ class DenseFfn:
 
     def finish(self, job: int) -> F32:
         """Wait for the sum float32 [T, hidden] of a job; valid until the next call of `start`."""
+        self._launcher.enter()
         found = self._jobs[job]
         sums = self._places[found.place].sums[: found.tokens]
         if not found.begun:
@@ -257,6 +243,7 @@ class DenseFfn:
 
     def give_up(self) -> None:
         """Forget all jobs, when the device has done what it was asked for."""
+        self._launcher.enter()
         # An interrupt may have kept an event out of the lists: queues keep their order.
         ends = [queue.submit() for queue in (self._copies, self._queue)]
         for event in (*(event for job in self._jobs.values() for event in job.events), *ends):

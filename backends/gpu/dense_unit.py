@@ -12,12 +12,13 @@ import numpy as np
 from pi2.arrays import F32, U8
 from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.gpu.choice import open_unit
-from pi2.backends.gpu.dense import DenseFfn, describe_ffn
+from pi2.backends.gpu.dense import DenseFfn
+from pi2.backends.gpu.description import describe_ffn
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
+from pi2.backends.gpu.memory import check_memory
 from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.diagnostics import UserError
-from pi2.plan.documents.quantities import approximate_bytes
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class GpuUnit:
         with _explain():
             self._launcher = launcher = open_unit(request.unit)
             try:
-                _check_memory(launcher, sizes)
+                check_memory(launcher, list(sizes.list_arrays()))
                 self._ffn = DenseFfn(launcher, sizes, ffn, request.progress)
             except BaseException:
                 self._launcher = None
@@ -181,26 +182,6 @@ class GpuUnit:
                     part.close()
                 except UserError:
                     continue
-
-
-def _check_memory(launcher: Launcher, sizes: DenseSizes) -> None:
-    """P361 where the driver says that the device has no room."""
-    facts, help = launcher.facts, "give the unit a smaller share of `layers.split`"
-    if sizes.largest_array > facts.max_array_bytes:
-        raise UserError.of(
-            "P361",
-            f"{facts.name} takes at most {approximate_bytes(facts.max_array_bytes)} in one piece,"
-            f" and a layer needs {approximate_bytes(sizes.largest_array)}",
-            help=help,
-        )
-    state = launcher.read_memory()
-    if state is not None and sizes.device_bytes > state.free_bytes:
-        raise UserError.of(
-            "P361",
-            f"{facts.name} has {approximate_bytes(state.free_bytes)} free, and the plan puts"
-            f" {approximate_bytes(sizes.device_bytes)} on it",
-            help=f"{help}, or end other programs that use it",
-        )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Kernels read whole tiles of 32 neurons, so that a layer's last tile is filled up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pi2.plan.documents.model import Model
@@ -89,20 +89,20 @@ class DenseSizes:
         tiles = -(-count // TILE)
         return {name: tiles * size for name, size in count_tile_bytes(self.layout).items()}
 
-    @property
-    def largest_array(self) -> int:
-        """Bytes of the largest array."""
-        arrays = [self.list_common(), self.list_job(), self.list_neurons(self.stretch)]
-        arrays += [self.list_neurons(count) for count in self.counts]
-        return max(size for sizes in arrays for size in sizes.values())
+    def list_arrays(self) -> Iterator[int]:
+        """Bytes of every array on the device."""
+        yield from self.list_common().values()
+        for _ in range(self.jobs):
+            yield from self.list_job().values()
+        for _ in range(STAGING_BUFFERS):
+            yield from self.list_neurons(self.stretch).values()
+        for count in self.counts:
+            yield from self.list_neurons(count).values()
 
     @property
     def device_bytes(self) -> int:
         """Bytes of all arrays on the device."""
-        kept = sum(sum(self.list_neurons(count).values()) for count in self.counts)
-        staging = STAGING_BUFFERS * sum(self.list_neurons(self.stretch).values())
-        jobs = self.jobs * sum(self.list_job().values())
-        return kept + staging + jobs + sum(self.list_common().values())
+        return sum(self.list_arrays())
 
     @property
     def host_bytes(self) -> int:

@@ -12,6 +12,7 @@ from pi2.plan.documents.device import Unit, UnitKind
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.protocol import BuildRequest, Executor
+    from pi2.backends.whole_model import WholeModel, WholeRequest
 
 # A plan that is tried dry is meant for kernels: it has to have the room that they need.
 __all__ = [
@@ -49,7 +50,9 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of the neurons as the store has them."""
+    """Return the bytes of the neurons as the store has them; of a whole model, none."""
+    if facts.neurons is None:
+        return Need(0, "nothing, it is a dry run")
     stride = facts.resolved.bundle.stride
     count = sum(facts.neurons or ())
     return Need(count * stride, f"{count} neurons of {stride} bytes")
@@ -67,3 +70,10 @@ def build_unit(request: UnitRequest) -> DenseUnit:
     from pi2.backends.null.dense_unit import NullUnit
 
     return NullUnit(request)
+
+
+def build_whole(request: WholeRequest) -> WholeModel:
+    """Make a model that computes nothing."""
+    from pi2.backends.null.whole_model import NullModel
+
+    return NullModel(request)

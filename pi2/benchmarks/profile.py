@@ -113,6 +113,13 @@ def observe_parts(
 ) -> Iterator[None]:
     """Let a loaded model's executor, its reader and the units beside it be observed meanwhile.
     Only profiles and traces do it: other runs call what they always call."""
+    if parts.whole is not None:
+        try:
+            parts.whole.observe(executor_observer)
+            yield
+        finally:
+            parts.whole.observe(None)
+        return
     shares = parts.feed_forward.shares
     try:
         parts.executor.observe(executor_observer)

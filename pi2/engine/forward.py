@@ -12,12 +12,13 @@ from pi2.backends.protocol import Executor, LengthAware
 from pi2.diagnostics import UserError
 from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
+from pi2.engine.sequences import Sequences, tell_share
 from pi2.memory.lending import ContextLoan
 from pi2.store.embedding_rows import EmbeddingRows
 
 
-class Forward:
-    """Holds the position in every sequence and calls the executor in order."""
+class Forward(Sequences):
+    """Calls the executor in order, layer by layer."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Forward:
         lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory; ``has_states``: whether layers keep states, which a step that failed has
         changed."""
+        super().__init__(context=context, sequences=sequences, loan=loan)
         self._executor = executor
         self._rows = rows or WholeRows(executor)
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
@@ -48,35 +50,19 @@ class Forward:
         self._layers = layers
         self._chunk = chunk
         self._chunks = chunks
-        self._context = context
-        self._loan = loan
         self._embedding = embedding
-        self.positions = [0] * sequences
-        """Tokens of each sequence whose keys and values are kept."""
         self._has_states = has_states
         self._interrupted: set[int] = set()
         """Sequences whose states some layers have taken further than others."""
-        self._touched = [0] * sequences
-        """Most tokens that each has had since all of them were empty."""
 
-    @property
-    def position(self) -> int:
-        """Tokens of the first sequence whose keys and values are kept."""
-        return self.positions[0]
+    def abandon(self) -> None:
+        """Forget what was begun; the neuron cache keeps its content."""
+        self._feed_forward.abandon()
 
     def reset(self, sequence: int = 0) -> None:
-        """Begin a new sequence in the place of another; the neuron cache keeps its content."""
-        self._feed_forward.abandon()
-        self.positions[sequence] = 0
+        """See `pi2.engine.sequences.Sequences`."""
+        super().reset(sequence)
         self._interrupted.discard(sequence)
-        if self._loan is not None and not any(self.positions):
-            self._touched = [0] * len(self.positions)
-            self._loan.begin()
-
-    def reset_all(self) -> None:
-        """Begin all sequences anew."""
-        for sequence in range(len(self.positions)):
-            self.reset(sequence)
 
     def prefill(
         self,
@@ -87,12 +73,7 @@ class Forward:
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
-        """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
-
-        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.
-
-        Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
-        """
+        """See `pi2.engine.sequences.Sequences`."""
         parts = []
         size = self._chunk * self._chunks
         if len(self.positions) > 1:
@@ -105,7 +86,7 @@ class Forward:
                 together[first : first + self._chunk]
                 for first in range(0, len(together), self._chunk)
             ]
-            tell = partial(_tell, progress, start, len(together), len(tokens))
+            tell = partial(tell_share, progress, start, len(together), len(tokens))
             self._run_dense(chunks, sequence, tell)
             for number, chunk in enumerate(chunks):
                 last = start + len(together) == len(tokens) and number == len(chunks) - 1
@@ -117,19 +98,8 @@ class Forward:
                         first += len(parts[-1])
         return np.concatenate(parts)
 
-    def decode(self, token: int) -> F32:
-        """Process one token of the first sequence with the plan's predictor.
-
-        Returns its logits [vocab], valid until the next call.
-        """
-        logits: F32 = self.step([token], [0])[0]
-        return logits
-
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        """Process a token each of some different ``sequences`` with the plan's predictor.
-
-        Returns their logits [n, vocab], valid until the next call.
-        """
+        """See `pi2.engine.sequences.Sequences`."""
         for sequence in sequences:
             self._check_room(sequence, 1)
         self._expect(max(self.positions[sequence] for sequence in sequences) + 1)
@@ -149,16 +119,7 @@ class Forward:
                 "this sequence was interrupted, and its layers' states are of different tokens",
                 help="begin it anew",
             )
-        end = self.positions[sequence] + count
-        if end > self._context:
-            raise UserError.of(
-                "P602",
-                f"the sequence needs more than the {self._context} tokens of kv.context",
-                help="raise kv.context and memory.segments.kv, or shorten the prompt",
-            )
-        if self._loan is not None:
-            self._touched[sequence] = max(self._touched[sequence], end)
-            self._loan.claim(sum(self._touched))
+        super()._check_room(sequence, count)
 
     def _run_dense(
         self, chunks: Sequence[I32], sequence: int, progress: Callable[[float], None]
@@ -230,10 +191,3 @@ class Forward:
             raise
         for sequence in sequences:
             self.positions[sequence] += 1
-
-
-def _tell(
-    progress: Callable[[float], None], before: int, count: int, total: int, share: float
-) -> None:
-    """Report the share of ``total`` tokens that is done, with ``share`` of these ``count``."""
-    progress((before + count * share) / total)

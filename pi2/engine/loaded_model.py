@@ -13,18 +13,21 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.protocol import Executor
+from pi2.backends.whole_model import WholeModel
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.forward import Forward
 from pi2.engine.generation import AsyncGeneration, Generation
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import TokenDecoder
+from pi2.engine.waves import NeuronCounters
+from pi2.engine.whole_forward import WholeForward
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
@@ -39,6 +42,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """What a model consists of that is computed layer by layer."""
+
+    executor: Executor
+    cache: NeuronCache
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The parts that the orchestrator has built for a plan."""
 
@@ -47,15 +59,35 @@ class Parts:
     """None where the backend computes nothing."""
     tokenizer: Tokenizer | None
     budget: Budget
-    executor: Executor
-    cache: NeuronCache
+    layers: LayerParts | None
+    """None where a unit has the model as a whole."""
+    whole: WholeModel | None = None
+    """None where it is computed layer by layer."""
     reader: FlashReader | NullReader
-    feed_forward: FeedForward
-    forward: Forward
+    forward: Sequences
     load_s: float
     compute_threads: int
     release: ExitStack
     """Gives back threads, files and memory, the last that was taken first."""
+
+    @property
+    def executor(self) -> Executor:
+        """What computes layer by layer."""
+        return self._get_layers().executor
+
+    @property
+    def cache(self) -> NeuronCache:
+        """The neuron cache of what is computed layer by layer."""
+        return self._get_layers().cache
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The FFNs of what is computed layer by layer."""
+        return self._get_layers().feed_forward
+
+    def _get_layers(self) -> LayerParts:
+        assert self.layers is not None, "a unit has the model as a whole"
+        return self.layers
 
 
 class LoadedModel:
@@ -136,6 +168,8 @@ class LoadedModel:
     def units(self) -> tuple[UnitUse, ...]:
         """What each unit beside the sparse one has done since loading."""
         plan = self.plan
+        if self._parts.layers is None:
+            return ()
         return tuple(
             UnitUse(
                 name=unit.name,
@@ -155,6 +189,8 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
+        if isinstance(self._parts.forward, WholeForward):
+            return self._describe_whole(self._parts.forward.counters)
         counters, size = self._parts.cache.counters, self._parts.cache.granule
         neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
         return RunStatistics(
@@ -174,6 +210,20 @@ class LoadedModel:
             flash_saved_bytes=self._parts.reader.saved_bytes,
             hot_grown=0 if balance is None else balance.grown,
             hot_shrunk=0 if balance is None else balance.shrunk,
+        )
+
+    def _describe_whole(self, neurons: NeuronCounters) -> RunStatistics:
+        """Counters of a model that a unit has as a whole: nothing is read, and the unit does not
+        say which neurons were active."""
+        return RunStatistics(
+            predicted_neurons=neurons.predicted,
+            active_neurons=None,
+            possible_neurons=neurons.possible,
+            cache_hits=0,
+            cache_misses=0,
+            cache_skips=0,
+            cache_evictions=0,
+            flash_read_bytes=self._parts.reader.read_bytes,
         )
 
     @property
@@ -493,7 +543,7 @@ class LoadedModel:
         if self._driver is not None:
             self._driver.end()
         with self._parts.release:
-            self._parts.feed_forward.abandon()
+            self._parts.forward.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pi2.arrays import I32
-from pi2.engine.forward import Forward
+from pi2.engine.sequences import Sequences
 
 
 class Prefixes(Protocol):
@@ -35,7 +35,7 @@ class Prefixes(Protocol):
 class NoPrefixes:
     """Every prompt is read from its beginning."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Sequences) -> None:
         self._forward = forward
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:

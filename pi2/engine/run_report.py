@@ -101,11 +101,18 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
 def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
     verdict = "within" if peak <= budget else "ABOVE"
+    computed = f"neurons computed {_percent(run['predicted_share'])}"
+    if model.plan.has_whole_unit:
+        neurons = f"{computed}, all of the model on {model.plan.sparse_unit}"
+    else:
+        neurons = (
+            f"{computed}, active {_percent(run['active_share'])} · cache hits "
+            f"{_percent(run['cache_hit_rate'])} · read from flash "
+            f"{approximate_bytes(run['flash_read_bytes'])}"
+        )
     lines = [
         first,
-        f"neurons computed {_percent(run['predicted_share'])}, active "
-        f"{_percent(run['active_share'])} · cache hits {_percent(run['cache_hit_rate'])} · "
-        f"read from flash {approximate_bytes(run['flash_read_bytes'])}",
+        neurons,
         f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
     ]

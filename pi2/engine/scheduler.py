@@ -19,8 +19,8 @@ from threading import Condition, RLock, get_ident
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Piece, SequenceResult
-from pi2.engine.forward import Forward
 from pi2.engine.prefixes import NoPrefixes, Prefixes
+from pi2.engine.sequences import Sequences
 from pi2.engine.text import TokenDecoder
 
 _PATIENCE_S = 1.0
@@ -131,7 +131,7 @@ class Scheduler:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Sequences,
         *,
         context: int,
         piece_tokens: int,

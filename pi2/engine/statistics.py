@@ -12,8 +12,8 @@ class RunStatistics:
 
     predicted_neurons: int
     """Neurons that the predictor named, over layers and tokens."""
-    active_neurons: int
-    """Neurons of these with a non-zero activation."""
+    active_neurons: int | None
+    """Neurons of these with a non-zero activation; None where nobody counts them."""
     possible_neurons: int
     """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
     cache_hits: int
@@ -46,7 +46,7 @@ class RunStatistics:
     def __sub__(self, other: RunStatistics) -> RunStatistics:
         return RunStatistics(
             predicted_neurons=self.predicted_neurons - other.predicted_neurons,
-            active_neurons=self.active_neurons - other.active_neurons,
+            active_neurons=_subtract(self.active_neurons, other.active_neurons),
             possible_neurons=self.possible_neurons - other.possible_neurons,
             dense_neurons=self.dense_neurons - other.dense_neurons,
             cache_hits=self.cache_hits - other.cache_hits,
@@ -71,7 +71,10 @@ class RunStatistics:
 
     @property
     def active_share(self) -> float | None:
-        """Share of neurons with a non-zero activation; None if every layer ran densely."""
+        """Share of neurons with a non-zero activation; None if every layer ran densely, or nobody
+        counts them."""
+        if self.active_neurons is None:
+            return None
         return divide(self.active_neurons, self.possible_neurons)
 
     @property
@@ -99,6 +102,11 @@ class UnitUse:
     """Seconds that it has worked, prompts included."""
     lost: str | None
     """Why the run has gone on without it, if it has."""
+
+
+def _subtract(later: int | None, earlier: int | None) -> int | None:
+    """The difference of two counters, None if one is not counted."""
+    return None if later is None or earlier is None else later - earlier
 
 
 def divide(part: float, whole: float) -> float | None:

@@ -7,7 +7,7 @@ does not end the process, and the system cannot take pages away that every token
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,45 @@ def read_tensors(
     finally:
         os.close(fd)
     return result
+
+
+def read_pieces(
+    store: NeuronStore, names: Iterable[str], buffer: U8
+) -> Iterator[tuple[Tensor, int, float]]:
+    """Read the tensors ``names`` in pieces of whole rows into ``buffer``, uint8 [size], aligned.
+
+    Yields each piece, a multiple of 32 rows or with the tensor's last one, the number of its first
+    row, and the share of all bytes that has been read; a piece is there until the next one.  Raises
+    as `read_tensors` does.
+    """
+    entries = {tensor.name: tensor for tensor in store.manifest.tensors}
+    wanted = [entries[name] for name in names]
+    total, done = sum(sum(count_bytes(tensor)) for tensor in wanted), 0
+    path = store.path / DENSE_FILE
+    try:
+        fd = open_regular(path)
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+    try:
+        for tensor in wanted:
+            weights_row, scales_row = (size // tensor.rows for size in count_bytes(tensor))
+            row_bytes = weights_row + scales_row
+            rows = tensor.rows
+            if rows * row_bytes + ALIGNMENT > len(buffer):
+                rows = (len(buffer) - ALIGNMENT) // row_bytes // GROUP * GROUP
+            assert rows > 0, f"a piece of {tensor.name} takes more than {len(buffer)} bytes"
+            for first in range(0, tensor.rows, rows):
+                count = min(rows, tensor.rows - first)
+                weights = buffer[: count * weights_row]
+                begin = round_up(len(weights), ALIGNMENT)
+                scales = buffer[begin : begin + count * scales_row]
+                read_bytes(fd, path, weights, tensor.weights_offset + first * weights_row)
+                read_bytes(fd, path, scales, tensor.scales_offset + first * scales_row)
+                done += count * row_bytes
+                piece = tensor.model_copy(update={"rows": count})
+                yield view_tensor(piece, weights, scales), first, done / total
+    finally:
+        os.close(fd)
 
 
 def read_scales(

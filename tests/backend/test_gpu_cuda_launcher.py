@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -68,6 +69,24 @@ def test_parameters_reach_the_kernel_in_its_order(launcher: Launcher, driver: Dr
     np.testing.assert_allclose(sums, partials.sum(0), rtol=1e-6)
     # One group of 256 threads for 64 elements, for each of two tokens; no dynamic shared memory.
     assert driver.launches == [(1, 2, 1, 256, 1, 1, 0)]
+
+
+def test_recordings_are_graphs(
+    launcher: Launcher, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = launcher.load(make_image(b"\x7fELF"))["join"]
+    monkeypatch.setattr(common, "load_join", lambda _launcher: kernel)
+    common.test_recorded_work_runs_as_often_as_it_is_replayed(launcher)
+    # One launch, and twice two that were captured.
+    assert len(driver.launches) == 5
+    gc.collect()
+    assert driver.graphs == 0, "they are given back"
+
+
+def test_another_thread_enters_before_it_computes(launcher: Launcher, driver: Driver) -> None:
+    before = len(driver.contexts)
+    launcher.enter()
+    assert driver.contexts[before:] == ["context"]
 
 
 def test_memory_is_counted_as_the_driver_does(launcher: Launcher) -> None:

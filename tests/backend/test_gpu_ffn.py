@@ -8,11 +8,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from pi2.backends.gpu.dense import DenseFfn, describe_ffn
+from pi2.backends.gpu.dense import DenseFfn
+from pi2.backends.gpu.description import describe_ffn
 from pi2.backends.gpu.kernels.ffn import make_values
+from pi2.backends.gpu.kernels.ffn_many import make_many_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.gpu.packing import pack_neurons
+from pi2.backends.gpu.packing import pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import DenseSizes
 from pi2.plan.documents.model import Activation
 from pi2.progress import ignore_progress
@@ -65,6 +67,26 @@ def test_sums_of_any_number_of_tokens_are_those_of_numpy(
         found = dense.finish(dense.start(0, inputs, routes))
         assert measure_error(found, wanted) < CLOSE, tokens
     dense.close()
+
+
+@pytest.mark.parametrize("ffn", [PLAIN, VARIED], ids=["gated", "ungated, biases, experts"])
+def test_neurons_in_rows_have_the_values_of_those_in_tiles(
+    launcher: Launcher, ffn: FfnKernels
+) -> None:
+    neurons = RandomNeurons(ffn, count=107)
+    kernel = make_many_values(dataclasses.replace(ffn, in_rows=True), launcher.facts.fp16)
+    bench = Bench(launcher, [kernel])
+    packed = pack_slots(neurons.bundles, neurons.layout).list_arrays()
+    for tokens in (1, 65):
+        inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
+        arrays = packed | {"inputs": inputs, "values": np.empty((tokens, 107), np.float32)}
+        arrays |= {} if routes is None else {"routes": routes}
+        found = bench.run(
+            "values_64",
+            {name: arrays[name] for name in bench.list_arrays("values_64")},
+            {"first_tile": 0, "count": 107, "tokens": tokens},
+        )
+        assert measure_error(found["values"], neurons.compute_values(inputs, routes)) < CLOSE
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))

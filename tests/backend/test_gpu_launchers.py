@@ -64,6 +64,29 @@ def test_work_of_a_queue_runs_in_its_order(launcher: Launcher) -> None:
     assert [set(sums.tolist()) for sums in found] == [{0.0}, {3.0}, {4.0}, {6.0}]
 
 
+def test_recorded_work_runs_as_often_as_it_is_replayed(launcher: Launcher) -> None:
+    kernel = load_join(launcher)
+    arrays = {"partials": launcher.allocate(3 * 64 * 4), "sums": launcher.allocate(64 * 4)}
+    join = launcher.bind(kernel, arrays)
+    queue = launcher.open_queue()
+    queue.upload(arrays["partials"], np.ones((3, 64), np.float32))
+    # The same launch twice, with other numbers.
+    recording = queue.record(
+        [
+            (join, {"tokens": 1, "parts": 3, "adds": 0}),
+            (join, {"tokens": 1, "parts": 2, "adds": 1}),
+        ]
+    )
+    queue.launch(join, {"tokens": 1, "parts": 1, "adds": 0})
+    found = [np.empty(64, np.float32) for _ in range(3)]
+    for number, sums in enumerate(found):
+        if number:
+            queue.replay(recording)
+        queue.download(arrays["sums"], sums)
+    queue.submit().wait()
+    assert [set(sums.tolist()) for sums in found] == [{1.0}, {5.0}, {5.0}]
+
+
 def test_a_queue_waits_for_another(launcher: Launcher) -> None:
     array = launcher.allocate(1 << 20)
     first, second = launcher.open_queue(), launcher.open_queue()

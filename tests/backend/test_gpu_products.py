@@ -60,6 +60,30 @@ def test_products_of_any_number_of_tokens(launcher: Launcher, product: ProductKe
         assert measure_error(found["outputs"], wanted) < CLOSE, tokens
 
 
+def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> None:
+    random = np.random.default_rng(6)
+    blocks, each = 3, ROWS // 3
+    rows = random.standard_normal((blocks * each, LENGTH)).astype(np.float32)
+    weights, scales = quantize(rows, "int8")
+    words, tile_scales = pack_matrix(weights, scales, LENGTH, "int8")
+    assert tile_scales is not None
+    product = ProductKernels(length=LENGTH, precision="int8", blocks=blocks)
+    bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
+    whole = dequantize(weights, scales, LENGTH, "int8").reshape(blocks, each, LENGTH)
+    for tokens, size in ((1, 1), (6, 4)):
+        inputs = random.standard_normal((tokens, blocks, LENGTH)).astype(np.float32)
+        arrays: dict[str, Raw] = {
+            "inputs": inputs,
+            "matrix_weights": words,
+            "matrix_scales": tile_scales,
+            "outputs": np.empty((tokens, blocks * each), np.float32),
+        }
+        numbers = {"rows": blocks * each, "tokens": tokens}
+        found = bench.run(f"{product.name}_{size}", arrays, numbers)["outputs"]
+        wanted = np.einsum("tbl,bel->tbe", inputs.astype(np.float64), whole)
+        assert measure_error(found, wanted.reshape(tokens, -1)) < CLOSE
+
+
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precision) -> None:
     random = np.random.default_rng(4)

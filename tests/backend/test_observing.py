@@ -133,7 +133,8 @@ def test_activations_of_prompts_are_seen_chunk_by_chunk(
         set={**settings, "pipeline.prefill": "layers-first"},
         make_observer=lambda executor, request: DenseObserver(executor, request, note),
     ) as model:
-        assert model._parts.forward._chunks >= len(prompt) // chunk
+        forward: Any = model._parts.forward
+        assert forward._chunks >= len(prompt) // chunk
         model._parts.forward.prefill(prompt)
         layers = len(model.plan.layers)
     assert {layer: len(values) for layer, values in seen.items()} == dict.fromkeys(

@@ -40,6 +40,10 @@ class CUevent_flags(enum.IntEnum):
     CU_EVENT_DISABLE_TIMING = 2
 
 
+class CUstreamCaptureMode(enum.IntEnum):
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+
+
 class Driver(ModuleType):
     """The functions that the launcher calls, with the bindings' way of returning results."""
 
@@ -47,12 +51,17 @@ class Driver(ModuleType):
     CUdevice_attribute = CUdevice_attribute
     CUstream_flags = CUstream_flags
     CUevent_flags = CUevent_flags
+    CUstreamCaptureMode = CUstreamCaptureMode
 
     def __init__(self) -> None:
         super().__init__("cuda.bindings.driver")
         self._memory: dict[int, Any] = {}
         self._names: dict[int, bytes] = {}
         self.launches: list[tuple[int, ...]] = []
+        self.graphs = 0
+        """Graphs that there are, and those that can be launched."""
+        self.contexts: list[str] = []
+        self._captured: list[Any] | None = None
 
     def _take(self, size: int) -> int:
         buffer = (ctypes.c_uint8 * size)()
@@ -89,6 +98,7 @@ class Driver(ModuleType):
         return (CUresult.CUDA_SUCCESS,)
 
     def cuCtxSetCurrent(self, context: str) -> Any:
+        self.contexts.append(context)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemAlloc(self, size: int) -> Any:
@@ -117,6 +127,35 @@ class Driver(ModuleType):
 
     def cuStreamCreate(self, flags: int) -> Any:
         return CUresult.CUDA_SUCCESS, "stream"
+
+    def cuStreamBeginCapture(self, stream: str, mode: enum.IntEnum) -> Any:
+        assert self._captured is None
+        self._captured = []
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamEndCapture(self, stream: str) -> Any:
+        graph, self._captured = self._captured, None
+        assert graph is not None
+        self.graphs += 1
+        return CUresult.CUDA_SUCCESS, graph
+
+    def cuGraphInstantiate(self, graph: list[Any], flags: int) -> Any:
+        self.graphs += 1
+        return CUresult.CUDA_SUCCESS, tuple(graph)
+
+    def cuGraphDestroy(self, graph: list[Any]) -> Any:
+        graph.clear()
+        self.graphs -= 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuGraphExecDestroy(self, executable: tuple[Any, ...]) -> Any:
+        self.graphs -= 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuGraphLaunch(self, executable: tuple[Any, ...], stream: str) -> Any:
+        for shape, arrays, numbers in executable:
+            self._join(shape, arrays, numbers)
+        return (CUresult.CUDA_SUCCESS,)
 
     def cuStreamWaitEvent(self, stream: str, event: list[bool], flags: int) -> Any:
         return (CUresult.CUDA_SUCCESS,)
@@ -151,16 +190,24 @@ class Driver(ModuleType):
     def cuLaunchKernel(self, function: bytes, *shape_and_parameters: Any) -> Any:
         *shape, stream, parameters, extra = shape_and_parameters
         assert function == b"join_kernel" and stream == "stream" and extra == 0, function
-        self.launches.append(tuple(shape))
         addresses = (ctypes.c_void_p * 5).from_address(parameters)
-        partials, sums = (ctypes.c_uint64.from_address(int(a or 0)).value for a in addresses[:2])
+        arrays = [ctypes.c_uint64.from_address(int(a or 0)).value for a in addresses[:2]]
         numbers = [ctypes.c_int32.from_address(int(a or 0)).value for a in addresses[2:]]
+        if self._captured is not None:
+            # The driver copies parameters when a launch is captured.
+            self._captured.append((tuple(shape), arrays, numbers))
+        else:
+            self._join(tuple(shape), arrays, numbers)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _join(self, shape: tuple[int, ...], arrays: list[int], numbers: list[int]) -> None:
+        self.launches.append(shape)
+        partials, sums = arrays
         adds, parts, tokens = numbers
         size = tokens * 64
         read = np.ctypeslib.as_array((ctypes.c_float * (parts * size)).from_address(partials))
         written = np.ctypeslib.as_array((ctypes.c_float * size).from_address(sums))
         written[:] = read.reshape(parts, size).sum(0) + (written if adds else 0)
-        return (CUresult.CUDA_SUCCESS,)
 
 
 def install_driver(monkeypatch: pytest.MonkeyPatch) -> Driver:

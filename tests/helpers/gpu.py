@@ -118,6 +118,10 @@ class Bench:
         self._queue = launcher.open_queue()
         self._kernels = launcher.load(build_image(kernels, launcher.facts.target))
 
+    def list_arrays(self, name: str) -> Sequence[str]:
+        """Arrays that a kernel takes."""
+        return self._kernels[name].signature.arrays
+
     def run(
         self,
         name: str,

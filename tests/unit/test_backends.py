@@ -10,6 +10,7 @@ from pi2.plan.documents.backends import (
     find_backend,
     find_executor_backend,
     find_unit_backend,
+    find_whole_backend,
     list_backend_names,
 )
 
@@ -55,6 +56,8 @@ def test_every_folder_with_a_backend_module_is_one() -> None:
     assert find_executor_backend("cpu") is not None
     assert find_unit_backend("gpu") is not None
     assert find_executor_backend("gpu") is None
+    assert find_whole_backend("gpu") is not None
+    assert find_whole_backend("reference") is None
 
 
 def test_asking_backends_loads_nothing_heavy() -> None:

@@ -95,7 +95,8 @@ def test_a_model_by_expert_computes_and_names_the_same(
         settings = {"store": name, "memory.segments.cold": "64 KiB"}
         with pi2.load(plan, set=settings) as model:
             logits = model.logits(TOKENS, mode="decode")
-            found.append((logits, model.stats.predicted_neurons, model.stats.active_neurons))
+            stats = model.stats
+            found.append((logits, stats.predicted_neurons, stats.active_neurons or 0))
     (old, *counted), (new, *counted_anew) = found
     assert counted == counted_anew and counted[0] > 0
     np.testing.assert_allclose(new, old, atol=1e-5 * float(np.abs(old).max()))

@@ -45,7 +45,8 @@ _JOINED = 256
 def list_few_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
     """Make those for few tokens, and ``join``."""
     for tokens in FEW:
-        yield make_values(ffn, fp16, tokens)
+        if not ffn.in_rows:
+            yield make_values(ffn, fp16, tokens)
         yield make_sums(ffn, fp16, tokens)
     yield make_join(ffn)
 
@@ -111,8 +112,9 @@ def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
             ffn,
             fp16,
             count,
-            lambda: neurons,
-            lambda neuron: first_tile * ROWS + neuron,
+            neurons,
+            lambda _token: neurons,
+            lambda _token, neuron: first_tile * ROWS + neuron,
         )
     return kernel
 
@@ -122,13 +124,16 @@ def emit_sums(
     ffn: FfnKernels,
     fp16: bool,
     count: int,
-    count_neurons: Callable[[], c.Expr],
-    find_row: Callable[[c.Expr], c.Expr],
+    pitch: c.Expr,
+    count_neurons: Callable[[c.Expr], c.Expr],
+    find_row: Callable[[c.Expr, c.Expr], c.Expr],
 ) -> None:
     """Add parameters and body of a kernel that adds up down vectors for ``count`` tokens.
 
-    A thread adds up 8 elements of the sum over every eighth neuron; ``find_row`` says where a
-    neuron lies.  Neurons that are zero for all of the tokens are not read.
+    A thread adds up 8 elements of the sum over every eighth neuron.  ``pitch`` is how many values a
+    token has room for, ``count_neurons(token)`` how many it has, and ``find_row(token, neuron)``
+    where a neuron lies, for the first of the tokens.  Neurons that are zero for all of the tokens
+    are not read.
     """
     lanes = WORDS[ffn.precision] * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
@@ -138,13 +143,13 @@ def emit_sums(
     partials = kernel.take_array("partials", "float32")
     tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
     with kernel.run(Axis(times=columns, number="parts"), Axis(number="tokens", per=count)) as place:
-        neurons = count_neurons()
         lane, slice_number, _ = place.thread
         part = c.let(T.floordiv(place.group[0], columns))
         place_of_unit = c.let(T.floormod(place.group[0], columns) * ROWS + lane)
         unit = c.let(T.min(place_of_unit, units - 1))
         base = c.let(place.group[1] * count)
-        firsts = [c.let(T.min(base + turn, tokens - 1) * neurons) for turn in range(count)]
+        firsts = [c.let(T.min(base + turn, tokens - 1) * pitch) for turn in range(count)]
+        neurons = count_neurons(base)
         size = c.let(T.floordiv(neurons + parts - 1, parts))
         begin = c.let(part * size)
         end = c.let(T.min(begin + size, neurons))
@@ -153,7 +158,7 @@ def emit_sums(
             neuron = c.let(begin + turn * SLICES + slice_number)
             with c.when(neuron < end):
                 factors = [c.let(values[first + neuron]) for first in firsts]
-                row = c.let(find_row(neuron))
+                row = c.let(find_row(base, neuron))
                 with ExitStack() as stack:
                     if not ffn.is_smooth:
                         stack.enter_context(c.when(_is_any_set(factors)))

@@ -23,7 +23,7 @@ def list_many_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
 
 
 def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``values_64``: a tile of gates and its up rows, or two tiles where there are none."""
+    """Make ``values_64``: 32 gates and their up rows, or 64 up rows where there are no gates."""
     kernel = c.Kernel(f"values_{many.TOKENS}", many.BLOCK)
     tiles = 2 // ffn.parts
     groups = ffn.hidden // GROUP
@@ -48,8 +48,18 @@ def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
                 c.let(tile * ffn.parts + part) for tile in resident for part in range(ffn.parts)
             ]
 
+            def find_row(strip: c.Expr, column: c.Expr) -> c.Expr:
+                """The number of a vector among all, where they lie in rows."""
+                tile = strip if tiles == 2 else T.int32(0)
+                neuron = T.min((place.group[0] * tiles + tile) * ROWS + column, neurons - 1)
+                part = strip if ffn.parts == 2 else T.int32(0)
+                return (first_tile * ROWS + neuron) * ffn.parts + part
+
             def load(panels: many.Panels, group: c.Expr) -> None:
-                many.emit_load_tiles(panels, place, weights, strips, group, groups)
+                if ffn.in_rows:
+                    many.emit_load_vectors(panels, place, weights, find_row, group, groups)
+                else:
+                    many.emit_load_tiles(panels, place, weights, strips, group, groups)
 
                 def read(token: c.Expr, term: c.Expr) -> c.Expr:
                     row = T.min(base + token, tokens - 1)

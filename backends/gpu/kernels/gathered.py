@@ -1,26 +1,28 @@
-"""The FFN of one token over the neurons in some slots, and the selection of these neurons.
+"""The FFN over the neurons in some slots, other ones for every token.
 
 A slot holds a neuron's vectors one after the other, each in rows (`pi2.backends.gpu.packing`).
 
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
-``gathered_values``     inputs float32 [hidden], slot weights, scales, [biases float32 [slots,
-                        parts]], [routes float32 [experts], experts int32 [slots]], slots int32
-                        [most], found int32 [1], values float32 [most]; most
+``gates``               inputs float32 [T, hidden], slot weights, scales, [biases float32 [slots,
+                        parts]], [order int32 [most]], scores float32 [T, most]; most, tokens
+``gathered_values``     inputs, slot weights, scales, [biases], [routes float32 [T, experts],
+                        experts int32 [slots]], slots int32 [T, most], found int32 [first + T],
+                        values float32 [T, most]; most, first, tokens
 ``gathered_sums``       values, slots, found, down weights in rows, scales, partials float32
-                        [parts, hidden]; most, parts, tokens (1)
-``select``              scores float32 [n], slots, found; n, threshold
+                        [parts, T, hidden]; most, first, parts, tokens
 ======================  ==========================================================================
 
-``found`` is how many of ``slots`` count: the device itself knows it, work is started for ``most``.
-``select`` writes the ascending places of scores that are at least ``threshold``.  ``join`` of the
-dense FFN adds up the partial sums.
+``found[first + t]`` is how many of token t's ``slots`` count: the device itself knows it
+(`pi2.backends.gpu.kernels.selection`), work is started for ``most``.  ``gates`` multiplies with all
+gates, or with the up rows of neurons that have none; ``order`` says which slot each is in.
+``join`` of the dense FFN adds up the partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tvm.tirx.script import builder as T
 
@@ -32,22 +34,45 @@ from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.kernels.weights import WORDS, Weights, list_elements, unpack_word
 from pi2.plan.weights.layout import GROUP
 
-_SELECTORS = 256
-"""Threads of ``select``, all in one work group."""
-
 
 def list_gathered_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make all of them."""
+    """Make all of them but ``gates``."""
     yield make_gathered_values(ffn, fp16)
     yield make_gathered_sums(ffn, fp16)
-    yield make_select()
+
+
+def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
+    """Make ``gates``."""
+    kernel = c.Kernel("gates", BLOCK)
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32")
+        weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
+        biases = kernel.take_array("biases", "float32") if ffn.bias else None
+        order = kernel.take_array("order", "int32") if ffn.experts else None
+        scores = kernel.take_array("scores", "float32")
+        most = kernel.take_number("most")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
+            token = place.group[1]
+            index = c.let(place.group[0] * SLICES + place.thread[1])
+            read = c.let(T.min(index, most - 1))
+            slot = read if order is None else c.let(order[read])
+            first = c.let(token * ffn.hidden)
+            sums = _multiply(ffn, weights, inputs, first, slot, place, 1, T.int32(1))
+
+            def finish(products: list[c.Expr]) -> None:
+                score = products[0]
+                if biases is not None:
+                    score = score + biases[slot * ffn.parts]
+                c.store(scores, token * most + index, score)
+
+            _finish(sums, place, index < most, finish)
+    return kernel
 
 
 def make_gathered_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     """Make ``gathered_values``: 32 threads share a neuron, and read neighbouring words of it."""
     kernel = c.Kernel("gathered_values", BLOCK)
-    words = WORDS[ffn.precision]
-    groups = ffn.hidden // GROUP
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
@@ -55,42 +80,80 @@ def make_gathered_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
         slots = kernel.take_array("slots", "int32")
         found = kernel.take_array("found", "int32")
         values = kernel.take_array("values", "float32")
-        kernel.take_number("most")
-        with kernel.run(Axis(number="most", per=SLICES)) as place:
-            lane, turn, _ = place.thread
-            index = c.let(place.group[0] * SLICES + turn)
-            count = c.let(found[0])
-            # Threads beyond the last neuron repeat it: all of them arrive at the barrier.
-            slot = c.let(slots[T.max(T.min(index, count - 1), 0)])
-            sums = c.make_zeros(ffn.parts)
-            with T.serial(-(-groups * words // ROWS)) as step:
-                word = c.let(step * ROWS + lane)
-                with c.when(word < groups * words):
-                    _add_word(ffn, weights, inputs, slot, word, sums)
-            shared = c.share(SLICES * ffn.parts * ROWS)
-            for part, cell in enumerate(sums):
-                c.store(shared, (turn * ffn.parts + part) * ROWS + lane, cell.get())
-            c.wait_for_group()
-            with c.when(T.And(lane == 0, index < count)):
-                products = []
-                for part in range(ffn.parts):
-                    total = c.Cell(c.number(0.0))
-                    with T.serial(ROWS) as piece:
-                        total.add(shared[(turn * ffn.parts + part) * ROWS + piece])
-                    products.append(total.get())
-                c.store(values, index, epilogue.compute(slot, T.int32(0), products))
+        most, first_found = kernel.take_number("most"), kernel.take_number("first")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
+            token = place.group[1]
+            index = c.let(place.group[0] * SLICES + place.thread[1])
+            count = c.let(found[first_found + token])
+            # All threads arrive at the barrier: those beyond the last neuron repeat it, and groups
+            # beyond it read nothing.
+            slot = c.let(slots[token * most + T.max(T.min(index, count - 1), 0)])
+            busy = c.let(T.cast(place.group[0] * SLICES < count, "int32"))
+            first = c.let(token * ffn.hidden)
+            sums = _multiply(ffn, weights, inputs, first, slot, place, ffn.parts, busy)
+
+            def finish(products: list[c.Expr]) -> None:
+                c.store(values, token * most + index, epilogue.compute(slot, token, products))
+
+            _finish(sums, place, index < count, finish)
     return kernel
+
+
+def _multiply(
+    ffn: FfnKernels,
+    weights: Weights,
+    inputs: c.Buffer,
+    first: c.Expr,
+    slot: c.Expr,
+    place: c.Place,
+    parts: int,
+    busy: c.Expr,
+) -> list[c.Cell]:
+    """Return a thread's sums of the first ``parts`` vectors of a slot, times ``inputs`` from
+    ``first`` on; nothing is read where ``busy`` is 0."""
+    words = ffn.hidden // GROUP * WORDS[ffn.precision]
+    sums = c.make_zeros(parts)
+    with T.serial(busy * -(-words // ROWS)) as step:
+        word = c.let(step * ROWS + place.thread[0])
+        with c.when(word < words):
+            _add_word(ffn, weights, inputs, first, slot, word, sums)
+    return sums
+
+
+def _finish(
+    sums: list[c.Cell],
+    place: c.Place,
+    inside: c.Expr,
+    finish: Callable[[list[c.Expr]], None],
+) -> None:
+    """Add up what the 32 threads of a neuron have; one of them does the rest."""
+    lane, turn, _ = place.thread
+    parts = len(sums)
+    shared = c.share(SLICES * parts * ROWS)
+    for part, cell in enumerate(sums):
+        c.store(shared, (turn * parts + part) * ROWS + lane, cell.get())
+    c.wait_for_group()
+    with c.when(T.And(lane == 0, inside)):
+        products = []
+        for part in range(parts):
+            total = c.Cell(c.number(0.0))
+            with T.serial(ROWS) as piece:
+                total.add(shared[(turn * parts + part) * ROWS + piece])
+            products.append(total.get())
+        finish(products)
 
 
 def _add_word(
     ffn: FfnKernels,
     weights: Weights,
     inputs: c.Buffer,
+    begin: c.Expr,
     slot: c.Expr,
     word: c.Expr,
     sums: list[c.Cell],
 ) -> None:
-    """Add the products of a word of every part."""
+    """Add the products of a word of every part that has a sum."""
     words = WORDS[ffn.precision]
     groups = ffn.hidden // GROUP
     group = c.let(T.floordiv(word, words))
@@ -98,7 +161,7 @@ def _add_word(
     # Of every word the first element differs alone.
     elements = list_elements(ffn.precision, 0)
     step = list_elements(ffn.precision, 1)[0] - elements[0]
-    first = c.let(group * GROUP + in_group * step)
+    first = c.let(begin + group * GROUP + in_group * step)
     read = [c.let(inputs[first + element]) for element in elements]
     for part, cell in enumerate(sums):
         row = c.let(slot * ffn.parts + part)
@@ -116,55 +179,13 @@ def make_gathered_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     with kernel.declare():
         slots = kernel.take_array("slots", "int32")
         found = kernel.take_array("found", "int32")
-        kernel.take_number("most")
+        most, first = kernel.take_number("most"), kernel.take_number("first")
 
-        def find_row(index: c.Expr) -> c.Expr:
-            return slots[index]
+        def count_neurons(token: c.Expr) -> c.Expr:
+            return c.let(found[first + token])
 
-        emit_sums(kernel, ffn, fp16, 1, lambda: c.let(found[0]), find_row)
-    return kernel
+        def find_row(token: c.Expr, index: c.Expr) -> c.Expr:
+            return slots[token * most + index]
 
-
-def make_select() -> c.Kernel:
-    """Make ``select``: every thread counts in a stretch of the scores, then writes its own."""
-    kernel = c.Kernel("select", (_SELECTORS, 1, 1))
-    with kernel.declare():
-        scores = kernel.take_array("scores", "float32")
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        size = kernel.take_number("n")
-        threshold = kernel.take_number("threshold", "float32")
-        with kernel.run() as place:
-            thread = place.thread[0]
-            stretch = c.let(c.divide_up(size, _SELECTORS))
-            first = c.let(thread * stretch)
-            end = c.let(T.min(first + stretch, size))
-            own = c.Cell(T.int32(0))
-            with T.serial(stretch) as turn:
-                index = c.let(first + turn)
-                with c.when(index < end):
-                    with c.when(scores[index] >= threshold):
-                        own.add(T.int32(1))
-            counts = c.share(_SELECTORS, "int32")
-            c.store(counts, thread, own.get())
-            c.wait_for_group()
-            # The counts of all threads before this one, in steps that double.
-            distance = 1
-            while distance < _SELECTORS:
-                before = c.Cell(counts[thread])
-                with c.when(thread >= distance):
-                    before.add(counts[thread - distance])
-                c.wait_for_group()
-                c.store(counts, thread, before.get())
-                c.wait_for_group()
-                distance *= 2
-            place_of_next = c.Cell(counts[thread] - own.get())
-            with T.serial(stretch) as turn:
-                index = c.let(first + turn)
-                with c.when(index < end):
-                    with c.when(scores[index] >= threshold):
-                        c.store(slots, place_of_next.get(), index)
-                        place_of_next.add(T.int32(1))
-            with c.when(thread == _SELECTORS - 1):
-                c.store(found, T.int32(0), counts[thread])
+        emit_sums(kernel, ffn, fp16, 1, most, count_neurons, find_row)
     return kernel

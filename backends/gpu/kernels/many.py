@@ -133,6 +133,30 @@ def emit_load_tiles(
         panels.store_word(weights, packed, scale, elements, column, _PITCH)
 
 
+def emit_load_vectors(
+    panels: Panels,
+    place: c.Place,
+    weights: Weights,
+    find_row: Callable[[c.Expr, c.Expr], c.Expr],
+    group: c.Expr,
+    groups: int,
+) -> None:
+    """Fill the panel of weights with a group of 64 vectors in rows: ``find_row(strip, column)``
+    says which row the one of a strip's column below 32 is."""
+    words = WORDS[weights.precision]
+    thread = count_thread(place)
+    for start in range(0, COLUMNS * words, _THREADS):
+        index = c.let(thread + start)
+        column = c.let(T.floordiv(index, words))
+        word = c.let(T.floormod(index, words))
+        strip, in_strip = c.let(T.floordiv(column, STRIP)), c.let(T.floormod(column, STRIP))
+        block = c.let(find_row(strip, in_strip) * groups + group)
+        (packed,) = weights.load(block * words + word)
+        scale = weights.load_scale(block)
+        elements = [c.let(element) for element in place_elements(weights.precision, word)]
+        panels.store_word(weights, packed, scale, elements, column, _PITCH)
+
+
 def emit_load_rows(
     panels: Panels,
     place: c.Place,

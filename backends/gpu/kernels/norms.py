@@ -3,10 +3,12 @@
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
-``norm``                x float32 [T, length], weights float32 [length], [biases], outputs; tokens
+``norm``                x float32 [first + T, length], weights float32 [length], [biases], outputs
+                        [T, length]; first, tokens
 ``add``                 x [T, length], y [T, length] (added to x, times the residual factor);
                         tokens
 ``add_norm``            x, y (normalised before it is added), weights, [biases]; tokens
+``spread``              y [T, length] becomes biases [length]; tokens
 ======================  ==========================================================================
 """
 
@@ -30,6 +32,8 @@ def list_norm_kernels(norm: NormKernels) -> Iterator[c.Kernel]:
         yield make_add_norm(norm)
     else:
         yield make_add(norm)
+    if norm.spreads:
+        yield make_spread(norm)
 
 
 def make_norm(norm: NormKernels) -> c.Kernel:
@@ -39,12 +43,14 @@ def make_norm(norm: NormKernels) -> c.Kernel:
         x = kernel.take_array("x", "float32")
         weights, biases = _take_weights(kernel, norm)
         outputs = kernel.take_array("outputs", "float32")
+        first_token = kernel.take_number("first")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="tokens")) as place:
-            first = c.let(place.group[0] * norm.length)
+            first = c.let((first_token + place.group[0]) * norm.length)
+            begin = c.let(place.group[0] * norm.length)
 
             def write(element: c.Expr, value: c.Expr) -> None:
-                c.store(outputs, first + element, value)
+                c.store(outputs, begin + element, value)
 
             _emit_norm(norm, x, first, weights, biases, place.thread[0], write)
     return kernel
@@ -80,6 +86,20 @@ def make_add(norm: NormKernels) -> c.Kernel:
             with c.when(element < norm.length):
                 index = c.let(place.group[1] * norm.length + element)
                 c.store(x, index, x[index] + y[index] * c.number(norm.residual_factor))
+    return kernel
+
+
+def make_spread(norm: NormKernels) -> c.Kernel:
+    """Make ``spread``."""
+    kernel = c.Kernel("spread", (_THREADS, 1, 1))
+    with kernel.declare():
+        y, biases = kernel.take_array("y", "float32"), kernel.take_array("biases", "float32")
+        kernel.take_number("tokens")
+        groups = Axis(times=-(-norm.length // _THREADS))
+        with kernel.run(groups, Axis(number="tokens")) as place:
+            element = c.let(place.group[0] * _THREADS + place.thread[0])
+            with c.when(element < norm.length):
+                c.store(y, place.group[1] * norm.length + element, biases[element])
     return kernel
 
 

@@ -1,8 +1,9 @@
 """Products of inputs with a matrix in tiles: projections, predictors and the head.
 
-``NAME_N``: inputs float32 [T, length], matrix weights in tiles, scales, [biases float32 [rows]],
-outputs float32 [T, rows]; rows, tokens.  NAME is `ProductKernels.name`, N the number of tokens that
-a work group computes with.
+``NAME_N``: inputs float32 [T, blocks, length], matrix weights in tiles, scales, [biases float32
+[rows]], outputs float32 [T, rows]; rows, tokens.  NAME is `ProductKernels.name`, N the number of
+tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts, each of
+which is multiplied with its own inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kern
     """Make all of them."""
     for tokens in FEW:
         yield make_product(product, fp16, tokens)
-    yield make_many_product(product, fp16)
+    if product.blocks == 1:
+        yield make_many_product(product, fp16)
 
 
 class _Finish:
@@ -61,6 +63,10 @@ def make_product(product: ProductKernels, fp16: bool, count: int) -> c.Kernel:
             tile = place.group[0]
             base = c.let(place.group[1] * count)
             named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
+            if product.blocks > 1:
+                own = T.min(tile * ROWS + place.thread[0], rows - 1)
+                block = c.let(T.floordiv(own * product.blocks, rows))
+                named = [c.let(token * product.blocks + block) for token in named]
 
             def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
                 token, row = c.let(base + turn), c.let(tile * ROWS + row)

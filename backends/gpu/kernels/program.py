@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from pi2.backends.gpu.kernels.attention import list_attention_kernels
 from pi2.backends.gpu.kernels.code import Kernel
-from pi2.backends.gpu.kernels.embedding import make_embed
+from pi2.backends.gpu.kernels.embedding import list_embedding_kernels
 from pi2.backends.gpu.kernels.ffn import list_few_kernels, make_join
 from pi2.backends.gpu.kernels.ffn_many import list_many_kernels
-from pi2.backends.gpu.kernels.gathered import list_gathered_kernels
+from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates
 from pi2.backends.gpu.kernels.norms import list_norm_kernels
 from pi2.backends.gpu.kernels.products import list_product_kernels
+from pi2.backends.gpu.kernels.routing import list_router_kernels
+from pi2.backends.gpu.kernels.selection import make_select
 from pi2.backends.gpu.kernels.specification import GpuSpec
 
 
@@ -24,10 +26,16 @@ def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
         yield from list_gathered_kernels(spec.gathered, spec.target.fp16)
         if spec.ffn is None:
             yield make_join(spec.gathered)
+    if spec.gates is not None:
+        yield make_gates(spec.gates, spec.target.fp16)
+    if spec.select is not None:
+        yield make_select(spec.select)
+    if spec.router is not None:
+        yield from list_router_kernels(spec.router)
     for product in spec.products:
         yield from list_product_kernels(product, spec.target.fp16)
     if spec.embedding is not None:
-        yield make_embed(spec.embedding, spec.target.fp16)
+        yield from list_embedding_kernels(spec.embedding, spec.target.fp16)
     if spec.norm is not None:
         yield from list_norm_kernels(spec.norm)
     if spec.attention is not None:

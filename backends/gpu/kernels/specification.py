@@ -44,6 +44,8 @@ class FfnKernels:
     bias: bool = False
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 for a model without experts."""
+    in_rows: bool = False
+    """Whether gates and up rows lie in rows, as neurons in slots do, instead of in tiles."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0, self
@@ -70,6 +72,8 @@ class ProductKernels:
     """Whether what is below 0 becomes 0."""
     adds: bool = False
     """Whether products are added to what the outputs hold."""
+    blocks: int = 1
+    """Parts of the rows that have inputs of their own, such as the predictors of experts."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -79,6 +83,7 @@ class ProductKernels:
         """What its kernels' names begin with."""
         parts = [f"product_{self.precision}_{self.length}"]
         parts += [name for name in ("bias", "relu", "adds") if getattr(self, name)]
+        parts += [f"blocks_{self.blocks}"] if self.blocks > 1 else []
         return "_".join(parts)
 
 
@@ -89,6 +94,8 @@ class EmbeddingKernels:
     length: int
     precision: Precision
     factor: float = 1.0
+    positions: bool = False
+    """Whether positions have vectors, which are added."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -108,6 +115,8 @@ class NormKernels:
     outputs: bool = False
     """Whether what is added is normalised before."""
     residual_factor: float = 1.0
+    spreads: bool = False
+    """Whether the FFN's sum begins with biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +159,42 @@ class AttentionKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterKernels:
+    """The router of a mixture (`pi2.backends.gpu.kernels.routing`)."""
+
+    length: int
+    """Of its inputs."""
+    experts: int
+    active: int
+    """Experts that compute a token."""
+    kind: Literal["softmax", "sigmoid"]
+    normalise: bool
+    shared: int = 0
+    """Shared experts."""
+    shared_gate: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Scores of a token."""
+        return self.experts + self.shared_gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectKernels:
+    """The selection of neurons (`pi2.backends.gpu.kernels.selection`)."""
+
+    scored: bool = True
+    """Whether neurons have scores."""
+    experts: int = 0
+    """Of a mixture, shared ones too; 0 without."""
+    expert_neurons: int = 0
+    """Neurons of each."""
+
+    def __post_init__(self) -> None:
+        assert self.scored or self.experts, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
     """Kernels for a device."""
 
@@ -157,6 +202,10 @@ class GpuSpec:
     ffn: FfnKernels | None = None
     gathered: FfnKernels | None = None
     """Neurons in slots (`pi2.backends.gpu.kernels.gathered`)."""
+    gates: FfnKernels | None = None
+    """All gates of neurons in slots."""
+    select: SelectKernels | None = None
+    router: RouterKernels | None = None
     products: tuple[ProductKernels, ...] = ()
     embedding: EmbeddingKernels | None = None
     norm: NormKernels | None = None
@@ -188,6 +237,9 @@ class GpuSpec:
 _FAMILIES: Mapping[str, Any] = {
     "ffn": FfnKernels,
     "gathered": FfnKernels,
+    "gates": FfnKernels,
+    "select": SelectKernels,
+    "router": RouterKernels,
     "embedding": EmbeddingKernels,
     "norm": NormKernels,
     "attention": AttentionKernels,

@@ -4,7 +4,7 @@ needs the driver alone."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,16 @@ class CudaEvent:
         driver.cuEventDestroy(self.event)
 
 
+class CudaRecording:
+    """A graph: one call of the driver starts all of its kernels."""
+
+    def __init__(self, executable: Any) -> None:
+        self.executable = executable
+
+    def __del__(self) -> None:
+        driver.cuGraphExecDestroy(self.executable)
+
+
 class CudaQueue:
     """A stream."""
 
@@ -170,6 +180,24 @@ class CudaQueue:
             )
         )
 
+    def record(self, work: Sequence[tuple[CudaLaunch, Mapping[str, Number]]]) -> CudaRecording:
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _call(driver.cuStreamBeginCapture(self._stream, mode))
+        try:
+            # Parameters are copied into the graph: a launch may be in it with other numbers again.
+            for launch, numbers in work:
+                self.launch(launch, numbers)
+        finally:
+            (graph,) = _call(driver.cuStreamEndCapture(self._stream))
+        try:
+            (executable,) = _call(driver.cuGraphInstantiate(graph, 0))
+        finally:
+            _call(driver.cuGraphDestroy(graph))
+        return CudaRecording(executable)
+
+    def replay(self, recording: CudaRecording) -> None:
+        _call(driver.cuGraphLaunch(recording.executable, self._stream))
+
     def wait_for(self, event: CudaEvent) -> None:
         _call(driver.cuStreamWaitEvent(self._stream, event.event, 0))
 
@@ -187,8 +215,8 @@ class CudaLauncher:
         self.facts = _describe(number)
         self.allocated_bytes = 0
         (self._device,) = _call(driver.cuDeviceGet(number))
-        (context,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
-        _call(driver.cuCtxSetCurrent(context))
+        (self._context,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
+        self.enter()
         self._modules: list[Any] = []
         self._host: list[Any] = []
 
@@ -229,6 +257,10 @@ class CudaLauncher:
 
     def open_queue(self) -> CudaQueue:
         return CudaQueue()
+
+    def enter(self) -> None:
+        # A context is current for a thread.
+        _call(driver.cuCtxSetCurrent(self._context))
 
     def read_memory(self) -> MemoryState | None:
         free, total = _call(driver.cuMemGetInfo())

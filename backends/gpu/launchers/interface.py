@@ -1,7 +1,7 @@
 """What a launcher is: memory, kernels and queues of one device.
 
-A launcher belongs to one thread.  Work is put into a queue and runs in its order, later than the
-call that asks for it::
+One thread at a time uses a launcher; another one calls ``enter`` first.  Work is put into a queue
+and runs in its order, later than the call that asks for it::
 
     arrays = {name: launcher.allocate(size) ...}
     kernels = launcher.load(image)
@@ -18,7 +18,7 @@ is full) or P362 (it does not compute).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -110,6 +110,10 @@ class Event(Protocol):
         """Return when everything before it is done: downloads are in their arrays then."""
 
 
+class Recording(Protocol):
+    """Kernels with their arrays and numbers, ready to be started again and again."""
+
+
 class Queue(Protocol):
     """Work that runs in its order."""
 
@@ -123,6 +127,12 @@ class Queue(Protocol):
 
     def launch(self, launch: Launch, numbers: Mapping[str, Number]) -> None:
         """Run a kernel; ``numbers`` may hold more than it takes."""
+
+    def record(self, work: Sequence[tuple[Launch, Mapping[str, Number]]]) -> Recording:
+        """Prepare kernels that will be run more than once in this order; nothing runs yet."""
+
+    def replay(self, recording: Recording) -> None:
+        """Run what was recorded by this queue."""
 
     def wait_for(self, event: Event) -> None:
         """Let what follows begin after ``event``, of another queue of the launcher."""
@@ -155,6 +165,9 @@ class Launcher(Protocol):
 
     def open_queue(self) -> Queue:
         """Make a queue."""
+
+    def enter(self) -> None:
+        """Let the calling thread use the launcher and its queues from now on."""
 
     def read_memory(self) -> MemoryState | None:
         """The device's memory as it is now; None where the API does not say."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,7 @@ class OpenClLaunch:
 
     def __init__(self, kernel: OpenClKernel, arrays: Mapping[str, OpenClArray]) -> None:
         self.kernel = kernel
+        self._arrays = arrays
         signature = kernel.signature
         self.object = cl.Kernel(kernel.program, signature.name + ENTRY_SUFFIX)
         self._kept = [arrays[name] for name in signature.arrays]
@@ -99,10 +100,21 @@ class OpenClLaunch:
             for index, (name, dtype) in enumerate(signature.numbers)
         ]
 
+    def copy(self) -> OpenClLaunch:
+        """The same with numbers of its own."""
+        return OpenClLaunch(self.kernel, self._arrays)
+
     def set_numbers(self, numbers: Mapping[str, Number]) -> None:
         """Set the numbers."""
         for index, name, dtype in self._numbers:
             self.object.set_arg(index, dtype(numbers[name]))
+
+
+@dataclass(slots=True)
+class OpenClRecording:
+    """Kernel objects whose numbers are set, with their threads."""
+
+    steps: list[tuple[Any, tuple[int, int, int], tuple[int, int, int]]]
 
 
 class OpenClEvent:
@@ -145,12 +157,25 @@ class OpenClQueue:
     def launch(self, launch: OpenClLaunch, numbers: Mapping[str, Number]) -> None:
         signature = launch.kernel.signature
         launch.set_numbers(numbers)
-        x, y = signature.count_groups(numbers)
-        width, height, depth = signature.block
         with _explain(f"kernel {signature.name!r} was not started"):
             cl.enqueue_nd_range_kernel(
-                self._queue, launch.object, (x * width, y * height, depth), signature.block
+                self._queue, launch.object, _count_threads(signature, numbers), signature.block
             )
+
+    def record(self, work: Sequence[tuple[OpenClLaunch, Mapping[str, Number]]]) -> OpenClRecording:
+        steps = []
+        for launch, numbers in work:
+            # A kernel object keeps its numbers: each step has one of its own.
+            own = launch.copy()
+            own.set_numbers(numbers)
+            signature = launch.kernel.signature
+            steps.append((own.object, _count_threads(signature, numbers), signature.block))
+        return OpenClRecording(steps)
+
+    def replay(self, recording: OpenClRecording) -> None:
+        with _explain("a recorded kernel was not started"):
+            for kernel, threads, block in recording.steps:
+                cl.enqueue_nd_range_kernel(self._queue, kernel, threads, block)
 
     def wait_for(self, event: OpenClEvent) -> None:
         with _explain("a queue did not wait"):
@@ -219,11 +244,21 @@ class OpenClLauncher:
     def open_queue(self) -> OpenClQueue:
         return OpenClQueue(self._context)
 
+    def enter(self) -> None:
+        """Do nothing: every thread may call the driver."""
+
     def read_memory(self) -> MemoryState | None:
         return None
 
     def close(self) -> None:
         """Nothing is held beyond the objects themselves."""
+
+
+def _count_threads(signature: Signature, numbers: Mapping[str, Number]) -> tuple[int, int, int]:
+    """Threads by axis."""
+    x, y = signature.count_groups(numbers)
+    width, height, depth = signature.block
+    return x * width, y * height, depth
 
 
 @contextmanager

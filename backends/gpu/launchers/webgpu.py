@@ -6,7 +6,7 @@ import os
 import struct
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -157,6 +157,14 @@ class WebGpuLaunch:
         return group
 
 
+@dataclass(slots=True)
+class WebGpuRecording:
+    """Pipelines with their bind groups and work groups: commands that were sent cannot be sent
+    again, so that they are encoded anew each time."""
+
+    steps: list[tuple[Any, Any, tuple[int, int, int]]]
+
+
 class WebGpuEvent:
     """The end of a submission: copies into arrays of main memory that are mapped when it is
     reached, whether or not anybody asked for them."""
@@ -204,14 +212,26 @@ class WebGpuQueue:
         self._copy(source.buffer, offset, target.nbytes, target)
 
     def launch(self, launch: WebGpuLaunch, numbers: Mapping[str, Number]) -> None:
-        width, height = launch.kernel.signature.count_groups(numbers)
-        depth = -(-width // _MOST_GROUPS)
-        with _explain(f"kernel {launch.kernel.signature.name!r} was not started"):
-            group = launch.find_group(numbers, width)
+        self.replay(self.record([(launch, numbers)]))
+
+    def record(self, work: Sequence[tuple[WebGpuLaunch, Mapping[str, Number]]]) -> WebGpuRecording:
+        steps = []
+        for launch, numbers in work:
+            width, height = launch.kernel.signature.count_groups(numbers)
+            depth = -(-width // _MOST_GROUPS)
+            with _explain(f"kernel {launch.kernel.signature.name!r} was not started"):
+                group = launch.find_group(numbers, width)
+            groups = (-(-width // depth), height, depth)
+            steps.append((launch.kernel.pipeline, group, groups))
+        return WebGpuRecording(steps)
+
+    def replay(self, recording: WebGpuRecording) -> None:
+        with _explain("a kernel was not started"):
             commands = self._begin_pass()
-            commands.set_pipeline(launch.kernel.pipeline)
-            commands.set_bind_group(0, group)
-            commands.dispatch_workgroups(-(-width // depth), height, depth)
+            for pipeline, group, groups in recording.steps:
+                commands.set_pipeline(pipeline)
+                commands.set_bind_group(0, group)
+                commands.dispatch_workgroups(*groups)
 
     def wait_for(self, event: WebGpuEvent) -> None:
         """All queues are one: what was sent before runs before."""
@@ -309,6 +329,9 @@ class WebGpuLauncher:
 
     def open_queue(self) -> WebGpuQueue:
         return WebGpuQueue(self._device)
+
+    def enter(self) -> None:
+        """Do nothing: every thread may call the driver."""
 
     def read_memory(self) -> MemoryState | None:
         return None

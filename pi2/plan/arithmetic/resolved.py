@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
+from pi2.plan.documents.backends import find_whole_backend
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import BatchSplit, Plan
@@ -102,6 +103,15 @@ class ResolvedPlan:
         """Name of the unit that computes sparsely, and whatever no other unit computes: the first
         CPU of the splits, else their first unit."""
         return find_sparse_unit(self.plan, self.device)
+
+    @cached_property
+    def has_whole_unit(self) -> bool:
+        """Whether the sparse unit, a GPU or NPU, has the whole model in its own memory, as its
+        backend does with models that no other unit computes."""
+        unit = self.sparse_unit
+        if not self.has_backend(unit) or self.device.units[unit].kind == "cpu":
+            return False
+        return find_whole_backend(self.name_backend(unit)) is not None
 
     @property
     def dense_units(self) -> tuple[str, ...]:

@@ -19,7 +19,11 @@ from pi2.plan.arithmetic.mixers import (
     count_state_tensor_bytes,
 )
 from pi2.plan.arithmetic.units import describe_unit
-from pi2.plan.documents.backends import find_executor_backend, find_unit_backend
+from pi2.plan.documents.backends import (
+    find_executor_backend,
+    find_unit_backend,
+    find_whole_backend,
+)
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
 from pi2.plan.weights.layout import (
@@ -62,6 +66,10 @@ THREAD_BYTES = 33 << 10
 UNPACKED_ROWS_BYTES = 10
 """Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
 for several tokens on cores with i8mm."""
+PIECE_BYTES = 4 << 20
+"""A piece of a dense tensor on its way to a unit that has the whole model."""
+TENSOR_ROWS = 32
+"""Rows that such pieces are whole numbers of."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
 NEURON_TABLE_BYTES = 41
@@ -113,9 +121,14 @@ def count_runtime(model: Model, budget_bytes: int, least_bytes: int) -> int:
 
 
 def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
-    """Bytes that each dense unit needs, by its name, as its backend says; units whose backends
-    serve no dense units are left out."""
+    """Bytes that each dense unit needs, and one that has the whole model, by its name, as its
+    backend says; units whose backends serve no such units are left out."""
     needs = {}
+    if resolved.has_whole_unit:
+        name = resolved.sparse_unit
+        whole = find_whole_backend(resolved.name_backend(name))
+        assert whole is not None, name
+        needs[name] = whole.need_unit_memory(describe_unit(resolved, name))
     for name in resolved.dense_units:
         backend = find_unit_backend(resolved.name_backend(name))
         if backend is not None:
@@ -126,6 +139,8 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
 def compute_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
+    if resolved.has_whole_unit:
+        return _need_beside_whole(resolved)
     return Needs(
         attention=_need_attention(resolved),
         kv=_need_kv(plan, model),
@@ -135,6 +150,48 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
         cold=_need_cold(resolved),
         workspace=_need_workspace(resolved),
     )
+
+
+def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
+    """Main memory of a plan whose sparse unit has the whole model: buffers that weights pass
+    through, and what is part of no other segment where the unit uses main memory.
+
+    workspace: two staging buffers of min(f, 512) neurons, and a piece of a dense tensor.
+    """
+    name, stride = resolved.sparse_unit, resolved.bundle.stride
+    nothing = Need(0, f"nothing, `{name}` has it in its memory")
+    staging = STAGING_BUFFERS * min(resolved.model.layer_neurons, STAGED_NEURONS) * stride
+    piece = count_piece_bytes(resolved)
+    hot = nothing
+    if resolved.name_segment(name) == "hot":
+        hot = count_unit_needs(resolved)[name]
+    grouped = nothing
+    if resolved.model.moe is not None and resolved.plan.decode.predictor != "none":
+        size = resolved.model.shape.layers * _align(4 * resolved.model.layer_neurons)
+        grouped = Need(size, "whose neurons are whose")
+    return Needs(
+        attention=nothing,
+        kv=nothing,
+        state=nothing,
+        predictor=grouped,
+        hot=hot,
+        cold=nothing,
+        workspace=Need(
+            staging + piece,
+            f"staging of neurons {approximate_bytes(staging)}, "
+            f"pieces of dense tensors {approximate_bytes(piece)}",
+        ),
+    )
+
+
+def count_piece_bytes(resolved: ResolvedPlan) -> int:
+    """Bytes of the buffer that dense tensors are read into in pieces: 4 MiB, or what 32 rows of
+    any of them take."""
+    shape, moe = resolved.model.shape, resolved.model.moe
+    widest = max(shape.stored_hidden, shape.stored_query)
+    single = max(shape.vocab, resolved.model.layer_neurons)
+    routers = 0 if moe is None else moe.experts * shape.stored_hidden
+    return max(PIECE_BYTES, 4 * max(TENSOR_ROWS * widest, single, routers) + 2 * ALIGNMENT)
 
 
 def _need_attention(resolved: ResolvedPlan) -> Need:
@@ -366,7 +423,7 @@ def count_chunks(resolved: ResolvedPlan) -> int:
     With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for.
     """
     plan = resolved.plan
-    if plan.pipeline.prefill == "chunks-first":
+    if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
         return 1
     backend = _find_sparse_backend(resolved)
     own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import Backend, ExecutorBackend, UnitBackend
+    from pi2.backends.protocol import Backend, ExecutorBackend, UnitBackend, WholeBackend
     from pi2.plan.documents.device import UnitKind
 
 _PACKAGE = "pi2.backends"
@@ -40,3 +40,10 @@ def find_unit_backend(name: str) -> UnitBackend | None:
     """Import the module of a backend that serves units beside an executor; None if it does not."""
     backend = find_backend(name)
     return cast("UnitBackend", backend) if hasattr(backend, "build_unit") else None
+
+
+def find_whole_backend(name: str) -> WholeBackend | None:
+    """Import the module of a backend whose units have whole models in their own memory; None if
+    they do not."""
+    backend = find_backend(name)
+    return cast("WholeBackend", backend) if hasattr(backend, "build_whole") else None

@@ -261,10 +261,13 @@ class Prefill(Table):
     and is slower."""
 
 
+PredictorMode = Literal["none", "gate", "low-rank", "router"]
+
+
 class Decode(Table):
     """How tokens are generated."""
 
-    predictor: Literal["none", "gate", "low-rank", "router"] = "low-rank"
+    predictor: PredictorMode = "low-rank"
     """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
     ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
     ``router``, for mixtures of experts, computes the neurons of the experts that the router

@@ -48,8 +48,9 @@ def check(facts: Facts) -> Iterator[Finding]:
     for unit, name in backends.items():
         backend = find_backend(name)
         is_sparse = unit == resolved.sparse_unit
+        is_whole = is_sparse and resolved.has_whole_unit
         find = find_executor_backend if is_sparse else find_unit_backend
-        if find(name) is None:
+        if find(name) is None and not is_whole:
             able = [other for other in list_backend_names() if find(other)]
             lack = (
                 f"computes no whole model, and `{unit}` computes what no other unit does"

@@ -2,7 +2,7 @@
 
 Why: the sparse unit computes in pi2's own process, cannot be lost alone, and has the segments of
 ``[memory.segments]``; ``process``, ``on_failure`` and ``[memory.units.NAME]`` are for the units
-beside it.
+beside it.  A GPU that has the whole model has memory of its own, and nobody else to go on.
 
 Example: ``[memory.units.cpu]`` in a plan whose sparse unit is ``cpu``.
 
@@ -13,25 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pi2.plan.arithmetic.resolved import find_sparse_unit
 from pi2.plan.checking.findings import Facts, Finding
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P414"
 SEVERITY = "warning"
-NEEDS = ("plan", "device")
+NEEDS = ("resolved",)
 
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Look for settings of the sparse unit that only units beside it have."""
-    plan = facts.plan
-    name = find_sparse_unit(plan, facts.device)
+    plan, name = facts.resolved.plan, facts.resolved.sparse_unit
     ignored: list[KeyPath] = []
     settings = plan.units.get(name)
     if settings is not None:
         named = settings.model_fields_set & {"process", "on_failure"}
         ignored += [("units", name, key) for key in sorted(named)]
-    if name in plan.memory.units:
+    if name in plan.memory.units and not facts.resolved.has_whole_unit:
         ignored.append(("memory", "units", name))
     for path in ignored:
         yield Finding(

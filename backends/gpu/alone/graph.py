@@ -1,0 +1,352 @@
+"""A model as a list of kernels: what is started for a chunk of a prompt, and for a step.
+
+The list depends on numbers of tokens alone: which tokens they are, and where they stand, lies in
+arrays on the device.  So a step's list is recorded once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
+from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.alone.weights import ModelArrays
+from pi2.backends.gpu.kernels.signature import Number
+from pi2.backends.gpu.kernels.specification import ProductKernels
+from pi2.backends.gpu.launchers.interface import DeviceArray, Launch, Launcher, LoadedKernel
+from pi2.backends.gpu.sizes import TILE
+from pi2.plan.arithmetic.rows import count_qkv_rows, name_head
+from pi2.plan.weights.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD_BIAS,
+    POSITIONS,
+    name_layer_tensor,
+)
+
+Work = tuple[Launch, Mapping[str, Number]]
+"""A kernel with its arrays, and its numbers."""
+
+_FEW_TOKENS = 16
+"""With more tokens, products by tiles of 64 tokens are the cheaper ones."""
+_GROUPS_PER_UNIT = 8
+"""Work groups that keep a compute unit busy."""
+_UNKNOWN_UNITS = 32
+"""Compute units where the API does not say."""
+_SPAN_TOKENS = 256
+"""Least tokens of a span of attention."""
+_MOST_SPANS = 16
+_COLUMNS = {1: 256, 4: 256, 64: 64}
+"""Elements of the FFN's sum that a work group computes, by the tokens of the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the list of a step depends on."""
+
+    tokens: int
+    spans: int
+    """Parts that contexts are divided into."""
+
+
+class ModelGraph:
+    """Lists the kernels of a model that is on a device."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        kernels: Mapping[str, LoadedKernel],
+        use: ModelUse,
+        arrays: ModelArrays,
+        threshold: float,
+    ) -> None:
+        self._launcher, self._kernels = launcher, kernels
+        self._use, self._arrays = use, arrays
+        self._model = use.model
+        self._state = arrays.state
+        self._products = use.products
+        self._bound: dict[tuple[str, tuple[int, ...]], Launch] = {}
+        self._work: list[Work] = []
+        activation = self._model.ffn.activation
+        if use.predictor == "gate":
+            closed = self._model.ffn.threshold or 0.0 if activation == "fatrelu" else 0.0
+            # Gates above it are open.
+            threshold = float(np.nextafter(np.float32(closed), np.float32(np.inf)))
+        self._threshold = threshold
+
+    def choose_shape(self, tokens: int, end: int) -> StepShape:
+        """The shape of a step of ``tokens`` sequences, the longest of which has ``end`` tokens."""
+        wanted = self._count_wanted() // (self._model.shape.heads * tokens)
+        most = min(wanted, end // _SPAN_TOKENS, _MOST_SPANS, self._count_rows() // tokens)
+        spans = 1
+        while spans * 2 <= most:
+            spans *= 2
+        return StepShape(tokens, spans)
+
+    def list_step(self, shape: StepShape) -> list[Work]:
+        """A token each of some sequences, and their logits."""
+        self._work = []
+        self._embed(shape.tokens)
+        for layer in range(self._model.shape.layers):
+            self._begin_layer(layer, shape.tokens)
+            self._attend(layer, shape.tokens, shape.spans)
+            self._begin_ffn(layer, shape.tokens)
+            if self._use.is_sparse:
+                self._compute_named(layer, shape.tokens)
+            else:
+                self._compute_all(layer, shape.tokens)
+            self._end_ffn(layer, shape.tokens)
+        self._compute_logits(0, shape.tokens)
+        return self._work
+
+    def list_chunk(self, tokens: int, end: int) -> list[Work]:
+        """Tokens of a prompt that brings a sequence to ``end``, without logits."""
+        spans = self.choose_shape(tokens, end).spans
+        self._work = []
+        self._embed(tokens)
+        for layer in range(self._model.shape.layers):
+            self._begin_layer(layer, tokens)
+            self._attend(layer, tokens, spans)
+            self._begin_ffn(layer, tokens)
+            self._compute_all(layer, tokens)
+            self._end_ffn(layer, tokens)
+        return self._work
+
+    def list_logits(self, first: int, tokens: int) -> list[Work]:
+        """The logits of ``tokens`` tokens of the last chunk, from ``first`` on."""
+        self._work = []
+        self._compute_logits(first, tokens)
+        return self._work
+
+    def _add(
+        self, name: str, arrays: Mapping[str, DeviceArray], numbers: Mapping[str, Number]
+    ) -> None:
+        """Add a kernel."""
+        kernel = self._kernels[name]
+        chosen = {key: arrays[key] for key in kernel.signature.arrays}
+        key = (name, tuple(map(id, chosen.values())))
+        if key not in self._bound:
+            self._bound[key] = self._launcher.bind(kernel, chosen)
+        self._work.append((self._bound[key], numbers))
+
+    def _find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
+        return self._arrays.tensors[name]
+
+    def _multiply(
+        self,
+        product: ProductKernels,
+        tensor: str,
+        rows: int,
+        tokens: int,
+        inputs: DeviceArray,
+        outputs: DeviceArray,
+        bias: str | None = None,
+    ) -> None:
+        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS or product.blocks > 1 else 64
+        arrays = {**self._find_tensor(tensor), "inputs": inputs, "outputs": outputs}
+        if product.bias:
+            assert bias is not None, product
+            arrays["biases"] = self._find_tensor(bias)["values"]
+        self._add(f"{product.name}_{size}", arrays, {"rows": rows, "tokens": tokens})
+
+    def _normalise(self, name: str, source: str, target: str, first: int, tokens: int) -> None:
+        """Normalise tokens of ``source`` from ``first`` on into ``target``."""
+        arrays = {
+            "x": self._state[source],
+            "outputs": self._state[target],
+            "weights": self._find_tensor(name)["values"],
+        }
+        if self._model.norm.bias:
+            arrays["biases"] = self._find_tensor(f"{name}_bias")["values"]
+        self._add("norm", arrays, {"first": first, "tokens": tokens})
+
+    def _embed(self, tokens: int) -> None:
+        state, numbers = self._state, {"tokens": tokens}
+        arrays = {**self._find_tensor(EMBEDDING), "ids": state["ids"], "x": state["x"]}
+        self._add("embed", arrays, numbers)
+        if self._model.positions is not None:
+            arrays = {
+                "places": state["places"],
+                "positions": self._find_tensor(POSITIONS)["values"],
+                "x": state["x"],
+            }
+            self._add("add_positions", arrays, numbers)
+
+    def _begin_layer(self, layer: int, tokens: int) -> None:
+        """Take what the layer's parts read of x before attention changes it."""
+        moe = self._model.moe
+        if moe is not None and moe.router_input == "layer":
+            self._score_experts(layer, tokens, "x")
+        if self._model.residual == "parallel":
+            self._normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
+        self._normalise(name_layer_tensor(layer, "attention_norm"), "x", "u", 0, tokens)
+
+    def _attend(self, layer: int, tokens: int, spans: int) -> None:
+        model, state = self._model, self._state
+        rows = count_qkv_rows(model)
+        qkv, bias = name_layer_tensor(layer, "qkv"), name_layer_tensor(layer, "qkv_bias")
+        self._multiply(self._products["qkv"], qkv, rows, tokens, state["u"], state["qkv"], bias)
+        rope = 0 if model.find_rope(layer) is not model.other_rope else 1
+        arrays = {
+            **self._arrays.kept[layer],
+            "qkv": state["qkv"],
+            "places": state["places"],
+            "cosines": state[f"cosines_{rope}"],
+            "sines": state[f"sines_{rope}"],
+            "partials": state["span_sums"],
+            "tops": state["span_tops"],
+            "mixed": state["mixed"],
+        }
+        if model.attention.head_norm:
+            arrays["norms"] = state[f"head_norms_{layer}"]
+        numbers = {"context": self._use.context, "tokens": tokens, "spans": spans}
+        sees_all = model.find_window(layer) is None and self._use.attention.window is not None
+        for name in ("keep", "attend_all" if sees_all else "attend", "mix"):
+            self._add(name, arrays, numbers)
+        output = name_layer_tensor(layer, "output")
+        direct = self._use.adds_to_stream
+        target = state["x"] if direct else state["y"]
+        self._multiply(
+            self._products["output"],
+            output,
+            model.shape.stored_hidden,
+            tokens,
+            state["mixed"],
+            target,
+            name_layer_tensor(layer, "output_bias"),
+        )
+        if not direct:
+            self._add_y(name_layer_tensor(layer, "attention_output_norm"), tokens)
+
+    def _add_y(self, norm: str, tokens: int) -> None:
+        """Add y to x, normalised where the model says so."""
+        arrays = {"x": self._state["x"], "y": self._state["y"]}
+        if not self._model.norm.outputs:
+            self._add("add", arrays, {"tokens": tokens})
+            return
+        arrays["weights"] = self._find_tensor(norm)["values"]
+        if self._model.norm.bias:
+            arrays["biases"] = self._state["zeros"]
+        self._add("add_norm", arrays, {"tokens": tokens})
+
+    def _begin_ffn(self, layer: int, tokens: int) -> None:
+        if self._model.residual != "parallel":
+            self._normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
+        moe = self._model.moe
+        if moe is not None:
+            if moe.router_input == "ffn":
+                self._score_experts(layer, tokens, "v")
+            arrays = {name: self._state[name] for name in ("route_scores", "routes")}
+            self._add("route", arrays, {"tokens": tokens})
+        if self._model.ffn.bias:
+            biases = self._find_tensor(name_layer_tensor(layer, "down_bias"))["values"]
+            self._add("spread", {"y": self._state["y"], "biases": biases}, {"tokens": tokens})
+
+    def _score_experts(self, layer: int, tokens: int, source: str) -> None:
+        arrays = {
+            "inputs": self._state[source],
+            "router": self._state[f"router_{layer}"],
+            "route_scores": self._state["route_scores"],
+        }
+        self._add("route_scores", arrays, {"tokens": tokens})
+
+    def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:
+        """What kernels of neurons read and write."""
+        state = self._state
+        sums = state["x" if self._use.ffn_adds_to_stream else "y"]
+        arrays = {**self._arrays.neurons[layer], "inputs": state["v"], "sums": sums}
+        arrays |= {"values": state["activations"], "partials": state["partials"]}
+        names = ("routes", "slots", "found", "scores")
+        return arrays | {name: state[name] for name in names if name in state}
+
+    def _compute_all(self, layer: int, tokens: int) -> None:
+        """Add all neurons."""
+        arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
+        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS else 64
+        parts = self._choose_parts(neurons, tokens, size)
+        numbers = {"first_tile": 0, "count": neurons, "tokens": tokens, "parts": parts}
+        numbers["adds"] = int(self._sums_hold_something())
+        self._add(f"values_{64 if self._use.is_sparse else size}", arrays, numbers)
+        self._add(f"sums_{size}", arrays, numbers)
+        self._add("join", arrays, numbers)
+
+    def _sums_hold_something(self) -> bool:
+        """Whether the FFN's sum is added to something: to x, or to biases."""
+        return self._use.ffn_adds_to_stream or self._model.ffn.bias
+
+    def _compute_named(self, layer: int, tokens: int) -> None:
+        """Find the neurons that compute each token, and add them."""
+        arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
+        if self._model.moe is not None:
+            arrays["order"] = self._state[f"order_{layer}"]
+        parts = self._choose_parts(neurons, tokens, 1)
+        numbers: dict[str, Number] = {
+            "n": neurons,
+            "most": neurons,
+            "first": layer * self._use.sequences,
+            "tokens": tokens,
+            "parts": parts,
+            "threshold": self._threshold,
+            "adds": int(self._sums_hold_something()),
+        }
+        if self._use.predictor == "low-rank":
+            self._score_neurons(layer, tokens)
+        elif self._use.predictor == "gate":
+            self._add("gates", arrays, numbers)
+        for name in ("select", "gathered_values", "gathered_sums", "join"):
+            self._add(name, arrays, numbers)
+
+    def _score_neurons(self, layer: int, tokens: int) -> None:
+        """Score all neurons with the layer's predictors."""
+        model, state = self._model, self._state
+        assert model.predictor is not None
+        inner, outer, bias = (
+            name_layer_tensor(layer, kind)
+            for kind in ("predictor_in", "predictor_out", "predictor_bias")
+        )
+        rows = model.expert_count * model.predictor.rank
+        products = self._products
+        self._multiply(products["predictor_in"], inner, rows, tokens, state["v"], state["inner"])
+        self._multiply(
+            products["predictor_out"],
+            outer,
+            model.layer_neurons,
+            tokens,
+            state["inner"],
+            state["scores"],
+            bias,
+        )
+
+    def _end_ffn(self, layer: int, tokens: int) -> None:
+        if not self._use.ffn_adds_to_stream:
+            self._add_y(name_layer_tensor(layer, "ffn_output_norm"), tokens)
+
+    def _compute_logits(self, first: int, tokens: int) -> None:
+        self._normalise(FINAL_NORM, "x", "u", first, tokens)
+        head, vocab = name_head(self._model), self._model.shape.vocab
+        self._multiply(
+            self._products["head"],
+            head,
+            vocab,
+            tokens,
+            self._state["u"],
+            self._state["logits"],
+            HEAD_BIAS,
+        )
+
+    def _count_wanted(self) -> int:
+        """Work groups that keep the device busy."""
+        return _GROUPS_PER_UNIT * (self._launcher.facts.compute_units or _UNKNOWN_UNITS)
+
+    def _count_rows(self) -> int:
+        """Partial sums that there is room for."""
+        return max(PARTIAL_ROWS, self._use.chunk)
+
+    def _choose_parts(self, neurons: int, tokens: int, size: int) -> int:
+        """Parts of the neurons that are added up at the same time."""
+        groups = -(-self._model.shape.stored_hidden // _COLUMNS[size]) * -(-tokens // size)
+        most = min(self._count_rows() // tokens, -(-neurons // TILE))
+        return max(1, min(-(-self._count_wanted() // groups), most))

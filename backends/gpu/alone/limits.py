@@ -1,0 +1,63 @@
+"""What a whole model on a GPU takes, and what cannot be done there: for rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pi2.backends.gpu.alone.sizes import count_host_bytes, list_arrays, list_kept
+from pi2.backends.gpu.alone.use import ModelUse
+from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
+from pi2.plan.documents.quantities import approximate_bytes
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+
+def describe_use(resolved: ResolvedPlan) -> ModelUse:
+    """What the plan wants of the model."""
+    plan, bundle = resolved.plan, resolved.bundle
+    return ModelUse(
+        model=resolved.model,
+        layout=bundle.inline if bundle.scales == "resident" else bundle,
+        chunk=count_chunk_tokens(plan),
+        sequences=plan.decode.batch,
+        context=plan.kv.context,
+        kv=plan.kv.type,
+        predictor=plan.decode.predictor,
+    )
+
+
+def need_whole_memory(resolved: ResolvedPlan) -> Need:
+    """Bytes of all weights, keys and values, what is computed with, and pieces on their way."""
+    use = describe_use(resolved)
+    total = sum(list_arrays(use))
+    kept = use.model.shape.layers * sum(list_kept(use).values())
+    return Need(
+        total + count_host_bytes(use),
+        f"the whole model with its keys and values ({approximate_bytes(kept)}), and pieces of "
+        "weights on their way to it",
+    )
+
+
+def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
+    """What the backend cannot compute alone."""
+    plan, model = resolved.plan, resolved.model
+    limits = []
+    if resolved.dense_units:
+        limits.append(
+            f"has a whole model alone, and no unit beside it, such as `{resolved.dense_units[0]}`"
+        )
+    if plan.decode.predictor == "gate" and model.is_smooth:
+        limits.append("knows no thresholds of smooth activations")
+    if plan.memory.embedding == "flash" and not model.tied_head:
+        limits.append("keeps the embedding in its memory: memory.embedding must not be `flash`")
+    if resolved.bundle.scales == "resident":
+        limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
+    if model.state_layers:
+        limits.append("computes no layers that keep a state")
+    if model.attention.output_gate:
+        limits.append("computes no gates of attention's output")
+    each = 4 if plan.kv.type == "int8" else 2
+    if model.shape.head_dim % each:
+        limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")
+    return limits

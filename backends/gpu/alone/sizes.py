@@ -1,0 +1,220 @@
+"""Bytes that a whole model takes on a GPU: plain arithmetic, for plans and for what allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
+from pi2.plan.arithmetic.rows import count_qkv_rows
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS
+from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    HEAD_BIAS,
+    POSITIONS,
+    name_layer_tensor,
+)
+
+PARTIAL_ROWS = 64
+"""Sums of parts, of a token each, that there is room for, at least."""
+_VECTOR_BYTES = 16
+"""Arrays are whole vectors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShape:
+    """A dense tensor of the store."""
+
+    rows: int
+    length: int
+    precision: Precision | None
+    """None is float32."""
+    in_tiles: bool = True
+    """Whether it is multiplied with inputs, or looked up in tiles."""
+
+    def list_arrays(self) -> dict[str, int]:
+        """Bytes of its arrays on the device, by the names of kernels' parameters."""
+        if self.precision is None:
+            return {"values": _round(4 * self.rows * self.length)}
+        rows = round_up(self.rows, TILE) if self.in_tiles else self.rows
+        weights = _round(rows * weight_bytes(self.length, self.precision))
+        if not self.in_tiles:
+            return {"values": weights}
+        scales = rows * scale_bytes(self.length, self.precision)
+        found = {"matrix_weights": weights, "matrix_scales": _round(scales)}
+        return {name: size for name, size in found.items() if size}
+
+
+def list_tensors(use: ModelUse) -> Mapping[str, TensorShape]:
+    """Dense tensors of the store that the device has, by their names."""
+    model, shape = use.model, use.model.shape
+    precision, hidden = model.quantization, shape.stored_hidden
+    vector = TensorShape(rows=1, length=hidden, precision=None)
+    found = {
+        EMBEDDING: TensorShape(rows=shape.vocab, length=hidden, precision=precision.embedding),
+        FINAL_NORM: vector,
+    }
+    if model.norm.bias:
+        found[FINAL_NORM_BIAS] = vector
+    if not model.tied_head:
+        found[HEAD] = TensorShape(rows=shape.vocab, length=hidden, precision=precision.head)
+    if model.head_bias:
+        found[HEAD_BIAS] = TensorShape(rows=1, length=shape.vocab, precision=None)
+    if model.positions is not None:
+        found[POSITIONS] = TensorShape(
+            rows=shape.context, length=hidden, precision="fp16", in_tiles=False
+        )
+    for layer in range(shape.layers):
+        for kind, tensor in _list_layer_tensors(use, vector):
+            found[name_layer_tensor(layer, kind)] = tensor
+    return found
+
+
+def _list_layer_tensors(use: ModelUse, vector: TensorShape) -> Iterator[tuple[str, TensorShape]]:
+    model, shape = use.model, use.model.shape
+    precision, hidden = model.quantization, shape.stored_hidden
+    rows = count_qkv_rows(model)
+    head = TensorShape(rows=1, length=shape.head_dim, precision=None)
+    yield "qkv", TensorShape(rows=rows, length=hidden, precision=precision.attention)
+    yield (
+        "output",
+        TensorShape(rows=hidden, length=shape.stored_query, precision=precision.attention),
+    )
+    kinds = {
+        "attention_norm": (True, vector),
+        "ffn_norm": (True, vector),
+        "attention_norm_bias": (model.norm.bias, vector),
+        "ffn_norm_bias": (model.norm.bias, vector),
+        "attention_output_norm": (model.norm.outputs, vector),
+        "ffn_output_norm": (model.norm.outputs, vector),
+        "output_bias": (model.attention.output_bias, vector),
+        "down_bias": (model.ffn.bias, vector),
+        "qkv_bias": (
+            model.attention.qkv_bias,
+            TensorShape(rows=1, length=rows, precision=None),
+        ),
+        "query_norm": (model.attention.head_norm, head),
+        "key_norm": (model.attention.head_norm, head),
+    }
+    yield from ((kind, tensor) for kind, (there, tensor) in kinds.items() if there)
+    if model.moe is not None:
+        yield "router", TensorShape(rows=model.moe.experts, length=hidden, precision=None)
+        if model.moe.shared_gate:
+            yield "shared_router", vector
+    if use.predictor == "low-rank" and model.predictor is not None:
+        rank, experts = model.predictor.rank, model.expert_count
+        yield (
+            "predictor_in",
+            TensorShape(rows=experts * rank, length=hidden, precision=precision.predictor),
+        )
+        yield (
+            "predictor_out",
+            TensorShape(rows=model.layer_neurons, length=rank, precision=precision.predictor),
+        )
+        yield (
+            "predictor_bias",
+            TensorShape(rows=1, length=model.layer_neurons, precision=None),
+        )
+
+
+def list_neurons(use: ModelUse) -> dict[str, int]:
+    """Bytes of the arrays of a layer's neurons, by the names of kernels' parameters."""
+    tiles = -(-use.model.layer_neurons // TILE)
+    return {name: tiles * size for name, size in count_tile_bytes(use.layout).items()}
+
+
+def list_kept(use: ModelUse) -> dict[str, int]:
+    """Bytes of a layer's keys and values, and of their scales."""
+    attention = use.attention
+    vectors = use.sequences * attention.kv_heads * use.context
+    found = dict.fromkeys(("keys", "values"), _round(4 * vectors * attention.row_words))
+    if use.kv == "int8":
+        found |= dict.fromkeys(("keys_scales", "values_scales"), _round(4 * vectors))
+    return found
+
+
+def list_state(use: ModelUse) -> dict[str, int]:
+    """Bytes of what is computed with, by name."""
+    model, shape = use.model, use.model.shape
+    chunk, steps, hidden = use.chunk, use.sequences, shape.stored_hidden
+    neurons, rows = model.layer_neurons, max(PARTIAL_ROWS, use.chunk)
+    floats = {
+        "x": chunk * hidden,
+        "u": chunk * hidden,
+        "v": chunk * hidden,
+        "y": 0 if use.ffn_adds_to_stream else chunk * hidden,
+        "qkv": chunk * count_qkv_rows(model),
+        "mixed": chunk * shape.stored_query,
+        "span_sums": rows * shape.query,
+        "span_tops": 2 * rows * shape.heads,
+        "activations": chunk * neurons,
+        "partials": rows * hidden,
+        "logits": count_logit_rows(use) * shape.vocab,
+        "ids": chunk,
+        "places": 2 * chunk,
+    }
+    if use.router is not None:
+        floats["route_scores"] = chunk * use.router.rows
+        floats["routes"] = chunk * model.expert_count
+    if use.predictor == "low-rank" and model.predictor is not None:
+        floats["inner"] = steps * model.expert_count * model.predictor.rank
+    if use.is_sparse:
+        floats["slots"] = steps * neurons
+        floats["found"] = steps * shape.layers
+        floats["scores"] = 0 if use.predictor == "router" else steps * neurons
+    if model.attention.head_norm:
+        floats |= {f"head_norms_{layer}": 2 * shape.head_dim for layer in range(shape.layers)}
+    if use.is_sparse and model.moe is not None:
+        floats |= {f"order_{layer}": neurons for layer in range(shape.layers)}
+    if use.router is not None:
+        size = use.router.rows * hidden
+        floats |= {f"router_{layer}": size for layer in range(shape.layers)}
+    if model.norm.bias and model.norm.outputs:
+        floats["zeros"] = hidden
+    for number in range(count_ropes(use)):
+        size = use.context * (shape.head_dim // 2)
+        floats |= {f"cosines_{number}": size, f"sines_{number}": size}
+    return {name: _round(4 * count) for name, count in floats.items() if count}
+
+
+def count_ropes(use: ModelUse) -> int:
+    """Tables of positions."""
+    return 1 if use.model.other_rope is None else 2
+
+
+def count_logit_rows(use: ModelUse) -> int:
+    """Tokens whose logits are computed at once."""
+    return max(use.sequences, min(use.chunk, LOGIT_ROWS))
+
+
+def list_arrays(use: ModelUse) -> Iterator[int]:
+    """Bytes of every array on the device."""
+    joined = ("query_norm", "key_norm", "router", "shared_router")
+    for name, tensor in list_tensors(use).items():
+        if not name.endswith(joined):
+            yield from tensor.list_arrays().values()
+    for _ in range(use.model.shape.layers):
+        yield from list_neurons(use).values()
+        yield from list_kept(use).values()
+    yield from list_state(use).values()
+
+
+def count_host_bytes(use: ModelUse) -> int:
+    """Main memory beside them: logits, tables of positions, and pieces of weights on their way to
+    the device and while they are rearranged."""
+    shape = use.model.shape
+    stretch = min(use.model.layer_neurons, STAGED_NEURONS)
+    tiles = -(-stretch // TILE)
+    moving = (PACKING_COPIES + 1) * tiles * sum(count_tile_bytes(use.layout).values())
+    logits = 4 * count_logit_rows(use) * shape.vocab
+    ropes = 8 * count_ropes(use) * use.context * shape.head_dim
+    return logits + ropes + moving
+
+
+def _round(size: int) -> int:
+    return round_up(size, _VECTOR_BYTES)

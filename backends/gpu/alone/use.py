@@ -1,0 +1,168 @@
+"""What a model on a GPU is to do, and the kernels that it needs for that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pi2.backends.gpu.description import describe_ffn
+from pi2.backends.gpu.kernels.specification import (
+    AttentionKernels,
+    EmbeddingKernels,
+    FfnKernels,
+    GpuSpec,
+    NormKernels,
+    ProductKernels,
+    RouterKernels,
+    SelectKernels,
+    Target,
+)
+from pi2.backends.gpu.sizes import count_experts
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.weights.layout import BundleLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUse:
+    """A model, and how plans may use it."""
+
+    model: Model
+    layout: BundleLayout
+    """Bundles with their scales in them."""
+    chunk: int
+    """Most tokens that are computed together."""
+    sequences: int
+    context: int
+    kv: KvType
+    predictor: PredictorMode
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether steps compute some neurons alone."""
+        return self.predictor != "none"
+
+    @property
+    def adds_to_stream(self) -> bool:
+        """Whether what attention gives is added to the residual stream as it is."""
+        return self.model.multipliers.residual == 1.0 and not self.model.norm.outputs
+
+    @property
+    def ffn_adds_to_stream(self) -> bool:
+        """The same of the FFN."""
+        return self.adds_to_stream and not self.model.ffn.bias
+
+    @property
+    def ffn(self) -> FfnKernels:
+        """Kernels of all neurons."""
+        model = self.model
+        found = describe_ffn(
+            self.layout, model.ffn.activation, model.ffn.threshold or 0.0, count_experts(model)
+        )
+        return dataclasses.replace(found, in_rows=self.is_sparse)
+
+    @property
+    def products(self) -> Mapping[str, ProductKernels]:
+        """Kernels of products, by the kind of tensor."""
+        shape, attention = self.model.shape, self.model.attention
+        precision = self.model.quantization
+        head = precision.embedding if self.model.tied_head else precision.head
+        found = {
+            "qkv": ProductKernels(
+                length=shape.stored_hidden, precision=precision.attention, bias=attention.qkv_bias
+            ),
+            "output": ProductKernels(
+                length=shape.stored_query,
+                precision=precision.attention,
+                bias=attention.output_bias,
+                adds=self.adds_to_stream,
+            ),
+            "head": ProductKernels(
+                length=shape.stored_hidden, precision=head, bias=self.model.head_bias
+            ),
+        }
+        if self.predictor == "low-rank":
+            assert self.model.predictor is not None
+            found["predictor_in"] = ProductKernels(
+                length=shape.stored_hidden, precision=precision.predictor, relu=True
+            )
+            found["predictor_out"] = ProductKernels(
+                length=self.model.predictor.rank,
+                precision=precision.predictor,
+                bias=True,
+                blocks=self.model.expert_count,
+            )
+        return found
+
+    @property
+    def attention(self) -> AttentionKernels:
+        """Kernels of attention."""
+        shape, attention = self.model.shape, self.model.attention
+        windows = {self.model.find_window(layer) for layer in range(shape.layers)}
+        return AttentionKernels(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            scale=attention.scale or 1 / math.sqrt(shape.head_dim),
+            kv=self.kv,
+            head_norm=attention.head_norm,
+            epsilon=self.model.norm.epsilon,
+            score_cap=attention.softcap,
+            window=max((window for window in windows if window is not None), default=None),
+            some_full=None in windows,
+        )
+
+    @property
+    def router(self) -> RouterKernels | None:
+        """Kernels of a mixture's router."""
+        moe = self.model.moe
+        if moe is None:
+            return None
+        return RouterKernels(
+            length=self.model.shape.stored_hidden,
+            experts=moe.experts,
+            active=moe.active_experts,
+            kind=moe.router,
+            normalise=moe.normalise_weights,
+            shared=moe.shared_experts,
+            shared_gate=moe.shared_gate,
+        )
+
+    def describe_kernels(self, target: Target) -> GpuSpec:
+        """Everything that is compiled for the model."""
+        model, shape, norm = self.model, self.model.shape, self.model.norm
+        ffn, experts = self.ffn, count_experts(model)
+        return GpuSpec(
+            target=target,
+            ffn=ffn,
+            gathered=ffn if self.is_sparse else None,
+            gates=ffn if self.predictor == "gate" else None,
+            select=SelectKernels(
+                scored=self.predictor != "router",
+                experts=experts,
+                expert_neurons=shape.ffn if experts else 0,
+            )
+            if self.is_sparse
+            else None,
+            router=self.router,
+            products=tuple(dict.fromkeys(self.products.values())),
+            embedding=EmbeddingKernels(
+                length=shape.stored_hidden,
+                precision=model.quantization.embedding,
+                factor=model.multipliers.embedding,
+                positions=model.positions is not None,
+            ),
+            norm=NormKernels(
+                length=shape.stored_hidden,
+                width=shape.hidden,
+                epsilon=norm.epsilon,
+                kind=norm.kind,
+                bias=norm.bias,
+                outputs=norm.outputs,
+                residual_factor=model.multipliers.residual,
+                spreads=model.ffn.bias,
+            ),
+            attention=self.attention,
+        )

@@ -1,0 +1,179 @@
+"""All arrays of a model on a device, and the way of its weights there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pi2.arrays import F32, I32, U8, Raw
+from pi2.backends.gpu.alone.sizes import (
+    count_ropes,
+    list_kept,
+    list_neurons,
+    list_state,
+    list_tensors,
+)
+from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
+from pi2.backends.gpu.packing import (
+    fill_tile,
+    pack_neurons,
+    pack_slots,
+    pack_tile_scales,
+    pack_tiles,
+)
+from pi2.backends.gpu.sizes import TILE, count_tile_bytes
+from pi2.backends.protocol import Tensor
+from pi2.backends.rope import compute_rope_tables
+from pi2.plan.weights.packing import order_words
+
+_JOINED = {
+    "query_norm": ("head_norms", 0),
+    "key_norm": ("head_norms", 1),
+    "router": ("router", 0),
+    "shared_router": ("router", 1),
+}
+"""Tensors that lie in an array of their layer together, and which of its parts each is."""
+
+
+class ModelArrays:
+    """A model's arrays on a device."""
+
+    def __init__(self, launcher: Launcher, use: ModelUse) -> None:
+        """Make them all; raises P361 where the device has no memory for them."""
+        self._launcher, self._use = launcher, use
+        self._queue = launcher.open_queue()
+        self._all: list[DeviceArray] = []
+        self._shapes = list_tensors(use)
+        self._uploaded: Event | None = None
+        self._tail: tuple[int, int, U8] | None = None
+        """Layer and first index of neurons that do not fill a tile yet."""
+        layers = range(use.model.shape.layers)
+        try:
+            self.tensors = {
+                name: self._allocate(tensor.list_arrays())
+                for name, tensor in self._shapes.items()
+                if name.rpartition(".")[2] not in _JOINED
+            }
+            self.neurons = [self._allocate(list_neurons(use)) for _ in layers]
+            self.kept = [self._allocate(list_kept(use)) for _ in layers]
+            self.state = self._allocate(list_state(use))
+        except BaseException:
+            self.release()
+            raise
+        ropes = [use.model.rope, use.model.other_rope]
+        self._ropes = [rope for rope in ropes if rope is not None]
+        self._is_long: list[bool | None] = [None] * count_ropes(use)
+        if "zeros" in self.state:
+            self._send(self.state["zeros"], np.zeros(self.state["zeros"].size // 4, np.float32))
+
+    def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
+        arrays = {}
+        for name, size in sizes.items():
+            arrays[name] = self._launcher.allocate(size)
+            self._all.append(arrays[name])
+        return arrays
+
+    @property
+    def device_bytes(self) -> int:
+        """What all arrays of the device take."""
+        return sum(array.size for array in self._all)
+
+    def put(self, tensor: Tensor, first: int) -> None:
+        """See `pi2.backends.whole_model.WholeModel`."""
+        shape = self._shapes.get(tensor.name)
+        if shape is None:
+            # Such as predictors that the plan does not use.
+            return
+        assert first % TILE == 0, first
+        kind = tensor.name.rpartition(".")[2]
+        if kind in _JOINED:
+            array, part = _JOINED[kind]
+            layer = int(tensor.name.split(".")[1])
+            rows = self._use.router.experts if self._use.router is not None else 0
+            begin = 4 * shape.length * (part * rows if array == "router" else part)
+            self._send(
+                self.state[f"{array}_{layer}"],
+                tensor.weights,
+                begin + 4 * shape.length * first,
+            )
+            return
+        arrays = self.tensors[tensor.name]
+        if shape.precision is None or not shape.in_tiles:
+            row_bytes = tensor.weights.nbytes // tensor.rows
+            self._send(arrays["values"], tensor.weights, first * row_bytes)
+            return
+        weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
+        words = order_words(weights, shape.length, shape.precision)
+        packed: dict[str, Raw] = {"matrix_weights": pack_tiles([fill_tile(words)])}
+        if tensor.scales is not None:
+            scales = np.asarray(tensor.scales).reshape(tensor.rows, -1)
+            packed["matrix_scales"] = pack_tile_scales([fill_tile(scales)])
+        tiles = -(-shape.rows // TILE)
+        for name, values in packed.items():
+            # The size of the array may be rounded up: of a tile it is not.
+            size = values.nbytes // -(-tensor.rows // TILE)
+            assert tiles * size <= arrays[name].size
+            self._send(arrays[name], values, first // TILE * size)
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """See `pi2.backends.whole_model.WholeModel`."""
+        if self._tail is not None and self._tail[0] == layer:
+            assert first == self._tail[1] + len(self._tail[2]), "neurons come in stored order"
+            first, bundles = self._tail[1], np.concatenate([self._tail[2], bundles])
+        is_last = first + len(bundles) == self._use.model.layer_neurons
+        size = len(bundles) if is_last else len(bundles) // TILE * TILE
+        if size:
+            whole = bundles[:size]
+            if self._use.is_sparse:
+                arrays = pack_slots(whole, self._use.layout).list_arrays()
+            else:
+                arrays = pack_neurons(whole, self._use.layout).list_arrays()
+            sizes = count_tile_bytes(self._use.layout)
+            for name, values in arrays.items():
+                self._send(self.neurons[layer][name], values, first // TILE * sizes[name])
+        self._tail = None
+        if size < len(bundles):
+            self._tail = (layer, first + size, bundles[size:].copy())
+
+    def put_order(self, layer: int, order: I32) -> None:
+        """Tell the stored indices of a mixture's neurons, expert by expert."""
+        self._send(self.state[f"order_{layer}"], np.ascontiguousarray(order, np.int32))
+
+    def expect(self, end: int) -> None:
+        """Prepare the tables of positions for a sequence of ``end`` tokens."""
+        for number, rope in enumerate(self._ropes):
+            is_long = rope.kind == "longrope" and end > rope.original_context
+            if is_long == self._is_long[number]:
+                continue
+            self._is_long[number] = is_long
+            head_dim, context = self._use.model.shape.head_dim, self._use.context
+            tables = compute_rope_tables(rope, head_dim, context, is_long=is_long)
+            for name, table in zip(("cosines", "sines"), tables, strict=True):
+                self._send(self.state[f"{name}_{number}"], np.ascontiguousarray(table, np.float32))
+
+    def _send(self, array: DeviceArray, values: Raw | F32 | I32 | U8, offset: int = 0) -> None:
+        """Send a piece when the one before has arrived: no more than two are in main memory."""
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        if flat.nbytes % 4:
+            flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
+        elif np.may_share_memory(flat, np.asarray(values)):
+            # The caller's memory may change as soon as this returns.
+            flat = flat.copy()
+        if self._uploaded is not None:
+            self._uploaded.wait()
+        self._queue.upload(array, flat, offset)
+        self._uploaded = self._queue.submit()
+
+    def finish_loading(self) -> None:
+        """Return when everything has arrived."""
+        if self._uploaded is not None:
+            self._uploaded.wait()
+            self._uploaded = None
+
+    def release(self) -> None:
+        """Give the device's memory back."""
+        arrays, self._all = self._all, []
+        for array in arrays:
+            self._launcher.release(array)

@@ -1,0 +1,98 @@
+"""Sequences under way, and who takes their tokens through the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from pi2.arrays import F32, I32
+from pi2.diagnostics import UserError
+from pi2.memory.lending import ContextLoan
+
+
+class Sequences(ABC):
+    """Holds the position in every sequence; what derives from it computes."""
+
+    def __init__(self, *, context: int, sequences: int, loan: ContextLoan | None = None) -> None:
+        """``context``: tokens of each of the ``sequences`` that there is room for; ``loan``: memory
+        of the contexts that is lent while it is not used."""
+        self._context = context
+        self._loan = loan
+        self.positions = [0] * sequences
+        """Tokens of each sequence whose keys and values are kept."""
+        self._touched = [0] * sequences
+        """Most tokens that each has had since all of them were empty."""
+
+    @property
+    def position(self) -> int:
+        """Tokens of the first sequence whose keys and values are kept."""
+        return self.positions[0]
+
+    def reset(self, sequence: int = 0) -> None:
+        """Begin a new sequence in the place of another."""
+        self.abandon()
+        self.positions[sequence] = 0
+        if self._loan is not None and not any(self.positions):
+            self._touched = [0] * len(self.positions)
+            self._loan.begin()
+
+    def reset_all(self) -> None:
+        """Begin all sequences anew."""
+        for sequence in range(len(self.positions)):
+            self.reset(sequence)
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget what was begun and has not ended."""
+
+    @abstractmethod
+    def prefill(
+        self,
+        tokens: I32,
+        *,
+        all_logits: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+        end: int = 0,
+        sequence: int = 0,
+    ) -> F32:
+        """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
+
+        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.
+
+        Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
+        """
+
+    def decode(self, token: int) -> F32:
+        """Process one token of the first sequence with the plan's predictor.
+
+        Returns its logits [vocab], valid until the next call.
+        """
+        logits: F32 = self.step([token], [0])[0]
+        return logits
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        """Process a token each of some different ``sequences`` with the plan's predictor.
+
+        Returns their logits [n, vocab], valid until the next call.
+        """
+
+    def _check_room(self, sequence: int, count: int) -> None:
+        """UserError P602 if a sequence has no room for ``count`` tokens more."""
+        end = self.positions[sequence] + count
+        if end > self._context:
+            raise UserError.of(
+                "P602",
+                f"the sequence needs more than the {self._context} tokens of kv.context",
+                help="raise kv.context and memory.segments.kv, or shorten the prompt",
+            )
+        if self._loan is not None:
+            self._touched[sequence] = max(self._touched[sequence], end)
+            self._loan.claim(sum(self._touched))
+
+
+def tell_share(
+    progress: Callable[[float], None], before: int, count: int, total: int, share: float
+) -> None:
+    """Report the share of ``total`` tokens that is done, with ``share`` of these ``count``."""
+    progress((before + count * share) / total)

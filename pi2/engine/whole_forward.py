@@ -1,0 +1,76 @@
+"""Sequences through a model that a unit has as a whole: tokens go in, logits come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pi2.arrays import F32, I32
+from pi2.backends.whole_model import WholeModel
+from pi2.engine.sequences import Sequences
+from pi2.engine.waves import NeuronCounters
+
+
+class WholeForward(Sequences):
+    """Gives chunks and steps to the unit, and counts the neurons that it has named."""
+
+    def __init__(
+        self,
+        model: WholeModel,
+        *,
+        chunk: int,
+        context: int,
+        sequences: int,
+        step_neurons: int | None,
+    ) -> None:
+        """``step_neurons``: those that may compute a token in all layers together; None where
+        steps compute all of them."""
+        super().__init__(context=context, sequences=sequences)
+        self._model = model
+        self._chunk = chunk
+        self._step_neurons = step_neurons
+        self.counters = NeuronCounters()
+
+    def abandon(self) -> None:
+        """Do nothing: whatever was begun ends by itself."""
+
+    def prefill(
+        self,
+        tokens: I32,
+        *,
+        all_logits: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+        end: int = 0,
+        sequence: int = 0,
+    ) -> F32:
+        """See `pi2.engine.sequences.Sequences`."""
+        parts = []
+        self._model.expect(max(end, self.positions[sequence] + len(tokens)))
+        for start in range(0, len(tokens), self._chunk):
+            chunk = tokens[start : start + self._chunk]
+            self._check_room(sequence, len(chunk))
+            self._model.prefill(chunk, sequence, self.positions[sequence])
+            self.positions[sequence] += len(chunk)
+            done = start + len(chunk)
+            if all_logits or done == len(tokens):
+                first = 0 if all_logits else len(chunk) - 1
+                while first < len(chunk):
+                    parts.append(self._model.logits(first).copy())
+                    first += len(parts[-1])
+            progress(done / len(tokens))
+        return np.concatenate(parts)
+
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        """See `pi2.engine.sequences.Sequences`."""
+        for sequence in sequences:
+            self._check_room(sequence, 1)
+        positions = [self.positions[sequence] for sequence in sequences]
+        self._model.expect(max(positions) + 1)
+        logits = self._model.step(np.array(tokens, np.int32), sequences, positions)
+        for sequence in sequences:
+            self.positions[sequence] += 1
+        if self._step_neurons is not None:
+            self.counters.predicted += self._model.count_named()
+            self.counters.possible += self._step_neurons * len(tokens)
+        return logits

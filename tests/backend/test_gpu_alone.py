@@ -1,0 +1,58 @@
+"""Whole models on a GPU against Hugging Face transformers: golden models with operators that the
+demo does not have.  docs/gpu.md has what all of them gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.backends.gpu.kernels.signature import Api
+from tests.helpers.goldens import (
+    EXACT,
+    convert_golden,
+    copy_checkpoint,
+    measure_error,
+    read_golden,
+    run_golden,
+    write_plan,
+)
+from tests.helpers.gpu import require_launcher
+
+ERROR = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("api", "name", "predictor", "kv", "limit"),
+    [
+        # Soft caps, windows, norms of outputs, a head width of its own, keys and values in fp16.
+        ("webgpu", "gemma2", "none", "fp16", 5e-3),
+        # LayerNorm, biases everywhere, learned positions, neurons without gates, found by gates.
+        ("webgpu", "opt", "gate", "fp32", ERROR),
+        # A router that reads the layer's input, and names the neurons.
+        ("opencl", "smallthinker", "router", "fp32", ERROR),
+    ],
+)
+def test_golden_models_agree(
+    tmp_path: Path, api: Api, name: str, predictor: str, kv: str, limit: float
+) -> None:
+    require_launcher(api)
+    golden = read_golden(name)
+    model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)
+    segments = {"runtime": "900 MiB", "workspace": "64 MiB", "predictor": "1 MiB"}
+    changes: dict[str, Any] = {
+        "device": f"host-{api}",
+        "backends": {"gpu": "gpu"},
+        "memory": {
+            "budget": "2 GiB",
+            "segments": dict.fromkeys(("attention", "kv", "hot", "cold"), "0 B") | segments,
+            "units": {"gpu": {"budget": "64 MiB"}},
+        },
+        "layers": {"split": {"gpu": 1.0}, "hot": 1.0},
+        "decode": {"predictor": predictor},
+        "kv": {"context": 64, "type": kv},
+    }
+    logits, greedy = run_golden(write_plan(tmp_path, model, changes), golden)
+    assert measure_error(logits, golden.logits) <= limit
+    assert greedy == golden.greedy
