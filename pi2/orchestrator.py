@@ -32,6 +32,7 @@ from pi2.engine.loading import (
     read_tokenizer,
 )
 from pi2.engine.routed import RoutedFeedForward
+from pi2.engine.routing_dials import RoutingDials, make_dials
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.engine.whole_loading import load_whole, make_whole_forward
 from pi2.fit import find_plan_misfits, locate_findings
@@ -185,6 +186,7 @@ def build(
             shares=shares,
             in_order=observer is not None,
             experts=make_experts(resolved, grouped),
+            **({"dials": make_plan_dials(resolved, request)} if routed else {}),
         )
         bind_first_thread(request, cleanup)
         report_build(resolved, request, cache, reader, balance)
@@ -266,6 +268,11 @@ def build_whole_model(
             release=release,
         )
     )
+
+
+def make_plan_dials(resolved: ResolvedPlan, request: BuildRequest) -> RoutingDials | None:
+    """What lets routing deviate from the model's, where the plan asks for it."""
+    return make_dials(resolved.plan.experts, resolved.model, request.tensors)
 
 
 def make_experts(resolved: ResolvedPlan, grouped: list[I32] | None) -> ExpertNeurons | None:

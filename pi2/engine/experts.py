@@ -36,6 +36,10 @@ class ExpertNeurons:
         stop = len(found) if end is None else int(found.searchsorted(end))
         return found[start:stop]
 
+    def list_all(self, layer: int, values: I32) -> I32:
+        """``values`` [neurons] in stored order by expert, [experts, neurons of one]."""
+        return values.take(self._groups[layer])
+
     def list_runs(self, layer: int, experts: I32, wanted: range, shortest_gap: int) -> list[range]:
         """Stretches of stored order within ``wanted`` that have the neurons of ``experts``; those
         of which fewer than ``shortest_gap`` others lie in between are one."""

@@ -23,6 +23,7 @@ from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, unite_experts
 from pi2.engine.neuron_stream import NeuronStream
+from pi2.engine.routing_dials import DialCounters
 from pi2.engine.waves import NeuronCounters, Wave, Waves
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
@@ -97,6 +98,7 @@ class FeedForward(Waves):
         self._sequences = 0
         """Sequences of a step; 0 in a prompt."""
         self.counters = NeuronCounters()
+        self.dial_counters = DialCounters()
 
     def _count_owned(self, layer: int) -> int:
         """Neurons of ``layer`` that another unit computes of what is computed now."""
@@ -212,10 +214,14 @@ class FeedForward(Waves):
     def _begin_layer(self, layer: int) -> int:
         """Begin the FFN of ``layer`` with its own input, and let its unit begin; return how many
         neurons that has."""
-        self._executor.begin_ffn(layer)
+        self._begin_ffn(layer)
         owned = self._count_owned(layer)
         self._jobs.append(self.shares.start(layer, owned, self._sequences))
         return owned
+
+    def _begin_ffn(self, layer: int) -> None:
+        """Give the FFN of ``layer`` its input."""
+        self._executor.begin_ffn(layer)
 
     def _find_named(
         self, layer: int, owned: int, late: list[I32] | None = None, end: int | None = None

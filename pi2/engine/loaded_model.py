@@ -193,6 +193,7 @@ class LoadedModel:
             return self._describe_whole(self._parts.forward.counters)
         counters, size = self._parts.cache.counters, self._parts.cache.granule
         neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
+        weights = self._parts.feed_forward.dial_counters
         return RunStatistics(
             predicted_neurons=neurons.predicted,
             active_neurons=neurons.active,
@@ -206,6 +207,9 @@ class LoadedModel:
             routed_experts=neurons.routed,
             foreseen_experts=neurons.foreseen,
             tokens_without_ahead=neurons.without_ahead,
+            expert_weight=weights.weight,
+            replaced_weight=weights.replaced,
+            left_out_weight=weights.left_out,
             gate_reads=self._parts.reader.gate_reads,
             flash_saved_bytes=self._parts.reader.saved_bytes,
             hot_grown=0 if balance is None else balance.grown,

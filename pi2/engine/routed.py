@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import I32, Bits
+from pi2.backends.protocol import InputReader
 from pi2.engine.experts import unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.read_ahead import ReadAhead
+from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
+from pi2.memory.policy import ABSENT
 
 PARTS = 2
 """Parts of what a token computes in a layer: the last one is computed when nothing is left to read,
@@ -33,9 +36,11 @@ and every call takes its time."""
 class RoutedFeedForward(FeedForward):
     """Computes FFN layers of mixtures, of each the chosen experts."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        """See `FeedForward`; ``experts`` are given."""
+    def __init__(self, *arguments: Any, dials: RoutingDials | None = None, **named: Any) -> None:
+        """See `FeedForward`; ``experts`` are given.  ``dials`` change what the router chose, of an
+        executor that shows it."""
         super().__init__(*arguments, **named)
+        self._dials = dials
         assert self._experts is not None, "the model is no mixture"
         self._groups = self._experts.divide(self._cache.granule)
         self.read_ahead = ReadAhead()
@@ -45,6 +50,31 @@ class RoutedFeedForward(FeedForward):
     """What was begun ahead of the layer that is computed."""
     _now: Wave | None = None
     """What has been begun since its routing was known."""
+
+    def _begin_ffn(self, layer: int, *, is_guess: bool = False) -> None:
+        """Give the FFN of ``layer`` its input, and let the plan's dials change its routing."""
+        executor, dials = self._executor, self._dials
+        executor.begin_ffn(layer)
+        if dials is None or not isinstance(executor, InputReader):
+            return
+        counters = DialCounters() if is_guess else self.dial_counters
+        there, begun = self._find_there(layer), 0 if is_guess else self._count_begun(layer)
+        inputs, routes = executor.read_ffn_input(), executor.read_routes()
+        dials.apply(layer, inputs, routes, there, counters, begun=begun)
+
+    def _find_there(self, layer: int) -> Bits:
+        """Which experts [experts] are in memory, or on their way, with all of their neurons."""
+        slots = self._cache.find_slots(layer, 0, self._cache.neurons)
+        there: Bits = (self._groups.list_all(layer, slots) != ABSENT).all(axis=1)
+        return there
+
+    def _count_begun(self, layer: int) -> int:
+        """Experts of ``layer`` that have been read ahead, or a part of them."""
+        if self._ahead is None:
+            return 0
+        missing = np.zeros(self._cache.neurons, np.int32)
+        missing[self._ahead.found.missing] = 1
+        return int(self._groups.list_all(layer, missing).any(axis=1).sum())
 
     def begin_step(self, tokens: int) -> None:
         """Let what follows be about so many tokens, each of another sequence."""
@@ -72,7 +102,7 @@ class RoutedFeedForward(FeedForward):
         return len(self._cache.hot_slots[layer]) < self._cache.neurons
 
     def _begin_ahead(self, layer: int) -> Wave:
-        self._executor.begin_ffn(layer)
+        self._begin_ffn(layer, is_guess=True)
         return self._prefetch(layer, self._list_experts())
 
     def _prefetch(self, layer: int, guessed: list[I32]) -> Wave:
@@ -89,7 +119,7 @@ class RoutedFeedForward(FeedForward):
         executor, guessed = self._executor, None
         self._ahead, self._wave = self._wave, None
         if self._look_ahead == "layer" and self._looks_ahead(layer + 1):
-            executor.begin_ffn(layer + 1)
+            self._begin_ffn(layer + 1, is_guess=True)
             guessed = self._list_experts()
         owned = self._begin_layer(layer)
         chosen = self._list_experts()

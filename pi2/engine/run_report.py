@@ -51,6 +51,8 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
         "cache_hit_rate": _rounded(statistics.hit_rate),
+        "expert_weight_replaced": _rounded(statistics.replaced_share),
+        "expert_weight_left_out": _rounded(statistics.left_out_share),
         "foreseen_share": _rounded(statistics.routing_recall),
         "tokens_without_ahead": statistics.tokens_without_ahead,
         "flash_read_bytes": model.stats.flash_read_bytes,
@@ -116,6 +118,12 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
     ]
+    if run["expert_weight_replaced"] is not None:
+        replaced, gone = run["expert_weight_replaced"], run["expert_weight_left_out"]
+        lines.append(
+            f"{_percent(replaced)} of the experts' weight replaced by experts in memory, "
+            f"{_percent(gone)} left out"
+        )
     if run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
         rest = f", and did not pay in {stopped} tokens" if stopped else ""

@@ -34,6 +34,12 @@ class RunStatistics:
     """Those of them that looking ahead had named."""
     tokens_without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
+    expert_weight: float = 0.0
+    """Routing weight of tokens whose experts the plan may replace or leave out, over layers."""
+    replaced_weight: float = 0.0
+    """Of experts in whose place others computed, which were in memory."""
+    left_out_weight: float = 0.0
+    """Of experts in whose place nothing computed."""
     gate_reads: int = 0
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
@@ -57,6 +63,9 @@ class RunStatistics:
             routed_experts=self.routed_experts - other.routed_experts,
             foreseen_experts=self.foreseen_experts - other.foreseen_experts,
             tokens_without_ahead=self.tokens_without_ahead - other.tokens_without_ahead,
+            expert_weight=self.expert_weight - other.expert_weight,
+            replaced_weight=self.replaced_weight - other.replaced_weight,
+            left_out_weight=self.left_out_weight - other.left_out_weight,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
             hot_grown=self.hot_grown - other.hot_grown,
@@ -81,6 +90,16 @@ class RunStatistics:
     def routing_recall(self) -> float | None:
         """Share of the experts that looking ahead had named; None where it did not."""
         return divide(self.foreseen_experts, self.routed_experts)
+
+    @property
+    def replaced_share(self) -> float | None:
+        """Share of the experts' weight that others have taken; None where routing is exact."""
+        return divide(self.replaced_weight, self.expert_weight)
+
+    @property
+    def left_out_share(self) -> float | None:
+        """Share of the experts' weight that was left out; None where routing is exact."""
+        return divide(self.left_out_weight, self.expert_weight)
 
     @property
     def hit_rate(self) -> float | None:

@@ -67,6 +67,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "deep-nesting.plan.toml": ("P012", 24, 31),
     "dense-share-beyond-hot.plan.toml": ("P263", 24, 7),
     "device-as-plan.plan.toml": ("P014", 1, 1),
+    "dials-without-a-router.plan.toml": ("P279", 48, 16),
     "dotted-key.plan.toml": ("P101", 2, 9),
     "duplicate-key.plan.toml": ("P011", 16, 1),
     "duplicate-table.plan.toml": ("P011", 47, 1),

@@ -298,6 +298,33 @@ class Decode(Table):
     ``router`` only reads begin early, and what they miss is read in time."""
 
 
+class Experts(Table):
+    """How far generated tokens may deviate from a mixture's routing, so that less is read.
+
+    Nothing of it is done by default: every expert that the router chose computes, and what is in
+    memory changes no bit.  With ``decode.predictor = "router"``; a run's summary says how much of
+    the routing weight was replaced or left out, and `pi2 evaluate` what that costs.
+    """
+
+    prefer_cached: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.1])] = 0.0
+    """Share of the spread of a token's router scores that experts in memory gain on others, so
+    that they compute where the router is nearly indifferent."""
+    keep_best: Count = 1
+    """Number of a token's best experts that are never replaced by ``prefer_cached``."""
+    least_weight: Annotated[float, Field(ge=0.0, lt=1.0, examples=[0.05])] = 0.0
+    """Share of a token's routing weight below which an expert that is not in memory is left out."""
+    most_reads: Annotated[int, Field(ge=0, examples=[2])] | None = None
+    """Maximum number of experts that a layer reads for a token; those with the smallest weights
+    are left out. Absent reads all of them."""
+    renormalise: bool = True
+    """Whether the weights of the experts that compute are scaled to make up for those left out."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything but the router's choice is computed."""
+        return bool(self.prefer_cached or self.least_weight or self.most_reads is not None)
+
+
 SparsityMethod = Literal["cats", "cats-teal"]
 
 
@@ -414,6 +441,8 @@ class Plan(Document):
     """Prompt processing."""
     decode: Decode = Decode.default()
     """Token generation."""
+    experts: Experts = Experts.default()
+    """Deviations from a mixture's routing."""
     sparsity: Sparsity | None = None
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()

@@ -1,0 +1,128 @@
+"""Less than exact routing, where the plan asks for it: fewer experts are read than were chosen.
+
+Three dials of the table ``[experts]``, in this order:
+
+1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts that are
+   in memory, so that where the router is nearly indifferent, they take the place of others (the
+   idea of cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
+2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
+   smaller, are left out.
+3. ``most_reads``: of what is then missing, no more experts than that are read, those with the
+   largest weights.
+
+The weights of those that compute are the router's, scaled to the sum that they had; or, where
+``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
+says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, Bits
+from pi2.backends.protocol import Tensor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Experts
+from pi2.plan.weights.tensor_names import name_layer_tensor
+
+
+@dataclass(slots=True)
+class DialCounters:
+    """Routing weight of generated tokens, summed over layers and tokens."""
+
+    weight: float = 0.0
+    replaced: float = 0.0
+    """Of experts in whose place others have computed."""
+    left_out: float = 0.0
+    """Of experts in whose place nothing has."""
+
+
+class RoutingDials:
+    """Changes the routes of single tokens."""
+
+    def __init__(self, experts: Experts, model: Model, routers: Sequence[F32] | None) -> None:
+        """``routers``: rows [experts, hidden] of each layer, where other experts are preferred."""
+        assert model.moe is not None
+        self._settings = experts
+        self._moe = model.moe
+        self._routers = routers
+
+    def apply(
+        self,
+        layer: int,
+        inputs: F32,
+        routes: F32,
+        there: Bits,
+        counters: DialCounters,
+        *,
+        begun: int = 0,
+    ) -> None:
+        """Change ``routes`` [T, experts and shared experts] of tokens that read ``inputs``
+        [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
+        ``begun`` how many of these are being read for it.
+        """
+        own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
+        for token, row in enumerate(own):
+            before = row.copy()
+            total = float(row.sum())
+            if self._routers is not None:
+                self._prefer(row, self._routers[layer] @ inputs[token], there)
+            replaced = float(before[row == 0].sum())
+            left_out = self._leave_out(row, there, begun)
+            counters.weight += total
+            counters.replaced += replaced
+            counters.left_out += left_out
+
+    def _prefer(self, row: F32, scores: F32, there: Bits) -> None:
+        """Let experts that are ``there`` take the places of others with nearly their scores."""
+        chosen = np.flatnonzero(row)
+        count, keep = len(chosen), min(self._settings.keep_best, len(chosen))
+        spread = float(scores.max() - scores.min())
+        wanted = scores + np.float32(self._settings.prefer_cached * spread) * there
+        wanted[np.argsort(-scores, kind="stable")[:keep]] = np.inf
+        better = np.argsort(-wanted, kind="stable")[:count]
+        if self._moe.router == "softmax":
+            shares = np.exp(scores - scores.max())
+        else:
+            shares = 1 / (1 + np.exp(-scores))
+        scale = row.sum() / shares[better if self._moe.normalise_weights else chosen].sum()
+        row[:] = 0
+        row[better] = shares[better] * scale
+
+    def _leave_out(self, row: F32, there: Bits, begun: int) -> float:
+        """Leave out what is missing and not worth a read; return its weight."""
+        settings, total = self._settings, float(row.sum())
+        missing = np.flatnonzero((row != 0) & ~there)
+        gone = missing[row[missing] < settings.least_weight * total]
+        if settings.most_reads is not None:
+            left = missing[row[missing] >= settings.least_weight * total]
+            order = np.argsort(-row[left], kind="stable")
+            more = max(0, settings.most_reads - begun)
+            gone = np.concatenate([gone, left[order[more:]]])
+        if len(gone) == np.count_nonzero(row):
+            # Something has to compute: the best of them.
+            gone = gone[gone != row.argmax()]
+        weight = float(row[gone].sum())
+        row[gone] = 0
+        if settings.renormalise and weight:
+            row *= np.float32(total / (total - weight))
+        return weight
+
+
+def make_dials(
+    experts: Experts, model: Model, tensors: Mapping[str, Tensor]
+) -> RoutingDials | None:
+    """The dials of a plan; None where routing is exact."""
+    if model.moe is None or not experts.is_lossy:
+        return None
+    routers = None
+    if experts.prefer_cached:
+        names = [name_layer_tensor(layer, "router") for layer in range(model.shape.layers)]
+        routers = [
+            np.asarray(tensors[name].weights).view(np.float32).reshape(-1, tensors[name].length)
+            for name in names
+        ]
+    return RoutingDials(experts, model, routers)

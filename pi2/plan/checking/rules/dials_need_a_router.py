@@ -1,0 +1,52 @@
+"""The table ``[experts]`` deviates from routing where a router says what is read.
+
+Why: ``prefer_cached``, ``least_weight`` and ``most_reads`` choose among the experts that a router
+names.  With another predictor, or in a model without experts, they do nothing; and scores that are
+of the layer's input, not of the FFN's, are not at hand when experts are preferred.
+
+Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
+
+Fix: ``decode.predictor = "router"``, or leave the table out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding, Origin
+
+CODE = "P279"
+SEVERITY = "error"
+NEEDS = ("plan", "model")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Look for dials that turn nothing."""
+    experts, moe = facts.plan.experts, facts.model.moe
+    if not experts.is_lossy:
+        return
+    dials = ("prefer_cached", "least_weight", "most_reads")
+    dial = next(name for name in dials if getattr(experts, name) not in (None, 0.0))
+    if facts.plan.decode.predictor != "router":
+        yield Finding(
+            path=("experts", dial),
+            message=f"{dial} does nothing with predictor = "
+            f'"{facts.plan.decode.predictor}": no router names what is read',
+            help='write decode.predictor = "router", or leave the table [experts] out',
+            origins=(
+                Origin(
+                    document="plan",
+                    path=("decode", "predictor"),
+                    text=f'predictor = "{facts.plan.decode.predictor}"',
+                ),
+            ),
+        )
+    elif moe is not None and experts.prefer_cached and moe.router_input == "layer":
+        yield Finding(
+            path=("experts", "prefer_cached"),
+            message="experts cannot be preferred: the model's router reads the layer's input",
+            help="leave prefer_cached out; least_weight and most_reads work",
+            origins=(
+                Origin(document="model", path=("moe", "router_input"), text="it is said here"),
+            ),
+        )

@@ -1,0 +1,138 @@
+"""Deviations from a mixture's routing: what each dial does, what is counted, and that none of them
+does anything unless it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.engine.routing_dials import DialCounters, RoutingDials
+from pi2.engine.statistics import RunStatistics
+from pi2.importing.activations import group_experts
+from pi2.plan.documents.plan import Experts
+from pi2.store.reader import NeuronStore
+from pi2.store.reordering import reorder_store
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import MIXTURE, make_model
+
+EXPERTS, HIDDEN = 6, 64
+SCORES = np.array([3.0, 2.9, 1.0, 0.5, 0.0, -1.0], np.float32)
+
+
+def turn(
+    there: list[int], moe: dict[str, Any] | None = None, chosen: int = 2, **settings: Any
+) -> tuple[F32, DialCounters]:
+    """Routes of a token with `SCORES`, ``chosen`` of which compute, and what is counted."""
+    shape = {"experts": EXPERTS, "active_experts": chosen, **(moe or {})}
+    model = make_model({**MIXTURE, "moe": shape})
+    rows = np.zeros((EXPERTS, HIDDEN), np.float32)
+    rows[:, 0] = SCORES
+    routers = [rows] if "prefer_cached" in settings else None
+    dials = RoutingDials(Experts(**settings), model, routers)
+    inputs = np.zeros((1, HIDDEN), np.float32)
+    inputs[0, 0] = 1.0
+    routes = np.zeros((1, EXPERTS), np.float32)
+    shares = np.exp(SCORES[:chosen])
+    routes[0, :chosen] = shares / shares.sum()
+    known, counters = np.zeros(EXPERTS, bool), DialCounters()
+    known[there] = True
+    dials.apply(0, inputs, routes, known, counters)
+    return routes[0], counters
+
+
+def test_experts_in_memory_come_first_where_the_router_is_nearly_indifferent() -> None:
+    routes, counters = turn([2], prefer_cached=0.5)
+    # 1.0 + 0.5 x 4 is more than 2.9.
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 2])
+    shares = np.exp([3.0, 1.0])
+    np.testing.assert_allclose(routes[[0, 2]], shares / shares.sum(), rtol=1e-6)
+    gone = np.exp(2.9) / np.exp([3.0, 2.9]).sum()
+    assert counters.replaced == pytest.approx(gone) and counters.weight == pytest.approx(1.0)
+    routes, counters = turn([2], prefer_cached=0.4)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 1])
+    assert counters.replaced == 0.0
+
+
+def test_the_best_experts_are_never_replaced() -> None:
+    routes, _ = turn([3, 4], prefer_cached=1.0)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 3])
+    routes, _ = turn([3, 4], prefer_cached=1.0, keep_best=2)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 1])
+
+
+def test_weights_that_are_not_normalised_keep_their_scale() -> None:
+    moe = {"normalise_weights": False, "router": "sigmoid"}
+    routes, _ = turn([2], moe, prefer_cached=0.5)
+    sigmoid = 1 / (1 + np.exp(-SCORES))
+    assert routes[2] / routes[0] == pytest.approx(sigmoid[2] / sigmoid[0])
+    scale = 1.0 / sigmoid[:2].sum()
+    assert routes[0] == pytest.approx(sigmoid[0] * scale)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_cold_expert_of_little_weight_is_left_out(renormalise: bool) -> None:
+    weights = np.exp(SCORES[:4]) / np.exp(SCORES[:4]).sum()
+    routes, counters = turn([2], chosen=4, least_weight=0.1, renormalise=renormalise)
+    # 2 and 3 have less than a tenth, and 2 is in memory.
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 1, 2])
+    kept = weights[:3] / (weights[:3].sum() if renormalise else 1.0)
+    np.testing.assert_allclose(routes[:3], kept, rtol=1e-5)
+    assert counters.left_out == pytest.approx(weights[3], rel=1e-5)
+
+
+def test_no_more_experts_are_read_than_the_plan_allows() -> None:
+    routes, _ = turn([3], chosen=4, most_reads=1)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 3])
+    # Something has to compute.
+    routes, counters = turn([], chosen=2, most_reads=0)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0])
+    assert routes[0] == pytest.approx(1.0) and 0.4 < counters.left_out < 0.5
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = make_mixture_plan(tmp_path_factory.mktemp("dials"), "silu", {"predictor": None})
+    with NeuronStore.open(plan.parent / "store") as store:
+        orders = np.stack([group_experts(one.copy_original(), 200, 1) for one in store.layers])
+    reorder_store(plan.parent / "store", orders, "expert")
+    return plan
+
+
+def run(plan: Path, look_ahead: str = "none", **settings: Any) -> tuple[F32, RunStatistics]:
+    memory = {"layers.hot": 0.0, "memory.segments.cold": "600 KiB", "cache.fill": False}
+    router = {"decode.predictor": "router", "backends.cpu": "reference"}
+    router["decode.look_ahead"] = look_ahead
+    dials = {f"experts.{name}": value for name, value in settings.items()}
+    tokens = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
+    with pi2.load(plan, set={**router, **memory, **dials}) as model:
+        prompt = model.logits(tokens)
+        logits = model.logits(tokens, mode="decode")
+        assert prompt.shape == logits.shape
+        return logits, model.stats
+
+
+def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
+    exact, before = run(plan)
+    assert before.replaced_share is None
+    for settings, share in (
+        ({"prefer_cached": 0.5}, "replaced_share"),
+        ({"least_weight": 0.6}, "left_out_share"),
+        ({"most_reads": 1, "renormalise": False}, "left_out_share"),
+    ):
+        for look_ahead in ("none", "layer"):
+            logits, stats = run(plan, look_ahead, **settings)
+            assert stats.flash_read_bytes < before.flash_read_bytes, (settings, look_ahead)
+            assert 0.0 < getattr(stats, share) < 0.8
+            assert np.isfinite(logits).all() and np.abs(logits - exact).max() > 1e-4
+
+
+def test_dials_that_find_nothing_change_no_bit(plan: Path) -> None:
+    exact, _ = run(plan)
+    logits, stats = run(plan, most_reads=2)
+    np.testing.assert_array_equal(logits, exact)
+    assert (stats.replaced_share, stats.left_out_share) == (0.0, 0.0)
