@@ -32,11 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.arrays import F32, U8
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Graphs
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 
@@ -73,6 +74,10 @@ class UnitRequest:
     where they do not lie in the bundles."""
     neurons: Sequence[int]
     """Neurons that the unit owns of each layer."""
+    wanted: Sequence[int] = ()
+    """Numbers of neurons that steps compute of some layer, where these are fewer than it keeps."""
+    graphs: Graphs | None = None
+    """Shapes that the plan wants programs for; None leaves them to the unit."""
     matrices: Mapping[str, Tensor] = field(default_factory=dict)
     """The rows that the unit has of projections and of the head, by the tensors' names, in main
     memory while the unit is made; it copies them."""
@@ -97,6 +102,30 @@ class UnitRequest:
     def whole_bundle(self) -> BundleLayout:
         """How a neuron lies with its scales in it."""
         return self.bundle if self.scales is None else self.bundle.inline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """What a unit computed that nobody had asked for, because its programs have fixed shapes."""
+
+    computed: int
+    """Products of a token and a neuron, or a matrix's row, summed over jobs."""
+    wanted: int
+    """Those of them that were asked for."""
+
+    @property
+    def share(self) -> float:
+        """Part of what was computed; 0 of nothing."""
+        return 1 - self.wanted / self.computed if self.computed else 0.0
+
+
+@runtime_checkable
+class FixedShapes(Protocol):
+    """A dense unit whose programs have fixed shapes; a unit need not be one."""
+
+    @property
+    def padding(self) -> Padding:
+        """What was computed of the jobs so far."""
 
 
 class DenseUnit(Protocol):

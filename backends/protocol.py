@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pi2.backends.observer import ExecutorObserver
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -377,6 +377,14 @@ class WholeBackend(Backend, Protocol):
 
     def build_whole(self, request: WholeRequest) -> WholeModel:
         """Compile or load kernels and make room for the model."""
+
+
+@runtime_checkable
+class GraphBackend(Protocol):
+    """A unit's backend whose programs have fixed shapes; a backend need not be one."""
+
+    def list_graphs(self, facts: UnitFacts) -> tuple[GraphFacts, ...]:
+        """Return the graphs of neurons that a unit of the plan has."""
 
 
 class UnitBackend(Backend, Protocol):

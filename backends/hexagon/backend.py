@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import GraphFacts, UnitFacts, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.hexagon.sizes import UnitSizes
 
 COMPUTES = True
 NATIVE = False
@@ -40,13 +41,38 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of neurons and matrices in the NPU's layout, of jobs, of neurons that are
     added, and of a layer's neurons as they come."""
-    from pi2.backends.hexagon.sizes import UnitSizes, describe_shape
+    sizes = _describe_sizes(facts)
+    return Need(
+        sizes.shared_bytes + sizes.loading_bytes,
+        f"{sum(sizes.counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of "
+        f"{sizes.chunk} tokens, {approximate_bytes(sizes.scratch_bytes)} while a graph runs, "
+        f"stretches of {sizes.stretch} neurons that are sent to it, and a layer as it is loaded",
+    )
+
+
+def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
+    """Return the graphs of neurons that a unit of the plan has."""
+    from pi2.backends.hexagon.graphs import list_ffn_graphs
+    from pi2.backends.hexagon.operands import lay_out_scratch
+
+    sizes = _describe_sizes(facts)
+    return tuple(
+        GraphFacts(
+            tokens=graph.tokens, neurons=graph.neurons, own_bytes=lay_out_scratch(graph).bytes
+        )
+        for graph in list_ffn_graphs(sizes.graph_tokens, sizes.graph_neurons)
+    )
+
+
+def _describe_sizes(facts: UnitFacts) -> UnitSizes:
+    from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape
     from pi2.plan.arithmetic.rows import list_matrices
 
     resolved = facts.resolved
+    settings = resolved.plan.units.get(facts.unit)
     model, bundle = resolved.model, resolved.bundle
     whole = bundle.inline if bundle.scales == "resident" else bundle
-    sizes = UnitSizes(
+    return UnitSizes(
         shape=describe_shape(model, whole),
         stride=whole.stride,
         counts=facts.neurons or (),
@@ -54,12 +80,12 @@ def need_unit_memory(facts: UnitFacts) -> Need:
         chunk=max(resolved.plan.prefill.chunk, resolved.plan.decode.batch),
         jobs=count_chunks(resolved),
         stretch=min(model.layer_neurons, STAGED_NEURONS),
-    )
-    return Need(
-        sizes.shared_bytes + sizes.loading_bytes,
-        f"{sum(sizes.counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of "
-        f"{sizes.chunk} tokens, {approximate_bytes(sizes.scratch_bytes)} while a graph runs, "
-        f"stretches of {sizes.stretch} neurons that are sent to it, and a layer as it is loaded",
+        wanted=list_wanted(resolved, facts.unit),
+        **describe_graphs(
+            None if settings is None else settings.graphs,
+            resolved.device.units[facts.unit],
+            model.layer_neurons,
+        ),
     )
 
 

@@ -4,19 +4,25 @@ process runs."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.compiler.cache import Compiler, load_or_compile
-from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
-from pi2.backends.hexagon.graphs import Run, cut_tokens, find_room
+from pi2.backends.dense_unit import Padding, UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.hexagon.graphs import Run, cut_neurons, cut_tokens, find_room
 from pi2.backends.hexagon.machines import choose_machine
 from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
-from pi2.backends.hexagon.rooms import Room
+from pi2.backends.hexagon.rooms import Room, place_piece
 from pi2.backends.hexagon.session import Session
-from pi2.backends.hexagon.sizes import STAGING_BUFFERS, UnitSizes, describe_shape
+from pi2.backends.hexagon.sizes import (
+    STAGING_BUFFERS,
+    UnitSizes,
+    describe_graphs,
+    describe_shape,
+)
 from pi2.backends.hexagon.specification import (
     LANES,
     FfnGraph,
@@ -78,8 +84,12 @@ class HexagonUnit:
             chunk=request.chunk,
             jobs=request.jobs,
             stretch=request.stretch,
+            wanted=request.wanted,
+            **describe_graphs(request.graphs, request.unit, request.model.layer_neurons),
         )
-        spec = sizes.describe(DEFAULT_VERSION)
+        hexagon = request.unit.hexagon
+        version = None if hexagon is None else hexagon.version
+        spec = sizes.describe(version or DEFAULT_VERSION)
         self._numbers = {graph: number for number, graph in enumerate(spec.index)}
         machine = choose_machine(request.unit)
         self._note = ", emulated" if machine.is_emulated else ""
@@ -104,6 +114,7 @@ class HexagonUnit:
         """What the messages without a reply are about, by their numbers."""
         self._observer: UnitObserver | None = None
         self._busy_s = 0.0
+        self._computed = self._wanted = 0
 
     def _reserve_all(self, sizes: UnitSizes) -> None:
         """Find a place for everything in the shared memory."""
@@ -209,24 +220,34 @@ class HexagonUnit:
 
     def _compute(self, job: _Job, neurons: _Neurons, count: int, kind: str) -> None:
         """Let the worker compute the first ``count`` neurons of a room for a job."""
-        if not count:
-            return
-        width = find_room(count, self._sizes.graph_neurons)
-        places = {name: neurons.first + place for name, place in neurons.room.places.items()}
-        for run, (results, padded) in zip(job.runs, job.results, strict=True):
-            operands = places | self._place_run(job, padded, self._shape.hidden)
+        name = f"layer {job.layer}: {count} {kind} neurons"
+        pieces = cut_neurons(count, self._sizes.graph_neurons)
+        for (run, (results, padded)), piece in product(
+            zip(job.runs, job.results, strict=True), pieces
+        ):
+            operands = place_piece(self._shape, neurons.room, neurons.first, piece.first)
+            operands |= self._place_run(job, padded, self._shape.hidden)
             routes = self._places[job.place] + self._job_room.places["routes"]
             operands |= {
                 "plane": 4 * neurons.capacity,
                 "stride": neurons.capacity * LANES,
                 "routes": routes + 4 * run.first * self._shape.experts,
                 "results": results,
-                "count": count,
+                "count": piece.count,
                 "scratch": self._scratch,
             }
-            graph = FfnGraph(tokens=run.tokens, neurons=width)
-            name = f"layer {job.layer}: {count} {kind} neurons"
-            self._ask(graph, [operands[name] for name in FFN_OPERANDS], name)
+            graph = FfnGraph(tokens=run.tokens, neurons=piece.neurons)
+            self._ask(graph, [operands[key] for key in FFN_OPERANDS], name)
+            self._note_work(run.tokens * piece.neurons, run.count * piece.count)
+
+    def _note_work(self, computed: int, wanted: int) -> None:
+        self._computed += computed
+        self._wanted += wanted
+
+    @property
+    def padding(self) -> Padding:
+        """What graphs computed beyond jobs; a matrix's row counts as a neuron."""
+        return Padding(computed=self._computed, wanted=self._wanted)
 
     def _ask(self, graph: Graph, operands: list[int], name: str) -> None:
         number = self._session.ask(self._numbers[graph], operands)
@@ -246,6 +267,7 @@ class HexagonUnit:
                 tokens=run.tokens, rows=wide, length=round_up(length, 2 * LANES), weights=weights
             )
             self._ask(graph, [operands[part] for part in PRODUCT_OPERANDS], f"{name}: {rows} rows")
+            self._note_work(run.tokens * wide, run.count * rows)
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:

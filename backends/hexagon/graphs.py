@@ -19,6 +19,10 @@ TOKENS = (1, 2, 4, 32, 64, 128)
 """Tokens of graphs, unless a plan says otherwise: steps of few sequences, and chunks of prompts."""
 
 
+MOST_SIZES = 8
+"""Numbers of neurons that graphs have, unless a plan names more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A part of a job that one graph computes."""
@@ -29,6 +33,17 @@ class Run:
     """Tokens that the job has of it."""
     tokens: int
     """Tokens of the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neurons of a layer that one graph computes."""
+
+    first: int
+    count: int
+    """Neurons that are asked for."""
+    neurons: int
+    """Neurons of the graph."""
 
 
 def choose_tokens(most: int, allowed: Sequence[int] = TOKENS) -> tuple[int, ...]:
@@ -61,14 +76,36 @@ def find_most_padded(most: int, graphs: Sequence[int]) -> int:
     return max(count_padded(count, graphs) for count in range(1, most + 1))
 
 
-def choose_neurons(wanted: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of neurons of graphs, ascending, that hold each of ``wanted`` without loss."""
-    return tuple(sorted({round_up(count, LANES) for count in wanted if count > 0}))
+def choose_neurons(wanted: Iterable[int], most: int | None = None) -> tuple[int, ...]:
+    """Numbers of neurons of graphs, ascending: each of ``wanted``, or an equal part of it that has
+    no more than ``most``; some of them where they are many."""
+    found = set()
+    for count in wanted:
+        parts = 1 if most is None else -(-count // max(most, LANES))
+        if count > 0:
+            found.add(round_up(-(-count // parts), LANES))
+    ordered = sorted(found)
+    if len(ordered) > MOST_SIZES:
+        last = len(ordered) - 1
+        ordered = [ordered[last * place // (MOST_SIZES - 1)] for place in range(MOST_SIZES)]
+    return tuple(ordered)
+
+
+def cut_neurons(count: int, graphs: Sequence[int]) -> list[Piece]:
+    """Divide ``count`` neurons among graphs of ascending sizes: as many of the largest as fit, then
+    the smallest that holds the rest."""
+    pieces, first = [], 0
+    while first < count:
+        rest = count - first
+        size = next((item for item in graphs if item >= rest), graphs[-1])
+        pieces.append(Piece(first, min(rest, size), size))
+        first += size
+    return pieces
 
 
 def find_room(count: int, graphs: Sequence[int]) -> int:
-    """Neurons of the smallest graph that holds ``count``, 0 for none."""
-    return next(item for item in (0, *graphs) if item >= count)
+    """Neurons that graphs compute for ``count``: there must be room for them."""
+    return sum(piece.neurons for piece in cut_neurons(count, graphs))
 
 
 def list_ffn_graphs(tokens: Sequence[int], neurons: Sequence[int]) -> tuple[FfnGraph, ...]:

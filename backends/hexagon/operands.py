@@ -41,6 +41,10 @@ NUMBERS = ("plane", "stride", "count")
 bytes from 32 elements of down columns to the next, and neurons that count."""
 
 
+VALUE_BYTES = 5
+"""Bytes that a graph keeps of each neuron and token: its value, and the same rounded."""
+
+
 def lay_out_scratch(graph: Graph) -> Room:
     """Arrays that live while a graph runs: in the NPU's own memory (VTCM) where it has some."""
     if isinstance(graph, ProductGraph):

@@ -53,6 +53,22 @@ def lay_out_neurons(shape: FfnShape, neurons: int) -> Room:
     )
 
 
+def place_piece(shape: FfnShape, room: Room, first: int, neuron: int) -> dict[str, int]:
+    """Where arrays of a room at ``first`` begin for the neurons from ``neuron`` on, a multiple of
+    32."""
+    codes, factors = count_row_bytes(shape.weights, shape.length)
+    steps = {
+        "weights": shape.inputs * codes,
+        "multipliers": shape.inputs * factors,
+        "row_scales": 4,
+        "biases": 4,
+        "experts": 4,
+        "down": LANES,
+        "down_scales": 0,
+    }
+    return {name: first + room.places[name] + neuron * step for name, step in steps.items()}
+
+
 def lay_out_matrix(weights: Weights, rows: int, length: int) -> Room:
     """Room for ``rows``, a multiple of 32, of ``length`` elements, a multiple of 64."""
     assert rows % LANES == 0 and length % LENGTH_STEP == 0, (rows, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pi2.backends.hexagon.graphs import (
     TOKENS,
@@ -15,7 +16,7 @@ from pi2.backends.hexagon.graphs import (
     list_ffn_graphs,
     list_product_graphs,
 )
-from pi2.backends.hexagon.operands import lay_out_scratch
+from pi2.backends.hexagon.operands import VALUE_BYTES, lay_out_scratch
 from pi2.backends.hexagon.rooms import Room, lay_out_job, lay_out_matrix, lay_out_neurons
 from pi2.backends.hexagon.specification import (
     LANES,
@@ -23,9 +24,12 @@ from pi2.backends.hexagon.specification import (
     FfnShape,
     HexagonSpec,
     Version,
+    can_compute,
     choose_weights,
 )
+from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
 
 STAGING_BUFFERS = 2
@@ -43,6 +47,17 @@ def describe_shape(model: Model, layout: BundleLayout) -> FfnShape:
         bias=bool(layout.biases),
         experts=0 if layout.expert_offset is None else model.expert_count,
     )
+
+
+def describe_graphs(graphs: Graphs | None, unit: Unit, neurons: int) -> dict[str, Any]:
+    """Arguments of `UnitSizes` that say what graphs a plan wants, of layers of ``neurons``."""
+    own = None if unit.hexagon is None else unit.hexagon.own_memory
+    if graphs is None:
+        return {"own_memory": own}
+    # What cannot be compiled is a finding (P276), and left out here.
+    tokens = tuple(count for count in graphs.tokens if can_compute(count)) or TOKENS
+    stated = tuple(round(share * neurons) for share in graphs.shares or ())
+    return {"tokens": tokens, "stated": stated if any(stated) else None, "own_memory": own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +78,12 @@ class UnitSizes:
     """Most neurons that are added at once."""
     tokens: tuple[int, ...] = TOKENS
     """Tokens that graphs may have."""
+    wanted: Sequence[int] = ()
+    """Neurons that steps compute of some layer, where these are fewer than it keeps."""
+    stated: tuple[int, ...] | None = None
+    """Numbers of neurons of graphs, where the plan names them."""
+    own_memory: int | None = None
+    """Bytes of the NPU's own memory, if they are known."""
 
     @property
     def graph_tokens(self) -> tuple[int, ...]:
@@ -72,7 +93,14 @@ class UnitSizes:
     @property
     def graph_neurons(self) -> tuple[int, ...]:
         """Neurons of graphs, ascending."""
-        return choose_neurons((*self.counts, self.stretch))
+        if self.stated is not None:
+            return choose_neurons(self.stated)
+        most = self.own_memory
+        if most is not None:
+            # Half of it: inputs and weights pass through it, too.
+            each = max(self.graph_tokens) * VALUE_BYTES
+            most = most // 2 // each // LANES * LANES
+        return choose_neurons((*self.counts, *self.wanted, self.stretch), most)
 
     def describe(self, version: Version) -> HexagonSpec:
         """Return what the library is compiled from."""

@@ -36,9 +36,14 @@ def choose_weights(precision: Precision) -> Weights:
     return "int4" if precision == "int4" else "int8"
 
 
+def can_compute(tokens: int) -> bool:
+    """Whether there can be a graph of so many tokens."""
+    return tokens in (1, 2, 4) or tokens % TOKENS_TOGETHER == 0
+
+
 def count_together(tokens: int) -> int:
     """Tokens that a pass over weights computes in a graph of ``tokens``: 1, 2, 4 or 8."""
-    assert tokens in (1, 2, 4) or tokens % TOKENS_TOGETHER == 0, tokens
+    assert can_compute(tokens), tokens
     return min(tokens, TOKENS_TOGETHER)
 
 

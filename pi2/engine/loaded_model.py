@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.backends.dense_unit import FixedShapes
 from pi2.backends.protocol import Executor
 from pi2.backends.whole_model import WholeModel
 from pi2.diagnostics import UserError
@@ -177,6 +178,8 @@ class LoadedModel:
                 computed_neurons=unit.computed,
                 busy_s=unit.unit.busy_s,
                 lost=unit.lost,
+                padding=(unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None),
+                emulated=bool(plan.device.units[unit.name].emulated),
             )
             for unit in self._parts.feed_forward.shares.units.values()
         )

@@ -121,6 +121,10 @@ class UnitUse:
     """Seconds that it has worked, prompts included."""
     lost: str | None
     """Why the run has gone on without it, if it has."""
+    padding: float | None = None
+    """Part of what it computed that nobody had asked for, where its programs have fixed shapes."""
+    emulated: bool = False
+    """Whether it is played by the processor, so that its seconds mean nothing."""
 
 
 def _subtract(later: int | None, earlier: int | None) -> int | None:

@@ -18,7 +18,7 @@ from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.rows import list_matrices, name_head
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
-from pi2.plan.arithmetic.units import describe_unit
+from pi2.plan.arithmetic.units import describe_unit, list_wanted
 from pi2.plan.documents.backends import find_unit_backend
 from pi2.progress import Progress
 
@@ -90,6 +90,8 @@ def _build_unit(
         bundle=resolved.bundle,
         scales=build.scales,
         neurons=kept,
+        wanted=list_wanted(resolved, name),
+        graphs=None if settings is None else settings.graphs,
         matrices=_cut_matrices(resolved, name, build),
         chunk=max(plan.prefill.chunk, plan.decode.batch),
         jobs=count_chunks(resolved),

@@ -26,6 +26,8 @@ def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
             "computed_share": _round(divide(predicted, counted)),
             "busy_s": None,
             "lost": None,
+            "padding": None,
+            "emulated": False,
         }
     }
     for unit in units:
@@ -34,6 +36,8 @@ def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
             "computed_share": _round(divide(unit.computed_neurons, counted)),
             "busy_s": round(unit.busy_s, 4),
             "lost": unit.lost,
+            "padding": _round(unit.padding),
+            "emulated": unit.emulated,
         }
     return found
 
@@ -44,11 +48,14 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         return
     parts = []
     for name, unit in units.items():
-        text = f"{name} owns {unit['owned_share']:.0%} of the neurons"
+        shown = f"{name} (emulated)" if unit.get("emulated") else name
+        text = f"{shown} owns {unit['owned_share']:.0%} of the neurons"
         if unit["computed_share"] is not None:
             text += f" and computed {unit['computed_share']:.0%} of those computed"
         if unit["busy_s"] is not None:
             text += f", busy {unit['busy_s']:.2f} s"
+        if unit.get("padding") is not None:
+            text += f", {unit['padding']:.0%} of its work was padding"
         parts.append(text)
     yield f"units: {' · '.join(parts)}"
     for name, unit in units.items():

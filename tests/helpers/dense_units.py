@@ -19,6 +19,7 @@ from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize, split_scales, unpack_part
 from tests.helpers.models import make_model
@@ -55,7 +56,9 @@ NPU = Unit(kind="npu", architecture="hexagon", emulated=True)
 
 
 def _make_npu(request: UnitRequest) -> HexagonUnit:
-    return HexagonUnit(replace(request, unit=NPU))
+    # The same few graphs for every test of a model: each library takes a second to compile.
+    graphs = Graphs(tokens=(1, 16), shares=(0.5, 1.0))
+    return HexagonUnit(replace(request, unit=NPU, graphs=graphs))
 
 
 KINDS = (

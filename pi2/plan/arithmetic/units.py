@@ -25,6 +25,23 @@ class UnitFacts:
     """Whether it is given neurons that come from flash, while a prompt is processed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """A program of fixed shape that a unit runs for a part of a layer."""
+
+    tokens: int
+    neurons: int
+    own_bytes: int
+    """Bytes that it keeps while it runs."""
+
+
+def list_wanted(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
+    """Numbers of neurons that a unit computes of some layer in steps, ascending."""
+    shares = [layer.dense for layer in resolved.layers]
+    own = [share for share in shares if share is not None and share.unit == name]
+    return tuple(sorted({count for share in own for count in share.by_sequences}))
+
+
 def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
     """What a unit of the plan has to do."""
     kept, rows = None, resolved.divided_rows

@@ -149,6 +149,18 @@ class Memory(Table):
     """Theoretical rate of the memory interface, which no program reaches."""
 
 
+class Hexagon(Table):
+    """What programs must know of a Hexagon NPU."""
+
+    version: (
+        Annotated[Literal["v66", "v68", "v69", "v73", "v75"], Field(examples=["v75"])] | None
+    ) = None
+    """Version of the instruction set; absent means the oldest, which newer ones run, too."""
+    own_memory: Annotated[Bytes, Field(examples=["8 MiB"])] | None = None
+    """The NPU's own fast memory (VTCM), which holds what a graph keeps while it runs; absent means
+    that it is not known, and main memory holds it."""
+
+
 class Unit(Table):
     """A compute unit: what a plan gives work to."""
 
@@ -166,6 +178,8 @@ class Unit(Table):
     """Kinds of cores of a CPU; empty means *ask the machine*."""
     read_bandwidth: RateFigure | None = None
     """Rate at which the whole unit reads main memory."""
+    hexagon: Annotated[Hexagon, Field(examples=[{"version": "v75"}])] | None = None
+    """Of an NPU whose architecture is ``hexagon``: what programs are compiled for."""
     memory: Memory | None = None
     """Dedicated memory, such as that of a graphics card; absent means that the unit uses main
     memory."""

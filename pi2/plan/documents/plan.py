@@ -232,6 +232,25 @@ class Threads(Table):
 ActivationType = Literal["int8", "int16", "fp32"]
 
 
+class Graphs(Table):
+    """Shapes that an NPU's programs are compiled for, one for each number of tokens and share.
+
+    A job runs the smallest graphs that hold it, several where none does, and computes zeros where
+    they are larger than it.
+    """
+
+    tokens: Annotated[
+        tuple[Count, ...], Field(min_length=1, max_length=32, examples=[[1, 4, 64, 128]])
+    ] = (1, 2, 4, 32, 64, 128)
+    """Numbers of tokens: 1, 2, 4 or multiples of 8."""
+    shares: (
+        Annotated[tuple[Share, ...], Field(min_length=1, max_length=32, examples=[[0.3, 0.5]])]
+        | None
+    ) = None
+    """Shares of a layer's neurons; absent means those that the splits of layers give to the unit,
+    or parts of these that fit into its own memory."""
+
+
 class UnitSettings(Table):
     """How a unit of the device is used."""
 
@@ -240,6 +259,8 @@ class UnitSettings(Table):
     process: Literal["same", "own"] = "same"
     """Whether a unit that the processor plays (backend ``reference``) works in pi2's process or in
     one of its own, as the driver of an NPU does."""
+    graphs: Annotated[Graphs, Field(examples=[{"tokens": [1, 4, 64]}])] | None = None
+    """Shapes of an NPU's programs (backend ``hexagon``); absent means defaults."""
     on_failure: Literal["stop", "cpu"] = "stop"
     """What happens when the unit is lost while tokens are generated, or has no memory left:
     ``stop`` ends the run with an error; ``cpu`` goes on without it, its neurons being read from

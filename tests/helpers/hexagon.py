@@ -1,0 +1,158 @@
+"""The NPU's arithmetic in numpy, and a worker for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from pi2.arrays import F16, F32, I64, U8
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.hexagon.dense_unit import COMPILER
+from pi2.backends.hexagon.machines import Emulator, find_unit_obstacles
+from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS, lay_out_scratch
+from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
+from pi2.backends.hexagon.rooms import (
+    Room,
+    lay_out_job,
+    lay_out_matrix,
+    lay_out_neurons,
+    place_piece,
+)
+from pi2.backends.hexagon.session import Session
+from pi2.backends.hexagon.specification import FfnGraph, HexagonSpec, ProductGraph
+from pi2.plan.documents.device import Unit
+from pi2.plan.weights.layout import GROUP, Precision, round_up
+from pi2.plan.weights.packing import dequantize, unpack_codes
+from pi2.progress import ignore_progress
+
+EMULATED = Unit(kind="npu", architecture="hexagon", emulated=True)
+TOP = np.float32(127)
+
+
+def require_emulator() -> None:
+    """Skip the test where programs of the NPU cannot be run."""
+    if obstacles := find_unit_obstacles(EMULATED):
+        pytest.skip("; ".join(obstacles))
+
+
+def round_tokens(values: F32) -> tuple[I64, F32]:
+    """Inputs [n, length] as whole numbers, and each token's scale."""
+    peaks = np.abs(values).max(axis=1, initial=0)
+    inverse = TOP / np.where(peaks > 0, peaks, np.float32(1))
+    return np.rint(values * inverse[:, None]).astype(np.int64), peaks / TOP
+
+
+def multiply_exactly(
+    weights: U8, scales: F16 | None, length: int, precision: Precision, inputs: I64
+) -> tuple[I64, F32]:
+    """Whole sums [n, rows] of packed rows times rounded inputs [n, length], and the scale of each
+    row, as the NPU keeps them: computed from the store's bytes, by groups."""
+    if precision == "int4":
+        assert scales is not None
+        codes = unpack_codes(weights, length, precision).astype(np.int64)
+        wide = round_up(length, 2 * GROUP) // GROUP
+        own = scales.astype(np.float32)
+        row_scales = np.abs(own).max(axis=1) / np.float32(find_top_multiplier(wide))
+        safe = np.where(row_scales > 0, row_scales, np.float32(1))
+        factors = np.rint(own / safe[:, None]).astype(np.int64)
+        sums = np.zeros((len(inputs), len(codes)), np.int64)
+        for group in range(length // GROUP):
+            part = slice(group * GROUP, (group + 1) * GROUP)
+            sums += (inputs[:, part] @ codes[:, part].T) * factors[:, group]
+        return sums, row_scales
+    values = dequantize(weights, scales, length, precision)
+    row_scales = np.abs(values).max(axis=1) / TOP
+    safe = np.where(row_scales > 0, row_scales, np.float32(1))
+    whole = np.clip(np.rint(values / safe[:, None]), -TOP, TOP).astype(np.int64)
+    return inputs @ whole.T, row_scales
+
+
+class Bench:
+    """A worker whose memory tests fill by hand."""
+
+    def __init__(self, spec: HexagonSpec, size: int = 1 << 22) -> None:
+        self.spec = spec
+        library = load_or_compile(spec, ignore_progress, COMPILER)
+        self.session = Session(Emulator(), str(library), size)
+        self._end = 0
+
+    def place(self, room: Room) -> dict[str, int]:
+        """Where the arrays of a room are."""
+        first, self._end = self._end, self._end + room.bytes
+        assert self._end <= len(self.session.memory)
+        return {name: first + place for name, place in room.places.items()}
+
+    def write(self, places: dict[str, int], arrays: Arrays) -> None:
+        """Write arrays to their places."""
+        for name, values in arrays.items():
+            self.session.memory[places[name] : places[name] + len(values)] = values
+
+    def read(self, place: int, *shape: int) -> F32:
+        """Floats at a place."""
+        size = 4 * int(np.prod(shape))
+        return self.session.memory[place : place + size].view(np.float32).reshape(shape).copy()
+
+    def give(self, tokens: Tokens, places: dict[str, int]) -> None:
+        """Write a graph's inputs."""
+        self.write(
+            places,
+            {
+                "inputs": tokens.inputs,
+                "offsets": tokens.offsets.reshape(-1).view(np.uint8),
+                "scales": tokens.scales.view(np.uint8),
+            },
+        )
+
+    def multiply(self, graph: ProductGraph, arrays: Arrays, inputs: F32) -> F32:
+        """Products [n, rows] of a matrix and inputs [n, length]."""
+        self._end = 0
+        self.session.memory[:] = 255  # nothing depends on what was there
+        matrix = self.place(lay_out_matrix(graph.weights, graph.rows, graph.length))
+        job = self.place(
+            lay_out_job(graph.tokens, graph.length, graph.length // GROUP, 0, graph.rows)
+        )
+        scratch = self.place(lay_out_scratch(graph))
+        self.write(matrix, arrays)
+        self.give(pack_tokens(inputs, graph.tokens, graph.weights), job)
+        operands = matrix | job | {"scratch": min(scratch.values())}
+        self.run(graph, [operands[name] for name in PRODUCT_OPERANDS])
+        return self.read(job["results"], graph.tokens, graph.rows)[: len(inputs)]
+
+    def feed_forward(
+        self, graph: FfnGraph, arrays: Arrays, inputs: F32, room: int, first: int, count: int
+    ) -> F32:
+        """Sums [n, hidden] of ``count`` neurons from ``first`` on, of a room of ``room``."""
+        shape = self.spec.ffn
+        assert shape is not None
+        self._end = 0
+        self.session.memory[:] = 255
+        layout = lay_out_neurons(shape, room)
+        neurons = self.place(layout)
+        length = shape.length
+        job = self.place(lay_out_job(graph.tokens, length, length // GROUP, 0, shape.hidden))
+        scratch = self.place(lay_out_scratch(graph))
+        self.write(neurons, arrays)
+        size = 4 * graph.tokens * shape.hidden
+        self.session.memory[job["results"] : job["results"] + size] = 0
+        self.give(pack_tokens(inputs, graph.tokens, shape.weights), job)
+        start = min(neurons.values())
+        operands = place_piece(shape, layout, start, first) | job
+        operands |= {
+            "plane": 4 * room,
+            "stride": 32 * room,
+            "count": count,
+            "scratch": min(scratch.values()),
+        }
+        self.run(graph, [operands[name] for name in FFN_OPERANDS])
+        return self.read(job["results"], graph.tokens, shape.hidden)[: len(inputs)]
+
+    def run(self, graph: FfnGraph | ProductGraph, operands: Sequence[int]) -> None:
+        """Run a graph to its end."""
+        number = self.session.ask(self.spec.index.index(graph), operands)
+        assert self.session.take_reply().number == number
+
+    def close(self) -> None:
+        """End the worker."""
+        self.session.close()
