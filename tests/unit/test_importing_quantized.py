@@ -24,6 +24,7 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Quantization
+from pi2.plan.weights.packing import dequantize
 from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 
 Array = npt.NDArray[Any]
@@ -165,6 +166,31 @@ def test_mxfp4_experts_are_read_exactly(tmp_path: Path) -> None:
     for expert in range(experts):
         found = read(folder, f"experts.down_proj.{expert}")
         np.testing.assert_array_equal(found, expected[expert].T)
+
+
+@pytest.mark.parametrize("spread", [1, 4, 6])
+def test_mxfp4_becomes_int8_exactly_where_exponents_of_a_group_differ_little(
+    spread: int, tmp_path: Path
+) -> None:
+    """Along the rows of the file one exponent is common to a group; across them 32 are."""
+    codes, groups = draw_codes(16, 1, 64, 64), 2
+    exponents = draw_codes(spread, 1, 64, groups, seed=2) + 118
+    tensors: Stored = {
+        "x_blocks": ("U8", pack_pairs(codes).reshape(1, 64, groups, 16)),
+        "x_scales": ("U8", exponents.astype(np.uint8)),
+    }
+    folder = write_folder(tmp_path / "model", {"quant_method": "mxfp4"}, tensors)
+    tensor = open_checkpoint(folder).tensors["x.0"]
+    for raw, always in ((tensor.read_turned(), True), (tensor.read_raw(), spread <= 4)):
+        taken = tensor.take_codes(raw, "int8")
+        assert taken is not None
+        found = dequantize(*taken, 64, "int8")
+        wanted = tensor.widen(raw)
+        if always:
+            np.testing.assert_array_equal(found, wanted)
+        else:
+            assert 0 < np.abs(found - wanted).max() <= np.abs(wanted).max() / 254 * 1.001
+    assert tensor.take_codes(raw, "int4") is None
 
 
 @pytest.mark.parametrize("exporter", ["compressed-tensors", "modelopt"])

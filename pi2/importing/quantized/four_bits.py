@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import F32, Raw
+from pi2.arrays import F16, F32, U8, Raw
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
     E4M3,
@@ -27,6 +27,8 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.quantized.eight_bits import decode_scaled
 from pi2.importing.safetensors_file import SourceTensor, turn
+from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.packing import pack_codes, quantize, unpack_codes
 
 MX_GROUP, NV_GROUP = 32, 16
 
@@ -55,6 +57,11 @@ class FourBitTensor(DecodedTensor):
         groups = numbers.reshape(len(codes), wide.shape[1], -1) * wide[:, :, None]
         return np.asarray(groups.reshape(len(codes), -1), np.float32)
 
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        if precision != "int8" or raw.shape[1] % GROUP:
+            return None
+        return quantize_exactly(self.widen(raw))
+
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         stop = self.shape[0] if stop is None else stop
         if self.is_turned:
@@ -63,6 +70,32 @@ class FourBitTensor(DecodedTensor):
 
     def read_turned(self) -> Raw:
         return self.decode(0, self.shape[1]) if self.is_turned else turn(self.read_raw())
+
+
+def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
+    """Rows [n, length] as int8, with a power of two as the scale of every group whose numbers are
+    multiples of it, up to 127; other groups are rounded to nearest.  None where that fits nowhere.
+
+    4-bit floats with one power of two are such groups; those of a down projection, which a store
+    has along its outputs, are as long as their exponents differ little.
+    """
+    if not np.isfinite(rows).all():
+        return None
+    groups = rows.reshape(len(rows), -1, GROUP)
+    most = np.abs(groups).max(axis=2)
+    exponents = np.frexp(most)[1] - 7
+    # The smallest and the largest power of two of fp16.
+    powers = np.ldexp(np.float32(1), np.clip(exponents, -24, 15)).astype(np.float32)
+    codes = groups / powers[:, :, None]
+    exact = (codes == np.rint(codes)).all(axis=2) & (np.abs(codes) <= 127).all(axis=2)
+    if not exact.any():
+        return None
+    packed, scales = quantize(rows, "int8")
+    assert scales is not None
+    known = unpack_codes(packed, rows.shape[1], "int8").reshape(groups.shape)
+    chosen = np.where(exact[:, :, None], codes, known).astype(np.int8)
+    scales = np.where(exact, powers, scales).astype(np.float16)
+    return pack_codes(chosen.reshape(rows.shape), "int8"), scales
 
 
 def _read_part(tensor: SourceTensor, start: int, stop: int) -> Raw:
