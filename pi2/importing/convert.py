@@ -1,6 +1,7 @@
 """Turns a checkpoint into a neuron store, tensor by tensor.
 
-At most the FFN matrices of one layer are in memory at once, as they are in the checkpoint.
+At most the FFN matrices of one layer are in memory at once, of a mixture those of a few experts, as
+they are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -22,6 +24,7 @@ from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.activations import count_bands, group_experts, order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
 from pi2.importing.powerinfer_predictors import list_predictor_files
 from pi2.importing.predictors import LayerPredictor, find_predictors
 from pi2.importing.quantizers.quantizer import Quantizer
@@ -149,6 +152,14 @@ class _Conversion:
         reading: Future[list[list[Raw]]] | None = None
         for layer, following in zip_longest(left, left[1:]):
             matrices = sources[layer]
+            if self._model.moe is not None and is_by_expert(
+                self._order[layer], self._model.shape.ffn
+            ):
+                # Experts are read one after the other: all of them may be larger than memory.
+                experts = ExpertMatrices(partial(self._read_expert, matrices))
+                pieces = self._pack_layer(layer, matrices, experts, writer.bundle, pool)
+                writer.write_layer(layer, self._order[layer], pieces)
+                continue
             raw = self._read_layer(matrices) if reading is None else reading.result()
             reading = None
             # The next layer is read while this one is packed, if there is room for both.
@@ -182,7 +193,7 @@ class _Conversion:
         self,
         layer: int,
         sources: list[list[Rows]],
-        raw: list[list[Raw]],
+        raw: list[list[Raw]] | ExpertMatrices,
         bundle: BundleLayout,
         pool: ThreadPoolExecutor,
     ) -> Iterator[U8]:
@@ -225,6 +236,9 @@ class _Conversion:
 
     def _read_layer(self, sources: list[list[Rows]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
+
+    def _read_expert(self, sources: list[list[Rows]], number: int) -> list[Raw]:
+        return self._read_matrices(sources[number])
 
     def _read_matrices(self, group: list[Rows]) -> list[Raw]:
         """Matrices of a layer's FFN, or of one expert's, each with neurons as rows."""
