@@ -84,7 +84,7 @@ def test_a_request_that_fails_is_read_again(file: BundleFile) -> None:
     reader._engine.wait(pending.batch, 0)
     reader._arena[1, 4096:8192] = 0
     pending.batch.results[1] = -1
-    reader._engine.wait = lambda batch, part: None  # type: ignore[method-assign]
+    reader._engine.wait = lambda batch, part: None
     reader.finish(pending, 0)
     truth = file.path.read_bytes()[OFFSET + 2 * GRANULE * STRIDE :][: GRANULE * STRIDE]
     assert reader._arena[1].tobytes() == truth
@@ -133,7 +133,8 @@ def test_a_granule_is_what_an_expert_has_in_one_stretch() -> None:
     stored = np.argsort(grouped // FFN, kind="stable").astype(np.int32)
     assert choose_granule([stored], EXPERTS, 512) == FFN
     halves = ExpertNeurons([stored], EXPERTS).divide(100)
-    assert sorted(halves.list_neurons(0, np.arange(EXPERTS)).tolist()) == list(range(8))
+    every = np.arange(EXPERTS, dtype=np.int32)
+    assert sorted(halves.list_neurons(0, every).tolist()) == list(range(8))
 
 
 def test_experts_that_are_used_most_come_first() -> None:
