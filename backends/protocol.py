@@ -315,6 +315,22 @@ class LengthAware(Protocol):
         """Tell that the calls that follow bring the sequence to ``end`` tokens."""
 
 
+CONTEXT_BLOCK = 16
+"""Keys and values are copied for so many tokens at once."""
+
+
+@runtime_checkable
+class ContextKeeper(Protocol):
+    """An executor that copies keys and values; a backend need not have it."""
+
+    def read_context(self, sequence: int, first: int, end: int) -> U8:
+        """A copy [n] of the keys and values of a sequence's tokens from ``first`` to ``end``,
+        multiples of ``CONTEXT_BLOCK``, in an order of the executor's own."""
+
+    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """Put back what `read_context` gave for these tokens, of this sequence or another one."""
+
+
 @runtime_checkable
 class StateKeeper(Protocol):
     """An executor that copies the states of layers that have one instead of keys and values.

@@ -1,8 +1,9 @@
 """Where pi2 keeps what it can make or fetch again: one folder of the user's for everything.
 
 ``PI2_CACHE_DIR`` names it; without, it is ``pi2`` in the folder that ``XDG_CACHE_HOME`` names, as a
-rule ``~/.cache``.  Compiled kernels, fetched profiles, what is known of tokenizers and the GGUF
-files of comparisons have a folder each in it.  It can be deleted at any time.
+rule ``~/.cache``.  Compiled kernels, fetched profiles, what is known of tokenizers, keys and
+values of prompts and the GGUF files of comparisons have a folder each in it.  It can be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 
 VARIABLE = "PI2_CACHE_DIR"
 
-Kept = Literal["kernels", "profiles", "peers", "tokenizers"]
+Kept = Literal["kernels", "profiles", "peers", "prefixes", "tokenizers"]
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.arrays import F32
+import numpy as np
+
+from pi2.arrays import F32, U8, Raw
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
-from pi2.backends.protocol import BuildRequest
+from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables
 from pi2.plan.weights.layout import round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
@@ -74,6 +76,8 @@ class Attention:
             self._weights.append(space.wrap_tensors(**names) | own | turned)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have instead."""
+        self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
+        """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
         self._caches = [
             [self._make_cache(space, layer, sequence) for layer in self._layers]
             for sequence in range(request.sequences)
@@ -95,9 +99,27 @@ class Attention:
     def _make_cache(self, space: Workspace, layer: int, sequence: int) -> Views:
         """Return views of what a layer keeps of a sequence: keys and values, or a state."""
         if self._kinds[layer] == "attention":
-            return _make_cache(space, self._spec, self.context)
+            arrays = _make_cache(space, self._spec, self.context)
+            blocks = self.context // CONTEXT_BLOCK
+            for array in arrays.values():
+                raw = array.view(np.uint8).reshape(self._spec.kv_heads, blocks, -1)
+                self._kept[sequence].append(raw)
+            return {name: space.wrap(array) for name, array in arrays.items()}
         assert self.states is not None
         return self.states.kept[sequence][layer]
+
+    def read(self, sequence: int, first: int, end: int) -> U8:
+        """Return a copy of the keys and values of a sequence's tokens."""
+        blocks = slice(first // CONTEXT_BLOCK, end // CONTEXT_BLOCK)
+        return np.concatenate([raw[:, blocks].reshape(-1) for raw in self._kept[sequence]])
+
+    def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """Set the keys and values of a sequence's tokens to what `read` gave."""
+        blocks, done = slice(first // CONTEXT_BLOCK, end // CONTEXT_BLOCK), 0
+        for raw in self._kept[sequence]:
+            place = raw[:, blocks]
+            place[:] = kept[done : done + place.size].reshape(place.shape)
+            done += place.size
 
     def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
         """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
@@ -166,8 +188,9 @@ def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) 
     ]
 
 
-def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> Views:
-    """Return views of a layer's keys and values, and of their scales if they have any."""
+def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> dict[str, Raw]:
+    """Return a layer's keys and values, and their scales if they have any: blocks of tokens of a
+    head lie one after the other."""
     vectors = context * spec.kv_heads
     sizes = dict.fromkeys(("keys", "values"), vectors * spec.head_dim)
     arrays = {
@@ -176,4 +199,4 @@ def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> Views:
     if spec.kv == "int8":
         for name in ("key_scales", "value_scales"):
             arrays[name] = space.make("float16", vectors, segment="kv")
-    return {name: space.wrap(array) for name, array in arrays.items()}
+    return arrays

@@ -334,6 +334,14 @@ class CpuExecutor:
         for tables in self._attention.ropes:
             tables.expect(end)
 
+    def read_context(self, sequence: int, first: int, end: int) -> U8:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        return self._attention.read(sequence, first, end)
+
+    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        self._attention.put(sequence, first, end, kept)
+
     def read_state(self, sequence: int) -> F32:
         """See `pi2.backends.protocol.StateKeeper`."""
         states = self._attention.states

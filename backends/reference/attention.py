@@ -21,7 +21,7 @@ class Attention:
         self._request = request
         self._model = request.model
         shape = self._model.shape
-        self._kv = KvCache(request)
+        self.kept = KvCache(request)
         size = (request.context, shape.head_dim // 2)
         self._ropes = [
             RopeTables(
@@ -59,10 +59,10 @@ class Attention:
         other = self._model.find_rope(layer) is self._model.other_rope
         cos, sin = (table[position:end] for table in self._ropes[other].arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        self._kv.keep(sequence, 0, layer, position, key)
+        self.kept.keep(sequence, 0, layer, position, key)
         value = value.reshape(count, shape.kv_heads, shape.head_dim)
-        self._kv.keep(sequence, 1, layer, position, value)
-        keys, values = (self._kv.read(sequence, kind, layer, end) for kind in (0, 1))
+        self.kept.keep(sequence, 1, layer, position, value)
+        keys, values = (self.kept.read(sequence, kind, layer, end) for kind in (0, 1))
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]

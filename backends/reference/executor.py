@@ -371,6 +371,14 @@ class ReferenceExecutor(ObservableExecutor):
         """See `pi2.backends.protocol.LengthAware`."""
         self._attention.expect(end)
 
+    def read_context(self, sequence: int, first: int, end: int) -> U8:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        return self._attention.kept.copy(sequence, first, end)
+
+    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        self._attention.kept.put(sequence, first, end, kept)
+
     def read_state(self, sequence: int) -> F32:
         """See `pi2.backends.protocol.StateKeeper`."""
         return np.zeros(0, np.float32) if self._states is None else self._states.read(sequence)

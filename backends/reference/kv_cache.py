@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, Raw
+from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
@@ -59,3 +59,21 @@ class KvCache:
         if self._int8:
             found *= self._scales[place][..., None].astype(np.float32)
         return found
+
+    def copy(self, sequence: int, first: int, end: int) -> U8:
+        """A copy [n] of what is kept of a sequence's tokens from ``first`` to ``end``."""
+        parts = [array[sequence, :, :, first:end] for array in self._arrays]
+        return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
+
+    def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """Put back what `copy` gave for these tokens."""
+        done = 0
+        for array in self._arrays:
+            part = array[sequence, :, :, first:end]
+            size = part.size * part.itemsize
+            part[:] = kept[done : done + size].view(part.dtype).reshape(part.shape)
+            done += size
+
+    @property
+    def _arrays(self) -> list[Raw]:
+        return [self._elements, *([self._scales] if self._int8 else [])]

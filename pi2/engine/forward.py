@@ -64,6 +64,11 @@ class Forward(Sequences):
         super().reset(sequence)
         self._interrupted.discard(sequence)
 
+    def go_on_from(self, sequence: int, position: int) -> None:
+        """See `pi2.engine.sequences.Sequences`."""
+        self._interrupted.discard(sequence)
+        super().go_on_from(sequence, position)
+
     def prefill(
         self,
         tokens: I32,

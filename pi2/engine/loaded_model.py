@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,8 +15,9 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.dense_unit import FixedShapes
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, Executor, StateKeeper
 from pi2.backends.whole_model import WholeModel
+from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
@@ -22,6 +25,8 @@ from pi2.engine.chat import Message, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.generation import AsyncGeneration, Generation
+from pi2.engine.kept_prefixes import KeptPrefixes
+from pi2.engine.prefix_files import PrefixFiles
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.sequences import Sequences
@@ -462,6 +467,35 @@ class LoadedModel:
         hidden = {token for token, what in added.items() if what.special} - request.shown_ids
         return TokenDecoder(
             lambda ids: self.decode([token for token in ids if token not in hidden], special=True)
+        )
+
+    def keep_prefixes(self) -> None:
+        """Let prompts go on from earlier ones that begin with the same tokens, as the plan's
+        ``[serve]`` says; nothing may be under way."""
+        parts, plan = self._parts, self.plan.plan
+        executor = parts.executor
+        if plan.serve.prefixes == "none" or not isinstance(executor, ContextKeeper):
+            return
+        has_states = bool(self.plan.model.state_layers)
+        if has_states and not isinstance(executor, StateKeeper):
+            return
+        size = plan.prefill.chunk
+        if has_states:
+            size *= count_chunks(self.plan)
+        identity = hashlib.sha256(self.plan.digest.encode())
+        identity.update((self.store.path / "manifest.json").read_bytes())
+        files = None
+        if plan.serve.prefix_cache is not None:
+            folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
+            files = PrefixFiles(folder, plan.serve.prefix_cache)
+        self._scheduler.prefixes = KeptPrefixes(
+            parts.forward,
+            executor,
+            block=math.lcm(size, CONTEXT_BLOCK),
+            identity=identity.digest(),
+            goes_on_from_answers=plan.serve.prefixes == "answers",
+            states=executor if has_states and isinstance(executor, StateKeeper) else None,
+            files=files,
         )
 
     @property

@@ -290,8 +290,9 @@ class Scheduler:
             self._end(ticket)
         for group in (self._reading, self._running):
             for place in [place for place, ticket in group.items() if ticket.cancelled]:
-                self._end(group.pop(place))
-                self._free.append(place)
+                ticket = group.pop(place)
+                self._end(ticket)
+                self._give_back(place, ticket)
         while len(self._line) and self._free:
             ticket = self._line.pop()
             try:
@@ -381,9 +382,16 @@ class Scheduler:
 
     def _free_ended(self) -> None:
         for place in [place for place, ticket in self._running.items() if ticket.ended]:
-            del self._running[place]
+            self._give_back(place, self._running.pop(place))
+
+    def _give_back(self, place: int, ticket: Ticket) -> None:
+        """Let others have the place of what has ended."""
+        if ticket.error is None:
             self.prefixes.note_end(place)
-            self._free.append(place)
+        else:
+            self._forward.reset(place)
+            self.prefixes.forget(place)
+        self._free.append(place)
 
     def _end(self, ticket: Ticket) -> None:
         ticket.ended = True

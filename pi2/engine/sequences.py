@@ -36,6 +36,17 @@ class Sequences(ABC):
             self._touched = [0] * len(self.positions)
             self._loan.begin()
 
+    def go_on_from(self, sequence: int, position: int) -> None:
+        """Let a sequence go on after its first ``position`` tokens, whose keys and values somebody
+        has put there, or left."""
+        if position == 0:
+            self.reset(sequence)
+            return
+        self.abandon()
+        self.positions[sequence] = 0
+        self._check_room(sequence, position)
+        self.positions[sequence] = position
+
     def reset_all(self) -> None:
         """Begin all sequences anew."""
         for sequence in range(len(self.positions)):

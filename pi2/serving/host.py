@@ -98,6 +98,7 @@ class Host:
             try:
                 plan = self.plan
                 model = load(plan.path, set=plan.overrides, memory=plan.memory)
+                model.keep_prefixes()
             except BaseException as error:
                 loop.call_soon_threadsafe(loaded.set_exception, error)
                 return

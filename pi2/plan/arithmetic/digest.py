@@ -50,7 +50,8 @@ def compute_digest(resolved: ResolvedPlan) -> str:
     device and model files lie does not count, their content does.
     """
     plan = dump_plain(resolved.plan)
-    for key in ("device", "model", "layers"):
+    # What is kept between requests does not change what a run is.
+    for key in ("device", "model", "layers", "serve"):
         del plan[key]
     # Plans without it have the digests that they had before there was such a table.
     sparsity = plan.pop("sparsity")

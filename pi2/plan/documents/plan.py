@@ -389,6 +389,21 @@ class Sampling(Table):
     """Random seed; absent means a new one for every run."""
 
 
+class Serve(Table):
+    """How `pi2 serve` and `pi2 chat` go on from prompts that were read before."""
+
+    prefixes: Literal["answers", "prompts", "none"] = "answers"
+    """What of earlier prompts is not read again when another one begins with the same tokens:
+    ``prompts`` goes on from whole chunks of prompts alone, and gives bit for bit what is computed
+    without; ``answers`` also from tokens that were generated, so that the next turn of a
+    conversation reads only what is new: their keys and values are those of generation, which
+    leaves out what predictors leave out; ``none`` reads every prompt from its beginning."""
+    prefix_cache: Annotated[Bytes, Field(examples=["4 GiB"])] | None = None
+    """Most bytes of files in which keys and values of prompts are kept, also when the server ends;
+    those that were not used for longest go first.  Absent keeps them in ``memory.segments.kv``
+    alone, as long as no other sequence needs the room."""
+
+
 class Pipeline(Table):
     """How reading and computing go together while a token is generated.
 
@@ -468,6 +483,8 @@ class Plan(Document):
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()
     """How tokens are drawn."""
+    serve: Serve = Serve.default()
+    """Prompts that were read before."""
     pipeline: Pipeline = Pipeline.default()
     """Order of reading and computing."""
     kv: Kv

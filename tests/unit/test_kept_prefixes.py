@@ -1,0 +1,233 @@
+"""Prompts that begin like earlier ones go on from what was read of those."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.engine.kept_prefixes import KeptPrefixes
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.prefix_files import Block, PrefixFiles, name_blocks
+from tests.helpers import goldens
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+DEMO = Path(__file__).resolve().parents[2] / "plans" / "demo.plan.toml"
+LONG = [int(token) for token in np.random.default_rng(1).integers(0, 250, 45)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def make_plan(folder: Path, **changes: Any) -> Path:
+    """A plan of a tiny model whose prompts are read eight tokens at a time, kept sixteen."""
+    tiny = make_tiny(folder, {"shape": {"context": 128}})
+    return write_plan(folder, tiny, {"decode": {"batch": 2}, **changes})
+
+
+def generate(model: LoadedModel, ids: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Tokens that follow a prompt, and how many of its tokens were read."""
+    before = model.scheduler.rounds.prompt_tokens
+    result = model.generate(ids, **OPTIONS).result
+    return result.token_ids, model.scheduler.rounds.prompt_tokens - before
+
+
+def run_alone(plan: Path, prompts: Sequence[Sequence[int]], settings: Any) -> list[Any]:
+    with pi2.load(plan, set=settings) as model:
+        return [generate(model, ids)[0] for ids in prompts]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("reference", "fp16"), ("reference", "int8"), ("reference", "fp32"), ("cpu", "int8")],
+)
+def test_a_beginning_is_read_once_and_changes_nothing(
+    tmp_path: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "cpu":
+        monkeypatch.delenv("PI2_CACHE_DIR")
+    settings = {"kv.type": kind, "backends.cpu": backend, "serve.prefixes": "prompts"}
+    plan = make_plan(tmp_path)
+    prompts = [LONG, LONG, [*LONG[:40], 7, 7], [*LONG[:20], 9], [1, 2], LONG]
+    alone = run_alone(plan, prompts, settings)
+    with pi2.load(plan, set=settings) as model:
+        model.keep_prefixes()
+        found = [generate(model, ids) for ids in prompts]
+    assert [tokens for tokens, _ in found] == alone
+    # Whole blocks of sixteen are gone on from, also out of a place that others use by now.
+    assert [read for _, read in found] == [45, 45 - 32, 42 - 32, 21 - 16, 2, 45 - 16]
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, layers={"hot": 1.0})
+    for mode, new in (("answers", 3 + 1), ("prompts", 45 + 8 + 3 - 32), ("none", 45 + 8 + 3)):
+        with pi2.load(plan, set={"serve.prefixes": mode}) as model:
+            model.keep_prefixes()
+            answer, _ = generate(model, LONG)
+            # The last token that was drawn has not gone through the model.
+            _, read = generate(model, [*LONG, *answer, 1, 2, 3])
+            assert read == new, mode
+
+
+def test_what_another_sequence_has_is_copied_while_it_goes_on(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    alone = run_alone(plan, [LONG], {})
+    with pi2.load(plan) as model:
+        model.keep_prefixes()
+        first = model.generate(LONG, **{**OPTIONS, "max_tokens": 30})
+        next(first)
+        tokens, read = generate(model, LONG)
+        assert (tokens, read) == (alone[0], 45 - 32)
+        assert first.result.token_ids[:8] == alone[0]
+
+
+def test_what_was_read_is_there_after_a_restart(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    settings = {"serve.prefix_cache": "1 MiB", "serve.prefixes": "prompts"}
+    alone = run_alone(plan, [LONG], {})
+    for read_tokens in (45, 45 - 32):
+        with pi2.load(plan, set=settings) as model:
+            model.keep_prefixes()
+            assert generate(model, LONG) == (alone[0], read_tokens)
+    files = sorted((tmp_path / "cache" / "prefixes").glob("*/*.kept"))
+    assert len(files) == 2
+    # A damaged file is not believed, and another plan has other files.
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pi2.load(plan, set=settings) as model:
+        model.keep_prefixes()
+        assert generate(model, LONG) == (alone[0], 45)
+    with pi2.load(plan, set={**settings, "kv.type": "int8"}) as model:
+        model.keep_prefixes()
+        assert generate(model, LONG)[1] == 45
+
+
+def test_answers_are_kept_in_files_where_the_plan_says_so(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    settings = {"serve.prefix_cache": "1 MiB"}
+    with pi2.load(plan, set=settings) as model:
+        model.keep_prefixes()
+        answer, _ = generate(model, LONG)
+    turn = [*LONG, *answer, 1, 2, 3]
+    with pi2.load(plan, set=settings) as model:
+        model.keep_prefixes()
+        assert generate(model, turn)[1] == len(turn) - 48
+    # Whoever wants nothing but exact ones does not take them.
+    with pi2.load(plan, set={**settings, "serve.prefixes": "prompts"}) as model:
+        model.keep_prefixes()
+        assert generate(model, turn) == (
+            run_alone(plan, [turn], {})[0],
+            len(turn) - 32,
+        )
+
+
+def test_a_sequence_that_failed_or_was_given_up_leaves_nothing_wrong(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    alone = run_alone(plan, [LONG], {})
+    with pi2.load(plan, set={"decode.batch": 1}) as model:
+        model.keep_prefixes()
+        first = model.generate(LONG, **OPTIONS)
+        next(first)
+        first.close()
+        assert generate(model, LONG) == (alone[0], 45 - 32)
+        forward = model._parts.forward
+        prefill = forward.prefill
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            prefill(*arguments, **options)
+            raise OSError("the disk is gone")
+
+        forward.prefill = fail  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="gone"):
+            generate(model, [3] * 40)
+        forward.prefill = prefill  # type: ignore[method-assign]
+        assert generate(model, LONG) == (alone[0], 45)
+        assert list(model.logits([1, 2, 3]).shape) == [3, 288]
+        assert generate(model, LONG) == (alone[0], 45)
+
+
+def test_memory_that_the_context_lends_stays_right(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, kv={"context": 128, "lend": True})
+    alone = run_alone(plan, [LONG, [1, 2, 3]], {})
+    with pi2.load(plan) as model:
+        model.keep_prefixes()
+        for _ in range(3):
+            assert generate(model, LONG)[0] == alone[0]
+            assert generate(model, [1, 2, 3])[0] == alone[1]
+
+
+def make_block(value: int, size: int = 1000) -> Block:
+    return Block(np.full(size, value, np.uint8), np.zeros(0, np.float32), is_exact=True)
+
+
+def test_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> None:
+    files = PrefixFiles(tmp_path, 3500)
+    for number in range(3):
+        files.write(f"{number}", make_block(number))
+    assert files.read("0") is not None
+    files.write("3", make_block(3))
+    assert [files.count_known([str(number)]) for number in range(4)] == [1, 0, 1, 1]
+    assert files.total_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3500
+    for age, name in enumerate("302"):
+        os.utime(tmp_path / f"{name}.kept", ns=(10**18 - age, 10**18 - age))
+    again = PrefixFiles(tmp_path, 2500)
+    assert [again.count_known([name]) for name in "302"] == [1, 1, 0]
+    assert again.total_bytes <= 2500
+    block = again.read("3")
+    assert block is not None and block.is_exact and set(block.context.tolist()) == {3}
+    assert again.read("1") is None
+
+
+def test_names_depend_on_all_tokens_before(tmp_path: Path) -> None:
+    one, two = name_blocks(b"a", [1, 2, 3, 4, 5], 2), name_blocks(b"a", [9, 2, 3, 4], 2)
+    assert len(one) == len(two) == 2
+    assert not set(one) & set(two)
+    assert name_blocks(b"b", [1, 2], 2) != one[:1]
+
+
+def describe(model: LoadedModel) -> Mapping[str, bool]:
+    return {"keeps": isinstance(model.scheduler.prefixes, KeptPrefixes)}
+
+
+def test_nobody_keeps_anything_who_does_not_serve(tmp_path: Path) -> None:
+    with pi2.load(make_plan(tmp_path)) as model:
+        assert describe(model) == {"keeps": False}
+        generate(model, LONG)
+        assert generate(model, LONG)[1] == 45
+        model.keep_prefixes()
+        assert describe(model) == {"keeps": True}
+
+
+def test_states_are_gone_on_from_where_they_were_kept(tmp_path: Path) -> None:
+    model = goldens.convert_golden(
+        goldens.copy_checkpoint("lfm2", tmp_path / "checkpoint"), tmp_path, goldens.EXACT
+    )
+    plan = goldens.write_plan(tmp_path, model, {})
+    ids = np.random.default_rng(2).integers(3, 96, 45).tolist()
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    settings = {"prefill.chunk": 16, "serve.prefix_cache": "4 MiB", "decode.batch": 2}
+    with pi2.load(plan, set=settings) as model_alone:
+        alone = model_alone.generate(ids, **options).result.token_ids
+        turn = [*ids, *alone, 5, 6]
+        after = model_alone.generate(turn, **options).result.token_ids
+    with pi2.load(plan, set=settings) as loaded:
+        loaded.keep_prefixes()
+        assert loaded.generate(ids, **options).result.token_ids == alone
+        # The place has the state after its last token, the files those after whole pieces.
+        before = loaded.scheduler.rounds.prompt_tokens
+        assert loaded.generate(turn, **options).result.token_ids == after
+        assert loaded.scheduler.rounds.prompt_tokens - before == 3
+        before = loaded.scheduler.rounds.prompt_tokens
+        assert loaded.generate(ids, **options).result.token_ids == alone
+        assert loaded.scheduler.rounds.prompt_tokens - before == 45 - 32
