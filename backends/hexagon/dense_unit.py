@@ -12,7 +12,7 @@ from pi2.arrays import F32, U8
 from pi2.backends.compiler.cache import Compiler, load_or_compile
 from pi2.backends.dense_unit import Padding, UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.hexagon.graphs import Run, cut_neurons, cut_tokens, find_room
-from pi2.backends.hexagon.machines import choose_machine
+from pi2.backends.hexagon.machines import choose_machine, find_unit_obstacles
 from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
 from pi2.backends.hexagon.rooms import Room, place_piece
@@ -70,6 +70,8 @@ class HexagonUnit:
 
     def __init__(self, request: UnitRequest) -> None:
         """Compile or load the graphs, and start the worker; `UnitFailed` where that cannot be."""
+        if obstacles := find_unit_obstacles(request.unit):
+            raise UnitFailed("; ".join(obstacles))
         self._request = request
         self._layout = layout = request.whole_bundle
         self._shape = shape = describe_shape(request.model, layout)

@@ -1,0 +1,126 @@
+"""The demo plan with an emulated NPU as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pi2
+from pi2.engine.loaded_model import LoadedModel
+from tests.helpers.hexagon import require_emulator
+
+ROOT = Path(__file__).parents[2]
+PLAN = ROOT / "plans" / "demo-npu.plan.toml"
+ALONE = ROOT / "plans" / "demo.plan.toml"
+BATCHES: Mapping[str, object] = {
+    "decode.batch": 2,
+    "layers.batches": [{"sequences": 2, "split": {"npu": 0.5, "cpu": 0.5}}],
+    "layers.hot": 0.5,
+    "kv.context": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def emulator() -> None:
+    require_emulator()
+
+
+def run(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) if path is None else {**os.environ, "PATH": path}
+    return subprocess.run(
+        [sys.executable, "-m", "pi2", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+
+
+def test_a_run_says_that_the_npu_is_emulated_and_how_much_was_padding() -> None:
+    arguments = ["run", str(PLAN), "--prompt", "def read_lines(path):", "--max-tokens", "8"]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "npu (emulated) owns 30% of the neurons" in done.stderr
+    assert "of its work was padding" in done.stderr
+    found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    assert found["units"]["npu"]["emulated"] is True
+    assert 0 < found["units"]["npu"]["padding"] < 0.9
+
+
+def test_its_arithmetic_hardly_changes_the_perplexity(tmp_path: Path) -> None:
+    """Within 0.5 % of the CPU's, every neuron of the text computed by the NPU."""
+    dense = tmp_path / "dense.plan.toml"
+    dense.write_text(
+        f'extends = ["{os.path.relpath(PLAN, tmp_path)}"]\nschema_version = 2\n'
+        'name = "Dense"\ndevice = "host-npu"\nmodel = "pi2-demo"\n[decode]\npredictor = "none"\n'
+    )
+    text = ROOT / "plans" / "stores" / "pi2-demo" / "heldout.txt"
+    arguments = ["evaluate", str(ALONE), "--text", str(text), "--windows", "2", "--json"]
+    arguments += ["--context", "256"]
+    done = run(*arguments, "--set", 'decode.predictor="none"', "--against", str(dense))
+    assert done.returncode == 0, done.stderr
+    alone, npu = json.loads(done.stdout)["runs"]
+    assert npu["name"] == "dense.plan.toml"
+    assert npu["perplexity"] != alone["perplexity"]
+    assert abs(npu["perplexity"] / alone["perplexity"] - 1) < 0.005
+
+
+def find_worker(model: LoadedModel) -> subprocess.Popen[bytes]:
+    unit: Any = model._parts.feed_forward.shares.units["npu"].unit
+    worker: subprocess.Popen[bytes] = unit._session.process
+    return worker
+
+
+def test_another_batch_takes_other_graphs_and_loads_nothing() -> None:
+    """A step of two sequences computes half of each layer on the NPU, a step of one 30 %."""
+    settings = {"memory.units.npu.budget": "16 MiB", "memory.budget": "192 MiB"}
+    settings |= {"memory.segments.workspace": "8 MiB", "memory.segments.hot": "2 MiB"}
+    seen: list[str] = []
+    with pi2.load(PLAN, set={**BATCHES, **settings}) as model:
+        worker = find_worker(model)
+        unit: Any = model._parts.feed_forward.shares.units["npu"].unit
+        list(model.generate("def ", max_tokens=2, temperature=0.0))
+        unit.observe(lambda name, start_s, end_s: seen.append(name))
+        read_bytes = model.stats.flash_read_bytes
+        list(model.generate("def ", max_tokens=3, temperature=0.0))
+        one = set(seen)
+        seen.clear()
+        list(model.generate_batch(["def ", "class "], max_tokens=3, temperature=0.0))
+        assert find_worker(model) is worker
+        assert worker.poll() is None
+        assert model.stats.flash_read_bytes - read_bytes < 32 << 20
+    assert any("307 kept neurons (ffn_1x320" in name for name in one)
+    assert any("512 kept neurons (ffn_" in name for name in seen)
+    assert not any("(ffn_1x320" in name and "512 kept" in name for name in seen)
+
+
+def test_a_run_goes_on_without_a_lost_npu_and_says_so() -> None:
+    with pi2.load(PLAN) as model:
+        generation = model.generate("def ", max_tokens=12, temperature=0.0)
+        next(iter(generation))
+        os.kill(find_worker(model).pid, signal.SIGKILL)
+        list(generation)
+        assert "worker has ended" in model.lost_units["npu"]
+        assert generation.result.finish_reason == "length"
+
+
+def test_without_the_emulator_it_says_what_to_install(tmp_path: Path) -> None:
+    """A folder with what the kernels' linking needs, and nothing else."""
+    for name in ("ld", "ld.lld"):
+        program = shutil.which(name)
+        if program is not None:
+            (tmp_path / name).symlink_to(program)
+    done = run("run", str(PLAN), "--prompt", "x", "--max-tokens", "1", path=str(tmp_path))
+    assert done.returncode == 2
+    assert "P320" in done.stderr
+    assert "apt install qemu-user" in done.stderr
