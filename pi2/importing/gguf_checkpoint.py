@@ -19,7 +19,13 @@ from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
-from pi2.importing.gguf_config import Metadata, make_config, recover_llama3
+from pi2.importing.gguf_config import (
+    Metadata,
+    list_kinds,
+    make_config,
+    read_delta_heads,
+    recover_llama3,
+)
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
 from pi2.importing.gguf_names import (
     ARCHITECTURES,
@@ -29,6 +35,7 @@ from pi2.importing.gguf_names import (
     find_place,
     name_in_file,
 )
+from pi2.importing.gguf_states import restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
@@ -136,6 +143,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         tied=names["output.weight"] not in tensors,
         sparse=sparse,
     )
+    if metadata.has("{arch}.ssm.group_count") or metadata.has("{arch}.shortconv.l_cache"):
+        config["layer_types"] = list_kinds(config["num_hidden_layers"], tensors)
     positions = tensors.get("model.decoder.embed_positions.weight")
     if positions is not None:
         # PowerInfer counts the two rows before position 0 too.
@@ -215,7 +224,9 @@ def _place_tensor(
     shape = entry.shape[::-1] if is_turned else entry.shape
     if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
         shape = (1, *shape)  # a router of one expert
-    norm = place.kind.endswith("norm.weight")
+    norm = place.kind.endswith("norm.weight") and place.kind != "ssm_norm.weight"
+    if place.kind == "shortconv.conv.weight" and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
     tensor = GgufTensor(
         file=file.path,
         name=entry.name,
@@ -228,6 +239,11 @@ def _place_tensor(
         added=architecture.norm_offset if norm else 0.0,
         order=_restore_order(place.kind, entry, architecture, metadata),
     )
+    heads = read_delta_heads(metadata, architecture.tiles_values)
+    if heads is not None and ".linear_attn." in place.pattern:
+        restored = restore_state(place.pattern, tensor, heads)
+        if restored is not None:
+            return restored
     if "{expert}" not in place.pattern:
         return {place.pattern: tensor}
     if len(entry.shape) != 3:
@@ -267,8 +283,9 @@ def _restore_order(
 
 def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
     """State the biases that a family may have or not."""
-    has_qkv = "model.layers.0.self_attn.q_proj.bias" in tensors
-    has_output = "model.layers.0.self_attn.o_proj.bias" in tensors
+    # Not every layer has attention.
+    has_qkv = any(name.endswith(".self_attn.q_proj.bias") for name in tensors)
+    has_output = any(name.endswith(".self_attn.o_proj.bias") for name in tensors)
     if config["model_type"] == "llama" and has_qkv and not has_output:
         config["model_type"] = "qwen2"  # which is just that
     for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):

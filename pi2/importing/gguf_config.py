@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_names import Architecture
+from pi2.importing.gguf_states import DeltaHeads
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
+MOST_CHANNELS = 2**20
+"""Most elements of all heads together."""
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models with 27 billion weights."""
 
@@ -36,6 +39,9 @@ class Metadata:
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
         value: Any = self.values.get(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
+            if key.endswith(".head_count_kv") and value.any():
+                # Layers that keep a state have no keys.
+                value = value[value != 0]
             if not (value == value[0]).all():
                 raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
             value = value[0].item()
@@ -84,7 +90,11 @@ def make_config(
     heads = count("{arch}.attention.head_count")
     head_dim = count("{arch}.attention.key_length", max(1, hidden // heads))
     layers, context = count("{arch}.block_count"), count("{arch}.context_length")
-    ffn = count("{arch}.feed_forward_length")
+    later = read("{arch}.nextn_predict_layers", int, 0)
+    if 0 < later < layers:
+        layers -= later  # they draft, and are no part of the model
+    expert = read("{arch}.expert_feed_forward_length", int, 0)
+    ffn = count("{arch}.feed_forward_length", expert or None)
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "_name_or_path": read("general.name", str, metadata.file.stem),
@@ -122,6 +132,11 @@ def make_config(
         config |= {"num_kv_heads": kv_heads, "multi_query": kv_heads == 1, FUSED_ORDER: "stacked"}
     if architecture.model_type in ("gemma2", "gemma3_text"):
         config |= _read_gemma(metadata, config)
+    if metadata.has("{arch}.ssm.group_count"):
+        config |= _read_states(metadata)
+    if metadata.has("{arch}.shortconv.l_cache"):
+        config |= {"conv_L_cache": count("{arch}.shortconv.l_cache")}
+        config |= {"norm_eps": config["rms_norm_eps"]}
     window = read("{arch}.attention.sliding_window", int, 0)
     if window:
         config["sliding_window"] = window
@@ -145,6 +160,44 @@ def _read_experts(metadata: Metadata, architecture: Architecture, ffn: int) -> d
         "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
         "shared_expert_intermediate_size": read("{arch}.expert_shared_feed_forward_length", int, 0),
     }
+
+
+def _read_states(metadata: Metadata) -> dict[str, Any]:
+    """Sizes of Qwen's layers with a state."""
+    values = metadata.read_count("{arch}.ssm.time_step_rank")
+    return {
+        "linear_num_key_heads": metadata.read_count("{arch}.ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": metadata.read_count("{arch}.ssm.state_size"),
+        "linear_value_head_dim": max(1, metadata.read_count("{arch}.ssm.inner_size") // values),
+        "linear_conv_kernel_dim": metadata.read_count("{arch}.ssm.conv_kernel"),
+    }
+
+
+def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
+    """Heads of the layers with a state; None of a file that has none."""
+    if not metadata.has("{arch}.ssm.group_count"):
+        return None
+    sizes = _read_states(metadata)
+    heads = DeltaHeads(
+        keys=sizes["linear_num_key_heads"],
+        values=sizes["linear_num_value_heads"],
+        key_dim=sizes["linear_key_head_dim"],
+        value_dim=sizes["linear_value_head_dim"],
+        is_tiled=is_tiled,
+    )
+    wide = max(heads.keys, heads.values) * max(heads.key_dim, heads.value_dim)
+    return None if heads.values % heads.keys or wide > MOST_CHANNELS else heads
+
+
+def list_kinds(layers: int, tensors: Container[str]) -> list[str]:
+    """Kinds of layers, by the tensors that they have."""
+    return [
+        "full_attention"
+        if f"model.layers.{layer}.self_attn.k_proj.weight" in tensors
+        else "linear_attention"
+        for layer in range(layers)
+    ]
 
 
 def _read_gemma(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

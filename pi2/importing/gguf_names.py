@@ -6,6 +6,8 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 
+from pi2.importing.gguf_states import STATE_NAMES
+
 _LAYER = "model.layers.{layer}"
 _OPT_LAYER = "model.decoder.layers.{layer}"
 
@@ -80,6 +82,34 @@ QWEN_MIXTURE: Names = {
     },
 }
 
+_POST_NORM = {"blk.{layer}.post_attention_norm.weight": f"{_LAYER}.post_attention_layernorm.weight"}
+
+QWEN_HYBRID: Names = {**DECODER, **STATE_NAMES, **_POST_NORM}
+
+QWEN_HYBRID_MIXTURE: Names = {**QWEN_MIXTURE, **STATE_NAMES, **_POST_NORM}
+
+_CONVOLUTION = f"{_LAYER}.conv"
+
+LFM2: Names = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output.weight": "lm_head.weight",
+    # The norm after the last layer, whatever it is called.
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    "output_norm.weight": "model.embedding_norm.weight",
+    "blk.{layer}.attn_norm.weight": f"{_LAYER}.operator_norm.weight",
+    "blk.{layer}.ffn_norm.weight": f"{_LAYER}.ffn_norm.weight",
+    **{f"blk.{{layer}}.attn_{n}.weight": f"{_LAYER}.self_attn.{n}_proj.weight" for n in "qkv"},
+    "blk.{layer}.attn_output.weight": f"{_LAYER}.self_attn.out_proj.weight",
+    "blk.{layer}.attn_q_norm.weight": f"{_LAYER}.self_attn.q_layernorm.weight",
+    "blk.{layer}.attn_k_norm.weight": f"{_LAYER}.self_attn.k_layernorm.weight",
+    "blk.{layer}.shortconv.conv.weight": f"{_CONVOLUTION}.conv.weight",
+    "blk.{layer}.shortconv.in_proj.weight": f"{_CONVOLUTION}.in_proj.weight",
+    "blk.{layer}.shortconv.out_proj.weight": f"{_CONVOLUTION}.out_proj.weight",
+    "blk.{layer}.ffn_gate.weight": f"{_LAYER}.feed_forward.w1.weight",
+    "blk.{layer}.ffn_up.weight": f"{_LAYER}.feed_forward.w3.weight",
+    "blk.{layer}.ffn_down.weight": f"{_LAYER}.feed_forward.w2.weight",
+}
+
 GEMMA2: Names = {
     **DECODER,
     "blk.{layer}.ffn_norm.weight": f"{_LAYER}.pre_feedforward_layernorm.weight",
@@ -152,6 +182,8 @@ class Architecture:
     """Whether rows of queries and keys are in the order of pairs that follow each other."""
     norm_offset: float = 0.0
     """Number that the file has added to the weights of norms."""
+    tiles_values: bool = False
+    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
     settings: dict[str, object] = field(default_factory=dict)
     """Further keys of the configuration, which files of this family do not state."""
 
@@ -178,6 +210,22 @@ ARCHITECTURES = {
     ),
     "qwen3moe": Architecture(
         model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
+    ),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text", names=QWEN_HYBRID, norm_offset=1.0, tiles_values=True
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        names=QWEN_HYBRID_MIXTURE,
+        norm_offset=1.0,
+        tiles_values=True,
+    ),
+    # Its projections are apart in a file, as those of Qwen3.5 are; nothing else differs.
+    "qwen3next": Architecture(
+        model_type="qwen3_5_moe_text", names=QWEN_HYBRID_MIXTURE, norm_offset=1.0
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
     ),
     "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
     "opt": Architecture(model_type="opt", names=OPT, activation="relu"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pi2.arrays import F32, I64
+from pi2.importing.gguf_states import RateLogarithms
 from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
@@ -105,12 +106,13 @@ def read_state_vector(
     """A float32 tensor [rows, length] of the store, and where it comes from."""
     shape = _describe(model)
     tensor = tensors[fill_name(getattr(model.tensors, kind), layer)]
-    values = tensor.read()
+    is_rate = isinstance(tensor, RateLogarithms)
+    values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
     if kind == "state_convolution":
         values = values.reshape(shape.channels, shape.kernel).T
     else:
         values = values.reshape(1, -1)
-    if kind == "state_decay":
+    if kind == "state_decay" and not is_rate:
         values = -np.exp(values)
     if model.tensors.state_order == "mamba":
         if kind.startswith("state_convolution"):

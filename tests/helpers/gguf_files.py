@@ -19,10 +19,36 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "sparsellama": "llama",
 }
 """Where GGUF's name of a family is not that of transformers."""
+_DELTA = {
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_b": "ssm_beta",
+    "in_proj_a": "ssm_alpha",
+    "in_proj_ba": "ssm_ba",
+    "conv1d": "ssm_conv1d",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
 _NAMES = (
+    *(
+        (rf"model\.layers\.(\d+)\.linear_attn\.{name}", rf"blk.\1.{gguf}")
+        for name, gguf in _DELTA.items()
+    ),
+    (r"model\.embedding_norm", "token_embd_norm"),
+    (r"model\.layers\.(\d+)\.operator_norm", r"blk.\1.attn_norm"),
+    (r"model\.layers\.(\d+)\.ffn_norm", r"blk.\1.ffn_norm"),
+    (r"model\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm", r"blk.\1.attn_\2_norm"),
+    (r"model\.layers\.(\d+)\.conv\.(conv|in_proj|out_proj)", r"blk.\1.shortconv.\2"),
+    (r"model\.layers\.(\d+)\.feed_forward\.w1", r"blk.\1.ffn_gate"),
+    (r"model\.layers\.(\d+)\.feed_forward\.w3", r"blk.\1.ffn_up"),
+    (r"model\.layers\.(\d+)\.feed_forward\.w2", r"blk.\1.ffn_down"),
     (r"model\.(?:decoder\.)?embed_tokens", "token_embd"),
     (r"model\.norm", "output_norm"),
     (r"lm_head", "output"),
@@ -118,10 +144,18 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if "query_key_value" in name:
             newer = config["new_decoder_architecture"]
             values = stack_groups(values, heads, config["num_kv_heads"] if newer else 1)
+        if ".linear_attn." in name:
+            found |= translate_delta(name, values, config)
+            continue
+        if family.startswith(("qwen3_5", "qwen3_next")) and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if ".conv.conv." in name:
+            values = values[:, 0]
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         translated = name_tensor(name)
-        if family in ("gemma2", "gemma3_text") and "post_attention" in name:
+        newer = family in ("gemma2", "gemma3_text") or family.startswith(("qwen3_5", "qwen3_next"))
+        if newer and "post_attention" in name:
             translated = translated.replace("ffn_norm", "post_attention_norm")
         found[translated] = values
     for (layer, part), group in experts.items():
@@ -130,6 +164,46 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
     if scaling.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _find_divisors(config, scaling)
     return found
+
+
+def translate_delta(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32]:
+    """A tensor of Qwen's layers with a state: the value heads of a key head are taken apart, but in
+    files of Qwen3-Next, whose projection is divided instead."""
+    start, _, part = name.partition(".linear_attn.")
+    block = start.replace("model.layers.", "blk.")
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    tiles = config["model_type"] != "qwen3_next"
+
+    def tile(rows: F32, size: int) -> F32:
+        if not tiles:
+            return rows
+        parts = rows.reshape(keys, heads // keys, size, *rows.shape[1:])
+        return parts.swapaxes(0, 1).reshape(rows.shape)
+
+    if part == "in_proj_qkvz.weight":
+        each = values.reshape(keys, -1, values.shape[1])
+        ends = [key, 2 * key, 2 * key + heads // keys * value]
+        q, k, v, z = (rows.reshape(-1, values.shape[1]) for rows in np.split(each, ends, axis=1))
+        return {
+            f"{block}.attn_qkv.weight": np.concatenate([q, k, v]),
+            f"{block}.attn_gate.weight": z,
+        }
+    before = 2 * keys * key
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        values = values[:, 0] if part.startswith("conv") else values
+        values = np.concatenate([values[:before], tile(values[before:], value)])
+    elif part == "in_proj_z.weight":
+        values = tile(values, value)
+    elif part in ("in_proj_a.weight", "in_proj_b.weight"):
+        values = tile(values, 1)
+    elif part == "out_proj.weight":
+        values = np.ascontiguousarray(tile(np.ascontiguousarray(values.T), value).T)
+    elif part == "A_log":
+        return {f"{block}.ssm_a": tile(-np.exp(values.astype(np.float32)), 1)}
+    elif part == "dt_bias":
+        return {f"{block}.ssm_dt.bias": tile(values, 1)}
+    return {name_tensor(name): values}
 
 
 def _find_divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> F32:
@@ -159,17 +233,32 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
-    sizes = (config.get(key) for key in ("intermediate_size", "ffn_dim", "ffn_hidden_size"))
+    keys = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
+    sizes = (config.get(key) for key in keys)
     writer.add_feed_forward_length(next(size for size in sizes if size))
+    if "linear_num_key_heads" in config:
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    if "conv_L_cache" in config:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] == "falcon":
         kv_heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
-    writer.add_head_count_kv(kv_heads)
+    if config["model_type"] == "lfm2":
+        kinds = config["layer_types"]
+        writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds])
+    else:
+        writer.add_head_count_kv(kv_heads)
     if head_dim != hidden // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "rms_norm_eps" in config:
+    if "rms_norm_eps" in config or "norm_eps" in config:
+        config = {"rms_norm_eps": config.get("norm_eps"), **config}
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
         names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")

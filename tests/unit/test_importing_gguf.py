@@ -51,6 +51,10 @@ GOLDENS = (
     "qwen2-moe",
     "qwen3",
     "qwen3-moe",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "qwen3-next",
+    "lfm2-plain",
     "stablelm",
     "stablelm-parallel",
     "starcoder2",
@@ -92,7 +96,9 @@ def forget_names(model: Model) -> dict[str, Any]:
     values = model.model_dump(mode="json")
     for key in ("name", "description", "tokenizer"):
         del values[key]
-    del values["tensors"]["fused_order"]
+    for key in list(values["tensors"]):
+        if key == "fused_order" or key.startswith("state_"):
+            del values["tensors"][key]
     return values
 
 

@@ -1,0 +1,132 @@
+"""Layers with a state in GGUF files: what llama.cpp's converter does to Qwen's DeltaNet, undone.
+
+Value heads that share a key head follow each other in the original; files of Qwen3.5 (not those of
+Qwen3-Next) have the first of every key head, then the second, so that keys can be repeated as a
+whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pi2.arrays import F32, I64, Raw
+from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.packed_tensor import PackedTensor
+from pi2.importing.safetensors_file import SourceTensor
+
+_LAYER = "model.layers.{layer}.linear_attn"
+STATE_NAMES = {
+    "blk.{layer}.attn_qkv.weight": f"{_LAYER}.in_proj_qkv.weight",
+    "blk.{layer}.attn_gate.weight": f"{_LAYER}.in_proj_z.weight",
+    "blk.{layer}.ssm_beta.weight": f"{_LAYER}.in_proj_b.weight",
+    "blk.{layer}.ssm_alpha.weight": f"{_LAYER}.in_proj_a.weight",
+    "blk.{layer}.ssm_ba.weight": f"{_LAYER}.in_proj_ba.weight",
+    "blk.{layer}.ssm_conv1d.weight": f"{_LAYER}.conv1d.weight",
+    "blk.{layer}.ssm_a": f"{_LAYER}.A_log",
+    "blk.{layer}.ssm_dt.bias": f"{_LAYER}.dt_bias",
+    "blk.{layer}.ssm_norm.weight": f"{_LAYER}.norm.weight",
+    "blk.{layer}.ssm_out.weight": f"{_LAYER}.out_proj.weight",
+}
+"""Names of transformers by those of files."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Heads of the layers of a file."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    is_tiled: bool
+    """Whether the value heads of a key head are apart."""
+
+    def order_values(self, size: int) -> I64:
+        """Stored element at every element of the value heads, each of ``size``."""
+        together = self.values // self.keys
+        places = np.arange(self.values).reshape(self.keys, together)
+        if self.is_tiled:
+            places = np.arange(self.values).reshape(together, self.keys).T
+        return np.asarray((places.reshape(-1, 1) * size + np.arange(size)).reshape(-1))
+
+    def order_channels(self) -> I64:
+        """The same of queries, keys and values."""
+        before = 2 * self.keys * self.key_dim
+        values = self.order_values(self.value_dim) + before
+        return np.concatenate([np.arange(before), values])
+
+    def order_pairs(self, second: bool) -> I64:
+        """Rows of ``ssm_ba`` that are gates, or step sizes."""
+        together = self.values // self.keys
+        rows = np.arange(2 * self.values).reshape(self.keys, 2, together)
+        return np.ascontiguousarray(rows[:, int(second)]).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLogarithms(DecodedTensor):
+    """Logarithms of rates of decay, of which a file has the rates themselves, negated."""
+
+    source: SourceTensor
+    """The rates: logarithms and back again would round them."""
+
+    def decode(self, start: int, stop: int) -> F32:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.log(-self.source.read(start, stop))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OrderedColumns(DecodedTensor):
+    """A matrix with its columns in another order."""
+
+    source: SourceTensor
+    columns: I64
+
+    def decode(self, start: int, stop: int) -> F32:
+        return np.ascontiguousarray(self.source.read(start, stop)[:, self.columns])
+
+    def read_turned(self) -> Raw:
+        return np.ascontiguousarray(self.read_raw().T)
+
+
+def restore_state(
+    name: str, tensor: PackedTensor, heads: DeltaHeads
+) -> dict[str, SourceTensor] | None:
+    """The tensors of the original that ``tensor`` is, which the original calls ``name``; None if it
+    is none of these, or of another shape than the heads say, which is said later."""
+    part = name.partition(".linear_attn.")[2]
+    own = heads.order_values(heads.value_dim)
+    channels = heads.order_channels()
+    rows = {
+        "in_proj_qkv.weight": channels,
+        "in_proj_z.weight": own,
+        "in_proj_b.weight": heads.order_values(1),
+        "in_proj_a.weight": heads.order_values(1),
+        "dt_bias": heads.order_values(1),
+        "A_log": heads.order_values(1),
+        "conv1d.weight": channels,
+    }
+    count = tensor.shape[0] if tensor.shape else 0
+    if part in rows and count == len(rows[part]):
+        ordered = replace(tensor, order=rows[part])
+        if part == "A_log":
+            described = describe_decoded(tensor.name, tensor.shape, tensor)
+            return {name: RateLogarithms(**described, source=ordered)}
+        if part == "conv1d.weight" and len(tensor.shape) == 2:
+            ordered = replace(ordered, shape=(count, 1, tensor.shape[1]))
+        return {name: ordered}
+    if part == "out_proj.weight" and tensor.shape[1:] == (len(own),):
+        described = describe_decoded(tensor.name, tensor.shape, tensor)
+        return {name: _OrderedColumns(**described, source=tensor, columns=own)}
+    if part == "in_proj_ba.weight" and count == 2 * heads.values:
+        shape = (heads.values, *tensor.shape[1:])
+        return {
+            name.replace("_ba", "_b"): replace(
+                tensor, shape=shape, order=heads.order_pairs(second=False)
+            ),
+            name.replace("_ba", "_a"): replace(
+                tensor, shape=shape, order=heads.order_pairs(second=True)
+            ),
+        }
+    return None
