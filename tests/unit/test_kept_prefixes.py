@@ -148,10 +148,10 @@ def test_a_sequence_that_failed_or_was_given_up_leaves_nothing_wrong(tmp_path: P
             prefill(*arguments, **options)
             raise OSError("the disk is gone")
 
-        forward.prefill = fail  # type: ignore[method-assign]
+        forward.prefill = fail
         with pytest.raises(OSError, match="gone"):
             generate(model, [3] * 40)
-        forward.prefill = prefill  # type: ignore[method-assign]
+        forward.prefill = prefill
         assert generate(model, LONG) == (alone[0], 45)
         assert list(model.logits([1, 2, 3]).shape) == [3, 288]
         assert generate(model, LONG) == (alone[0], 45)
