@@ -171,6 +171,7 @@ def build(
         load_neurons(reader, cache, request, staging, progress, fill=fill)
         if hashes is not None:
             hashes.finish()
+        lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
         balance = make_balance(resolved, cache, reader)
         routed = resolved.plan.decode.predictor == "router"
         feed_forward = (RoutedFeedForward if routed else FeedForward)(
@@ -215,6 +216,7 @@ def build(
             forward=forward,
             load_s=time.perf_counter() - start,
             compute_threads=request.threads,
+            lock_fallback=lock_fallback,
             release=release,
         )
     )
@@ -332,7 +334,12 @@ def bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
     go."""
     if request.cores:
         free = list_allowed_cores()
-        bind_calling_thread(request.cores[:1])
+        try:
+            bind_calling_thread(request.cores[:1])
+        except OSError as error:
+            core, reason = request.cores[0], error.strerror
+            get_logger().warning("thread not bound to its core", core=core, reason=reason)
+            return
         cleanup.callback(bind_calling_thread, free)
 
 
@@ -363,7 +370,10 @@ def describe_build(
     """Gather what the backend needs, and count the mapped tensors in their segments; ``grouped``:
     a mixture's neurons, expert by expert."""
     mode = resolved.plan.decode.predictor
-    tensors = {} if store is None else load_dense(store, mode, rows, budget, progress)
+    mapped = resolved.plan.memory.lock == "re-read"
+    tensors: Mapping[str, Tensor] = {}
+    if store is not None:
+        tensors = load_dense(store, mode, rows, budget, progress, mapped=mapped)
     gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]

@@ -38,6 +38,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
+from pi2.memory.pressure import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.sandbox.tokenizer import decode_ids, encode_text
@@ -73,6 +74,8 @@ class Parts:
     forward: Sequences
     load_s: float
     compute_threads: int
+    lock_fallback: str | None = None
+    """Why memory is not locked, if the plan wants it."""
     release: ExitStack
     """Gives back threads, files and memory, the last that was taken first."""
 
@@ -106,6 +109,7 @@ class LoadedModel:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._pressure = read_pressure()
         self.changes: tuple[str, ...] = ()
         """What was made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
@@ -169,6 +173,20 @@ class LoadedModel:
     def engine_fallback(self) -> str | None:
         """Why neurons are read by another engine than the plan names, if they are."""
         return self._parts.reader.engine_fallback
+
+    @property
+    def lock_fallback(self) -> str | None:
+        """Why memory is not locked, if the plan asks for it and the system refuses."""
+        return self._parts.lock_fallback
+
+    @property
+    def pressure(self) -> Pressure:
+        """What the system has taken from this process since loading."""
+        now, before = read_pressure(), self._pressure
+        faults = None
+        if now.major_faults is not None and before.major_faults is not None:
+            faults = now.major_faults - before.major_faults
+        return replace(now, major_faults=faults)
 
     @property
     def units(self) -> tuple[UnitUse, ...]:

@@ -85,10 +85,16 @@ def open_embedding(
 
 
 def load_dense(
-    store: NeuronStore, mode: str, rows: EmbeddingRows | None, budget: Budget, progress: Progress
+    store: NeuronStore,
+    mode: str,
+    rows: EmbeddingRows | None,
+    budget: Budget,
+    progress: Progress,
+    *,
+    mapped: bool = False,
 ) -> Mapping[str, Tensor]:
     """Read the tensors that are used into their segments; the others stay mapped.  ``rows`` stand
-    for the embedding, if not None."""
+    for the embedding, if not None; with ``mapped`` all stay so, and count in their segments."""
     loaded = dict(store.tensors)
     if rows is not None:
         loaded[EMBEDDING] = rows.tensor
@@ -96,7 +102,11 @@ def load_dense(
     predictors = [name for name in wanted if ".predictor" in name]
     others = [name for name in wanted if ".predictor" not in name]
     for segment, names in (("attention", others), ("predictor", predictors)):
-        if segment == "attention" or mode == "low-rank":
+        if segment != "attention" and mode != "low-rank":
+            continue
+        if mapped:
+            budget.charge(segment, sum(count_tensor_bytes(loaded[name]) for name in names))
+        else:
             loaded |= read_tensors(
                 store,
                 names,
@@ -104,6 +114,11 @@ def load_dense(
                 lambda share: progress("loading dense tensors", share),
             )
     return loaded
+
+
+def count_tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of weights and scales."""
+    return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
 
 
 def load_scales(store: NeuronStore, budget: Budget, progress: Progress) -> list[U8] | None:

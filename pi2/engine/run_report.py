@@ -45,6 +45,7 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
 
 def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
     """What is known of the model that has run, and of what it did."""
+    pressure = model.pressure
     return {
         "dry_run": model.is_dry,
         "load_s": round(model.load_s, 4),
@@ -66,6 +67,11 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,
         "peak_rss_bytes": read_peak_rss_bytes(),
+        "major_faults": pressure.major_faults,
+        "swapped_bytes": pressure.swapped_bytes,
+        "locked_bytes": pressure.locked_bytes,
+        "memory_lock": model.plan.plan.memory.lock,
+        "memory_lock_refused": model.lock_fallback,
         "budget_changes": list(model.changes),
         "budget_bytes": model.plan.plan.memory.budget,
         "plan_digest": model.plan.digest,
@@ -136,6 +142,15 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         lines.append(
             'note: nothing was compared with its checks: the plan says io.verify = "never"'
         )
+    taken = []
+    if run["major_faults"]:
+        taken.append(f"{run['major_faults']} pages were read again after loading (major faults)")
+    if run["swapped_bytes"]:
+        taken.append(f"{approximate_bytes(run['swapped_bytes'])} are swapped or compressed")
+    if taken:
+        lines.append(f"memory pressure: {', '.join(taken)}")
+    if run["memory_lock_refused"]:
+        lines.append(f"note: memory is not locked: {run['memory_lock_refused']}")
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
+from pi2.memory.locking import lock_regions, unlock_region
 from pi2.plan.documents.quantities import approximate_bytes
 
 PAGE = 4096
@@ -31,6 +32,7 @@ class Budget:
         self._limits = dict(limits)
         self._used = dict.fromkeys(self._limits, 0)
         self._maps: list[mmap.mmap] = []
+        self._is_locked = False
         self._segments: list[frozenset[str]] = []
         """Segments that each of them is charged to."""
 
@@ -94,6 +96,18 @@ class Budget:
         self.charge(segment, region.nbytes)
         return region
 
+    def lock(self) -> str | None:
+        """Keep what was given out in memory, as it is touched; return why that cannot be."""
+        regions = [(_find_address(region), len(region)) for region in self._maps]
+        problem = lock_regions(regions)
+        self._is_locked = problem is None
+        return problem
+
+    def _unlock(self, region: mmap.mmap, first: int, size: int) -> None:
+        """Let a part of a region go, which cannot be given back while it is locked."""
+        if self._is_locked:
+            unlock_region(_find_address(region) + first, size)
+
     def release(self, segment: str) -> None:
         """Let the system have the memory that ``segment`` alone was given; it is zeros then."""
         self._advise(segment, "MADV_DONTNEED")
@@ -108,6 +122,7 @@ class Budget:
         if advice is not None:
             for region, segments in zip(self._maps, self._segments, strict=True):
                 if segments == {segment}:
+                    self._unlock(region, 0, len(region))
                     region.madvise(advice)
 
     def give_back(self, unused: U8, *, small_pages: bool = False) -> None:
@@ -118,13 +133,19 @@ class Budget:
             return
         address, length = unused.ctypes.data, unused.nbytes
         for region in self._maps:
-            start = address - np.frombuffer(region, np.uint8, count=1).ctypes.data
+            start = address - _find_address(region)
             if 0 <= start < len(region):
                 first = -(-start // PAGE) * PAGE
                 last = (start + length) // PAGE * PAGE
                 if last > first:
+                    self._unlock(region, first, last - first)
                     region.madvise(mmap.MADV_DONTNEED, first, last - first)
                     if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
                         region.madvise(mmap.MADV_NOHUGEPAGE, first, last - first)
                 return
         raise AssertionError("not a region of this budget")
+
+
+def _find_address(region: mmap.mmap) -> int:
+    """Where a region begins."""
+    return int(np.frombuffer(region, np.uint8, count=1).ctypes.data)

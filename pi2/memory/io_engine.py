@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import numpy as np
@@ -59,9 +60,16 @@ def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
     ask, put = (getattr(os, f"sched_{verb}affinity", None) for verb in ("get", "set"))
     if ask is None or put is None:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
-    return ThreadPoolExecutor(
-        threads, thread_name_prefix=name, initializer=put, initargs=(0, ask(0))
-    )
+    try:
+        free = ask(0)
+    except OSError:  # a sandbox that forbids the question
+        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    def let_go() -> None:
+        with suppress(OSError):
+            put(0, free)
+
+    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=let_go)
 
 
 def read_in_python(

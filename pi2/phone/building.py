@@ -23,7 +23,7 @@ from pi2.backends.host.spec import HostSpec, choose_checks
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine
 from pi2.orchestrator import make_request
-from pi2.phone.contents import list_code
+from pi2.phone.contents import PACKAGES, list_code
 from pi2.phone.documents import PLAN, write_resolved
 from pi2.phone.integrity import STORE, write_index
 from pi2.phone.licences import write_notes
@@ -105,6 +105,7 @@ def _fill(
         target = room / place
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+    _write_version(room)
     with NeuronStore.open(store_path, model=aimed.model) as store:
         specs = list_specs(aimed, store)
         tokenizer = store.tokenizer_path.name
@@ -130,6 +131,14 @@ def _fill(
         "features": list(aimed.device.units[aimed.sparse_unit].features or ()),
     }
     write_index(room, facts)
+
+
+def _write_version(room: Path) -> None:
+    """Write which pi2 this is, where Python looks for it."""
+    folder = room / PACKAGES / "pi2.dist-info"
+    folder.mkdir(parents=True)
+    lines = ("Metadata-Version: 2.1", "Name: pi2", f"Version: {version('pi2')}", "")
+    (folder / "METADATA").write_text("\n".join(lines), encoding="utf-8")
 
 
 def list_specs(aimed: ResolvedPlan, store: NeuronStore) -> list[Spec]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pi2.machine import Machine
-from pi2.plan.authoring.writing import write_document
 from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
@@ -35,7 +34,12 @@ UNSTEADY_LINES = 8
 
 def make_device(name: str, found: Measurements) -> Device:
     """The device called ``name`` with everything that was measured; no host or user names."""
-    values = {
+    return Device.model_validate_json(json.dumps(describe_device(name, found)))
+
+
+def describe_device(name: str, found: Measurements) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
         "schema_version": 2,
         "id": name,
         "name": name,
@@ -45,14 +49,16 @@ def make_device(name: str, found: Measurements) -> Device:
         "storage": _describe_storage(found),
         "noise": {
             "value": find_noise(found),
-            **_origin(f"{len(found.steady_s)} times the same projections", len(found.steady_s)),
+            **_origin(f"{len(found.steady_s)} times {found.steady_work}", len(found.steady_s)),
         },
     }
-    return Device.model_validate_json(json.dumps(values))
 
 
 def write_device(device: Device, notes: Sequence[str] = ()) -> str:
     """The document as text; ``notes``: of units that were found and not measured."""
+    # A bundle writes plain values.
+    from pi2.plan.authoring.writing import write_document
+
     noise = device.noise
     lines = [
         "# Written by `pi2 probe`.  A kind of machine: no serial numbers, host names or accounts.",
@@ -104,9 +110,9 @@ def _describe_cpu(found: Measurements) -> dict[str, Any]:
         values["features"] = [item for item in get_args(IsaFeature) if item in cpu.features]
     values["clusters"] = _describe_clusters(found.machine)
     best = found.bandwidth[max(found.bandwidth)]
-    values["read_bandwidth"] = _rate(best, f"{_count(max(found.bandwidth))}, compiled loop")
+    values["read_bandwidth"] = _rate(best, f"{_count(max(found.bandwidth))}, {found.read_work}")
     values["bandwidth_by_threads"] = [
-        {"threads": count, **_rate(rates, f"{_count(count)}, compiled loop")}
+        {"threads": count, **_rate(rates, f"{_count(count)}, {found.read_work}")}
         for count, rates in found.bandwidth.items()
     ]
     values["kernels"] = [_describe_step(step, found) for step in found.steps]
@@ -212,7 +218,7 @@ def _describe_memory(found: Measurements) -> dict[str, Any]:
     best = found.bandwidth[max(found.bandwidth)]
     values: dict[str, Any] = {
         "capacity": format_bytes(capacity),
-        "read_bandwidth": _rate(best, f"{_count(max(found.bandwidth))}, compiled loop"),
+        "read_bandwidth": _rate(best, f"{_count(max(found.bandwidth))}, {found.read_work}"),
     }
     if 0 < memory.limit_bytes < memory.installed_bytes:
         values["usable"] = f"{memory.limit_bytes // MIB} MiB"

@@ -44,6 +44,8 @@ class Measurements:
     threads: int
     bandwidth: dict[int, list[float]]
     """Read bandwidth of main memory by number of threads."""
+    read_work: str = "compiled loop"
+    """What has read it."""
     steps: tuple[StepFacts, ...]
     step_s: dict[Key, list[float]]
     reads: tuple[ReadSpec, ...]
@@ -53,6 +55,8 @@ class Measurements:
     """Part of the shorter one of reading and computing that is saved where both go on at once."""
     steady_s: list[float]
     """Times of the same piece of work."""
+    steady_work: str = "the same projections"
+    """What that was."""
     accelerators: Accelerators = field(default_factory=Accelerators)
     """GPUs and NPUs."""
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,34 @@ sys.meta_path.insert(0, Refuse())
 runpy.run_module("pi2_phone", run_name="__main__")
 """
 """Starts a bundle in a Python that has nothing but numpy and the standard library."""
+WITHOUT_FILES = """
+import sys
+shown = sys.argv.pop(1).split(",")
+def hide(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        path = arguments[0]
+        if path.startswith(("/proc/", "/sys/")) and path not in shown:
+            raise PermissionError(13, "Permission denied", path)
+sys.addaudithook(hide)
+"""
+"""Hides the system's files, but for some, as SELinux does."""
+WITHOUT_CALLS = """
+import ctypes, struct
+# io_uring_setup, sched_setaffinity, sched_getaffinity, mlock, mlock2 of x86-64
+calls = (425, 203, 204, 149, 325)
+code = struct.pack("<HBBI", 0x20, 0, 0, 0)  # load the call's number
+for place, number in enumerate(calls):
+    code += struct.pack("<HBBI", 0x15, len(calls) - place, 0, number)  # equal: to the end
+code += struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)  # allow
+code += struct.pack("<HBBI", 0x06, 0, 0, 0x00050001)  # EPERM
+room = ctypes.create_string_buffer(code, len(code))
+program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 8, ctypes.addressof(room)), 16)
+library = ctypes.CDLL(None, use_errno=True)
+library.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+assert library.prctl(38, 1, 0, 0, 0) == 0
+assert library.prctl(22, 2, ctypes.addressof(program), 0, 0) == 0, ctypes.get_errno()
+"""
+"""Lets the kernel refuse some calls with EPERM (seccomp), as Android does."""
 
 pytestmark = pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs lld")
 
@@ -39,9 +68,10 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def start(
-    bundle: Path, *options: str, numpy_alone: bool = True
+    bundle: Path, *options: str, before: str = "", given: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    begin = ["-c", NUMPY_ALONE] if numpy_alone else ["-m", "pi2_phone"]
+    """Start a bundle; the program ``before`` it takes what it is ``given``."""
+    begin = ["-c", before + NUMPY_ALONE, *given]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("PI2_")
     } | {"PYTHONPATH": str(bundle), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -180,3 +210,42 @@ def test_a_plan_for_another_architecture_cannot_be_built(tmp_path: Path) -> None
     path = next(iter(sorted(plan.glob("*.plan.toml"))))
     assert run(["build", str(path), "-o", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_the_system_hides_change_nothing(bundle: Path) -> None:
+    expected = start(bundle, *PROMPT).stdout
+    done = start(bundle, *PROMPT, before=WITHOUT_FILES, given=["/proc/cpuinfo"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+
+
+def test_a_processor_that_is_hidden_is_a_finding(bundle: Path) -> None:
+    done = start(bundle, *PROMPT, before=WITHOUT_FILES, given=["none"])
+    assert done.returncode == 2 and "P302" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_calls_that_the_kernel_refuses_have_other_ways(bundle: Path) -> None:
+    expected = start(bundle, *PROMPT).stdout
+    done = start(bundle, *PROMPT, "-v", before=WITHOUT_CALLS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+    assert "neurons are read with pread" in done.stderr
+    done = start(bundle, "--machine", before=WITHOUT_CALLS)
+    assert done.returncode == 0 and "not bound" in done.stdout
+
+
+def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(
+    tmp_path: Path,
+) -> None:
+    bound = ["--set", "threads.cores=0,1", "--set", "memory.lock=locked"]
+    cores = os.sched_getaffinity(0)
+    if not {0, 1} <= cores:
+        pytest.skip("needs cores 0 and 1")
+    bundle = build(tmp_path / "bound", "--target", "x86_64-linux-gnu", *bound)
+    free = start(bundle, *PROMPT)
+    assert free.returncode == 0, free.stderr
+    done = start(bundle, *PROMPT, before=WITHOUT_CALLS.replace(" 203, 204,", " 203, 203,"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == free.stdout
+    assert "not bound" in done.stderr and "memory is not locked" in done.stderr

@@ -53,7 +53,7 @@ def test_modules_import_nothing_else_when_they_are_loaded() -> None:
 
 def test_nothing_that_compiles_plans_or_shares_is_in_a_bundle() -> None:
     names = {path.as_posix() for path in list_code()}
-    for part in ("cli", "planning", "sharing", "lsp", "importing", "probing", "simulate"):
+    for part in ("cli", "planning", "sharing", "lsp", "importing", "simulate"):
         assert not any(f"packages/pi2/{part}/" in name for name in names), part
     assert not any(name.endswith("compiler/compile.py") for name in names)
 

@@ -67,6 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--verify", action="store_true", help="compare all files with their hashes")
     parser.add_argument("--machine", action="store_true", help="show what this machine is")
+    parser.add_argument("--probe", action="store_true", help="measure this machine")
+    parser.add_argument("-o", "--output", type=Path, help="NAME.device.toml, with --probe")
+    parser.add_argument("--disk", type=Path, help="folder to measure, with --probe")
     parser.add_argument("-v", "--verbose", action="count", default=0)
     return parser
 
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(options.verbose)
     if options.machine:
         return show_machine()
+    if options.probe:
+        return probe(options)
     bundle = read_bundle(find_folder(options.folder))
     check_bundle(bundle, hashed=options.verify)
     resolved = open_plan(bundle.folder, options.store)
@@ -150,6 +155,19 @@ def show_machine() -> int:
     print(f"features {','.join(sorted(machine.features)) or 'none known'}")
     print(f"cores {machine.cores}: {','.join(map(str, list_allowed_cores())) or 'not bound'}")
     print(f"memory {approximate_bytes(machine.memory.limit_bytes)}")
+    return 0
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Write a device file."""
+    from pi2.phone.runtime.probing import write_probe
+
+    if options.output is None:
+        raise UserError.of("P675", "--probe needs -o NAME.device.toml", help="name a new file")
+    place = options.disk or options.output.absolute().parent
+    print("measuring takes about half a minute; run nothing else meanwhile", file=sys.stderr)
+    write_probe(options.output, place)
+    print(options.output)
     return 0
 
 

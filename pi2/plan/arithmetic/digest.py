@@ -53,7 +53,9 @@ def compute_digest(resolved: ResolvedPlan) -> str:
     # What is kept between requests does not change what a run is.
     for key in ("device", "model", "layers", "serve"):
         del plan[key]
-    # Plans without it have the digests that they had before there was such a table.
+    # Plans without them have the digests that they had before there were such keys.
+    if plan["memory"]["lock"] == "none":
+        del plan["memory"]["lock"]
     sparsity = plan.pop("sparsity")
     if sparsity is not None and resolved.thresholds is not None:
         found = resolved.thresholds

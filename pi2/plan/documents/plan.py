@@ -91,6 +91,13 @@ class Memory(Table):
     """Where embedding rows come from: ``flash`` reads a few KiB for each token and leaves the
     memory to neurons. A tied embedding (shared with the head) is always resident, because every
     token needs all of it."""
+    lock: Literal["none", "locked", "re-read"] = "none"
+    """What happens when the system wants memory back, as phones do: ``none`` leaves it to the
+    system, which compresses or swaps what is not in use; ``locked`` locks all segments as they are
+    touched, where the limit of locked memory (``ulimit -l``) allows it, and says so where not;
+    ``re-read`` maps the dense weights from the store instead of copying them, so that pages which
+    the system takes are read again, never swapped (neurons stay in ordinary memory; the store must
+    not be changed meanwhile)."""
 
 
 class Bundle(Table):
