@@ -98,6 +98,14 @@ PLAN = "default.plan.toml"
     text="UTF-8 text to measure perplexity on, before and after conversion; repeatable.",
 )
 @click.option("--replace", is_flag=True, help="Overwrite an existing neuron store.")
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["store", "mlc"]),
+    default="store",
+    show_default=True,
+    help="What to write: a neuron store, or an MLC-LLM folder (int4 is q4f16_1, fp16 q0f16).",
+)
 def command(
     checkpoint: Path,
     model: str | None,
@@ -112,6 +120,7 @@ def command(
     errors: Path | None,
     texts: tuple[Path, ...],
     replace: bool,
+    form: Literal["store", "mlc"],
 ) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
@@ -131,6 +140,9 @@ def command(
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
+    if form == "mlc":
+        write_mlc_folder(checkpoint, output, quantization)
+        return
     if model is None:
         document, origin = describe_checkpoint(checkpoint).model, name_origin(checkpoint)
         if predictors is not None and document.predictor is None:
@@ -170,6 +182,27 @@ def command(
         click.echo(f"next: pi2 run {output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
+
+
+def write_mlc_folder(
+    checkpoint: Path, output: Path, quantization: Literal["int4", "int8", "fp16"] | None
+) -> None:
+    """Write a folder of MLC-LLM."""
+    from pi2.cli.progress import ProgressBar
+    from pi2.importing.checkpoint import open_checkpoint
+    from pi2.importing.mlc_writer import write_mlc
+
+    if quantization == "int8":
+        raise click.UsageError("--to mlc writes int4 (q4f16_1) or fp16 (q0f16)")
+    kind: Literal["q4f16_1", "q0f16"] = "q0f16" if quantization == "fp16" else "q4f16_1"
+    with ProgressBar() as progress:
+        size = write_mlc(open_checkpoint(checkpoint), output, kind, progress)
+    click.echo(f"{output}: {kind}, {size / MIB:.1f} MiB", err=True)
+    click.echo(
+        f"next: mlc_llm gen_config {output} --quantization {kind} --conv-template NAME"
+        f" -o {output}, which adds a conversation template",
+        err=True,
+    )
 
 
 def read_passages(files: Sequence[Path]) -> list[str]:

@@ -194,7 +194,9 @@ def test_text_and_tokens_are_those_of_the_library(make: Callable[[], bytes]) -> 
         assert own.encode(text) == expected, text
         drawn = [chance.randrange(library.get_vocab_size()) for _ in range(8)]
         for tokens in (expected, expected[1:], drawn):
-            assert own.decode(tokens) == library.decode(tokens, skip_special_tokens=True), text
+            for special in (False, True):
+                theirs = library.decode(tokens, skip_special_tokens=not special)
+                assert own.decode(tokens, special=special) == theirs, text
 
 
 def test_what_is_not_known_is_refused_and_not_guessed() -> None:

@@ -37,9 +37,10 @@ def find_bundle() -> Path:
     return Path(__file__).resolve().parents[5]
 
 
-def load_or_compile(spec: Spec, progress: Progress) -> Path:
-    """Return the library of ``spec``; UserError P674 if the bundle was built for another one."""
-    del progress
+def load_or_compile(spec: Spec, progress: Progress, compiler: object = None) -> Path:
+    """Return the library of ``spec``, whatever would compile it; UserError P674 if the bundle was
+    built for another one."""
+    del progress, compiler
     folder, wanted = find_bundle(), describe_spec(spec)
     for entry in json.loads((folder / INDEX).read_text(encoding="utf-8")):
         if entry["spec"] == wanted:

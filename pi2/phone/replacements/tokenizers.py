@@ -25,8 +25,8 @@ class Reader(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without special ones around it."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without that of special ones."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of tokens, without that of special ones unless ``special``."""
 
     def id_to_token(self, token: int) -> str | None:
         """Text of a token."""
@@ -45,8 +45,8 @@ class _Library:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def id_to_token(self, token: int) -> str | None:
         return self._tokenizer.id_to_token(token)
@@ -79,6 +79,6 @@ def encode_text(tokenizer: Reader, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
-def decode_ids(tokenizer: Reader, ids: Sequence[int]) -> str:
-    """Text of ``ids`` without special tokens."""
-    return tokenizer.decode(ids)
+def decode_ids(tokenizer: Reader, ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of ``ids``, without special tokens unless ``special``."""
+    return tokenizer.decode(ids, special=special)

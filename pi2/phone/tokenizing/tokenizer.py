@@ -86,12 +86,13 @@ class Tokenizer:
             first = False
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without that of special ones."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of tokens, without that of special ones unless ``special``."""
         texts = [
             text
             for token in tokens
-            if token not in self._special and (text := self._texts.get(token)) is not None
+            if (special or token not in self._special)
+            and (text := self._texts.get(token)) is not None
         ]
         return "".join(self._decode(texts))
 
