@@ -72,6 +72,12 @@ GROUP = "Run"
     "--memory", metavar="SIZE", help=("Override the budget, such as 3GiB; segments are refitted.")
 )
 @add_set_option
+@click.option(
+    "--mlc",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Let an installed MLC-LLM compute a dense model, with the weights of FOLDER.",
+)
 @click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
 @click.option("--offline", is_flag=True, help="Do not use the network; running never does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
@@ -84,6 +90,7 @@ def command(
     system: str | None,
     memory: str | None,
     settings: tuple[str, ...],
+    mlc: Path | None,
     locked: bool,
     offline: bool,
     as_json: bool,
@@ -107,6 +114,14 @@ def command(
     alone = not prompts and prompt_file is None and list_file is None
     messages = list_messages(chat, system, alone=alone)
     texts = [] if messages else read_prompts(prompts, prompt_file, list_file)
+    if mlc is not None:
+        from pi2.cli.mlc_text import run_mlc
+
+        if memory is not None or len(texts) > 1 or list_file is not None:
+            raise click.UsageError("--mlc takes one prompt, and no --memory")
+        given = messages or texts[0]
+        run_mlc(plan, mlc, given, overrides, options, locked=locked, as_json=as_json)
+        return
     if list_file is not None or len(texts) > 1:
         run_batch(plan, overrides, locked, memory, texts, as_json, options)
         return

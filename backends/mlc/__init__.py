@@ -1,0 +1,6 @@
+"""Drives an installed MLC-LLM, for dense models on GPUs.
+
+MLC-LLM has a TVM of its own, so it runs in a Python of its own: `worker` is started there and
+imports nothing of pi2; `engine` talks with it, a JSON object a line.  It computes whole models and
+gives text, not logits: `pi2 run PLAN --mlc FOLDER` takes model, context and sampling from the plan.
+"""

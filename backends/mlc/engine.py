@@ -1,0 +1,226 @@
+"""An MLC-LLM engine in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from pi2.diagnostics import UserError
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Sampling
+
+PYTHON = "PI2_MLC_PYTHON"
+"""Variable that names the Python that has mlc_llm."""
+_INSTALL = (
+    f"install MLC-LLM into a virtual environment of its own, as its documentation says, and let"
+    f" {PYTHON} name that environment's Python; it must not share one with apache-tvm"
+)
+_MODEL_KEYS = {
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+}
+"""Sizes of MLC-LLM's configuration, and what the model document calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a text ended."""
+
+    reason: str
+    prompt_tokens: int | None
+    tokens: int | None
+
+
+class MlcEngine:
+    """A model of an MLC-LLM folder.  Use it as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Model,
+        *,
+        context: int,
+        sequences: int = 1,
+        chunk: int = 128,
+        device: str = "auto",
+    ) -> None:
+        """Load ``folder``, whose weights must be those of ``model``.
+
+        UserError P686 without mlc_llm, P688 where it fails, P689 for another model's folder.
+        """
+        check_folder(folder, model)
+        self.load_s = -time.monotonic()
+        self.finished: Finished | None = None
+        here, there = os.pipe()
+        python = os.environ.get(PYTHON) or sys.executable
+        worker = Path(__file__).with_name("worker.py")
+        try:
+            self._process = subprocess.Popen(
+                [python, str(worker), str(there)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                text=True,
+                pass_fds=[there],
+            )
+        except OSError as error:
+            os.close(here)
+            raise _miss(f"{python} cannot be started: {error.strerror}") from None
+        finally:
+            os.close(there)
+        self._answers = os.fdopen(here, encoding="utf-8")
+        try:
+            self._send(
+                {
+                    "model": str(folder.resolve()),
+                    "device": device,
+                    "sequences": sequences,
+                    "context": context,
+                    "chunk": chunk,
+                }
+            )
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+        self.load_s += time.monotonic()
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Yield the pieces of a text; afterwards ``finished`` says how it ended.
+
+        ``prompt`` is a text, or the messages of a conversation.  UserError P687 for sampling that
+        MLC-LLM's interface does not have, P688 where it fails.
+        """
+        check_sampling(sampling)
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        options = {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed if seed is None else seed,
+            "stop": list(stop) or None,
+        }
+        self.finished = None
+        self._send({**given, **options})
+        while True:
+            answer = self._receive()
+            if "finish" in answer:
+                self.finished = Finished(
+                    answer["finish"], answer["prompt_tokens"], answer["tokens"]
+                )
+                return
+            yield str(answer["text"])
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words say why
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            status = self._process.wait()
+            raise UserError.of("P688", f"MLC-LLM's process ended (exit status {status})")
+        answer: dict[str, Any] = json.loads(line)
+        if "missing" in answer:
+            raise _miss(str(answer["missing"]))
+        if "error" in answer:
+            raise UserError.of("P688", f"MLC-LLM fails: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _has_descriptor(stream: IO[str]) -> bool:
+    try:
+        stream.fileno()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _miss(problem: str) -> UserError:
+    return UserError.of("P686", f"there is no MLC-LLM: {problem}", help=_INSTALL)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """UserError P687 for what MLC-LLM's interface cannot be told."""
+    usual = Sampling.default()
+    others = [
+        name
+        for name in ("top_k", "min_p", "repetition_penalty")
+        if getattr(sampling, name) != getattr(usual, name)
+    ]
+    if others:
+        raise UserError.of(
+            "P687",
+            f"MLC-LLM's interface has no {', '.join(others)}, which the plan states",
+            help=" ".join(f"--set sampling.{name}={getattr(usual, name):g}" for name in others),
+        )
+
+
+def check_folder(folder: Path, model: Model) -> None:
+    """UserError P689 unless the folder's configuration is that of ``model``."""
+    file = folder / "mlc-chat-config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))["model_config"]
+        stated = {name: config[name] for name in _MODEL_KEYS if name in config}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError.of(
+            "P689",
+            f"{folder} is no folder of MLC-LLM: {error}",
+            help="make one with `pi2 convert CHECKPOINT --to mlc -o FOLDER`",
+        ) from None
+    if model.moe is not None:
+        raise UserError.of("P689", f"{model.id} is a mixture: MLC-LLM is driven for dense models")
+    for name, value in stated.items():
+        own = getattr(model.shape, _MODEL_KEYS[name])
+        if value != own:
+            raise UserError.of(
+                "P689",
+                f"{folder} is of another model: {name} is {value}, that of {model.id} is {own}",
+                help="convert the plan's own model with `pi2 convert CHECKPOINT --to mlc`",
+            )

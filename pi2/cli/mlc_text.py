@@ -1,0 +1,79 @@
+"""`pi2 run --mlc`: a plan's model, context and sampling, computed by MLC-LLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pi2.diagnostics import UserError
+
+PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def run_mlc(
+    plan: Path,
+    folder: Path,
+    prompt: str | Sequence[Mapping[str, Any]],
+    overrides: Mapping[str, object],
+    options: Mapping[str, Any],
+    *,
+    locked: bool,
+    as_json: bool,
+) -> None:
+    """Generate text with the folder's weights; UserError P686-P689."""
+    from pi2.backends.mlc.engine import MlcEngine
+    from pi2.plan.resolve import load_plan
+    from pi2.sharing.resolver import LockedReferences
+
+    if options["ignore_eos"]:
+        raise UserError.of("P687", "MLC-LLM's interface has no --ignore-eos")
+    chosen = {f"sampling.{name}": options[name] for name in PASSED_ON if options[name] is not None}
+    resolver = LockedReferences(plan.parent, locked=locked)
+    resolved = load_plan(plan, overrides={**overrides, **chosen}, resolver=resolver)
+    settings = resolved.plan
+    with MlcEngine(
+        folder, resolved.model, context=settings.kv.context, chunk=settings.prefill.chunk
+    ) as engine:
+        begun, first, pieces = time.monotonic(), None, []
+        for piece in engine.generate(
+            prompt, settings.sampling, max_tokens=options["max_tokens"], stop=options["stop"]
+        ):
+            first = time.monotonic() if first is None else first
+            pieces.append(piece)
+            if not as_json:
+                click.echo(piece, nl=False)
+                sys.stdout.flush()
+        ended, finished = time.monotonic(), engine.finished
+    assert finished is not None
+    rate = None
+    if first is not None and finished.tokens and finished.tokens > 1 and ended > first:
+        rate = (finished.tokens - 1) / (ended - first)
+    facts = {
+        "engine": "mlc_llm",
+        "text": "".join(pieces),
+        "finish_reason": finished.reason,
+        "prompt_tokens": finished.prompt_tokens,
+        "tokens": finished.tokens,
+        "load_s": round(engine.load_s, 4),
+        "ttft_s": None if first is None else round(first - begun, 4),
+        "decode_tokens_s": None if rate is None else round(rate, 4),
+        "plan_digest": resolved.digest,
+    }
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    waited = "-" if first is None else f"{(first - begun) * 1e3:.0f} ms"
+    speed = "-" if rate is None else f"{rate:.1f} tokens/s"
+    click.echo()
+    click.echo(
+        f"MLC-LLM: load {engine.load_s:.2f} s · first token {waited} · decode {speed}"
+        f" ({finished.tokens} tokens, {finished.reason}) · its memory is its own, no budget of the"
+        f" plan's holds · plan {resolved.digest[:12]}",
+        err=True,
+    )
