@@ -41,7 +41,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of neurons and matrices in the NPU's layout, of jobs, of neurons that are
     added, and of a layer's neurons as they come."""
-    sizes = _describe_sizes(facts)
+    sizes = describe_sizes(facts)
     return Need(
         sizes.shared_bytes + sizes.loading_bytes,
         f"{sum(sizes.counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of "
@@ -55,7 +55,7 @@ def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
     from pi2.backends.hexagon.graphs import list_ffn_graphs
     from pi2.backends.hexagon.operands import lay_out_scratch
 
-    sizes = _describe_sizes(facts)
+    sizes = describe_sizes(facts)
     return tuple(
         GraphFacts(
             tokens=graph.tokens, neurons=graph.neurons, own_bytes=lay_out_scratch(graph).bytes
@@ -64,7 +64,8 @@ def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
     )
 
 
-def _describe_sizes(facts: UnitFacts) -> UnitSizes:
+def describe_sizes(facts: UnitFacts) -> UnitSizes:
+    """Return what a unit of the plan has."""
     from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape
     from pi2.plan.arithmetic.rows import list_matrices
 

@@ -9,9 +9,10 @@ from itertools import product
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.dense_unit import Padding, UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.hexagon.graphs import Run, cut_neurons, cut_tokens, find_room
+from pi2.backends.hexagon.library import PROGRAMS, describe_library
 from pi2.backends.hexagon.machines import choose_machine, find_unit_obstacles
 from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
@@ -28,7 +29,6 @@ from pi2.backends.hexagon.specification import (
     FfnGraph,
     Graph,
     ProductGraph,
-    Version,
     Weights,
     choose_weights,
 )
@@ -36,10 +36,6 @@ from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision, round_up
-
-COMPILER = Compiler("pi2.backends.hexagon.kernels.compile", ".elf")
-DEFAULT_VERSION: Version = "v66"
-"""The oldest; newer NPUs run it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +85,17 @@ class HexagonUnit:
             wanted=request.wanted,
             **describe_graphs(request.graphs, request.unit, request.model.layer_neurons),
         )
-        hexagon = request.unit.hexagon
-        version = None if hexagon is None else hexagon.version
-        spec = sizes.describe(version or DEFAULT_VERSION)
+        spec = describe_library(sizes, request.unit)
         self._numbers = {graph: number for number, graph in enumerate(spec.index)}
         machine = choose_machine(request.unit)
         self._note = ", emulated" if machine.is_emulated else ""
         try:
-            library = load_or_compile(spec, request.progress, COMPILER)
+            library = load_or_compile(spec, request.progress, PROGRAMS)
         except UserError as error:
             found = error.diagnostics[0]
             raise UnitFailed(found.message, help=found.help) from error
         self._reserve_all(sizes)
-        self._session = Session(machine, str(library), self._bytes)
+        self._session = Session(machine, str(library), self._bytes, sizes.scratch_bytes)
         self._memory = request.adopt(self._session.memory)
         self._loading = request.allocate(sizes.loading_bytes)
         for name, tensor in request.matrices.items():

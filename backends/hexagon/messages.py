@@ -3,7 +3,7 @@
 Both see one region of memory.  The engine writes a *hello*, the worker maps the region and answers
 with one; then every *message* names a graph and where its operands are, in bytes from the region's
 start, and gets one *reply*.  Messages are answered in order; the end of messages ends the worker.
-Everything is 32-bit, little-endian, as on the NPU; `dsp/pi2_npu.h` says the same in C.
+Everything is 32-bit, little-endian, as on the NPU; `dsp/protocol.h` says the same in C.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MESSAGE = struct.Struct(f"<{WORDS}I")
 follow, and the operands."""
 NOTHING = 0xFFFFFFFF
 HELLO = MESSAGE
-"""`MAGIC`, `PROTOCOL`, the file descriptor of the region, its bytes; the rest is 0."""
+"""`MAGIC`, `PROTOCOL`, the file descriptor of the region, its bytes, and the most bytes that graphs
+keep while they run, whose place is the last operand of each; the rest is 0."""
 
 REPLY_WORDS = 8
 REPLY = struct.Struct(f"<{REPLY_WORDS}I")

@@ -33,14 +33,16 @@ class Reply:
 class Session:
     """A worker and the memory that it shares with this process."""
 
-    def __init__(self, machine: Machine, library: str, size: int) -> None:
-        """Start the worker with ``size`` bytes of memory; `UnitFailed` where that cannot be."""
+    def __init__(self, machine: Machine, library: str, size: int, scratch: int = 0) -> None:
+        """Start the worker with ``size`` bytes of memory; ``scratch`` of them are what graphs keep
+        while they run.  `UnitFailed` where that cannot be."""
         file = machine.open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
             self._process = self._begin(machine.list_command(library), file)
-            self._write(m.HELLO.pack(m.MAGIC, m.PROTOCOL, file, size, *[0] * m.OPERANDS))
+            words = (m.MAGIC, m.PROTOCOL, file, size, scratch)
+            self._write(m.HELLO.pack(*words, *[0] * (m.OPERANDS - 1)))
             try:
                 self._take_reply(m.PROTOCOL)
             except UnitFailed:

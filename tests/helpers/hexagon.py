@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F16, F32, I64, U8
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.hexagon.dense_unit import COMPILER
+from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.hexagon.machines import Emulator, find_unit_obstacles
 from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS, lay_out_scratch
 from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
@@ -74,7 +74,7 @@ class Bench:
 
     def __init__(self, spec: HexagonSpec, size: int = 1 << 22) -> None:
         self.spec = spec
-        library = load_or_compile(spec, ignore_progress, COMPILER)
+        library = load_or_compile(spec, ignore_progress, PROGRAMS)
         self.session = Session(Emulator(), str(library), size)
         self._end = 0
 

@@ -1,8 +1,9 @@
 """Compile a library of graphs:
-``python -m pi2.backends.hexagon.kernels.compile MODULE SPEC.json OUT.elf``.
+``python -m pi2.backends.hexagon.kernels.compile MODULE SPEC.json OUTPUT``.
 
 Runs in a process of its own, like `pi2.backends.compiler.compile`, and writes the same messages.
-The output is a whole program for Linux, which the emulator runs.
+``OUT.elf`` is a whole program for Linux, which the emulator runs; ``OUT.o`` has kernels and graphs
+alone, for the vendor's linker (`backends/hexagon/dsp`).
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ def write_objects(
 
 
 def link(files: list[Path], output: Path) -> list[str]:
-    """Make a program; return what went wrong."""
+    """Make a program of all ``files``, or one object of all but the worker; return what went
+    wrong."""
     linker = find_linker()
     if linker is None:
         return [f"{LINKERS[0]}: not installed"]
+    options = ["-static", "--gc-sections", "-s", "-e", ENTRY]
+    if output.suffix == ".o":
+        options, files = ["-r"], files[:-1]
     done = subprocess.run(
-        [linker, "-static", "--gc-sections", "-s", "-e", ENTRY, "-o", str(output)]
-        + [str(file) for file in files],
+        [linker, *options, "-o", str(output), *map(str, files)],
         capture_output=True,
         text=True,
         check=False,

@@ -59,7 +59,7 @@ class Program:
         return c.make_target(self.spec.version)
 
     def list_functions(self) -> Iterator[Function]:
-        """Return all functions; the worker's are the last two."""
+        """Return all functions; the worker's is the last."""
         spec = self.spec
         yield from _list_multiplies(spec)
         if spec.ffn is not None:
@@ -75,6 +75,7 @@ class Program:
         for product in spec.products:
             yield Function(product.name, _GRAPH, partial(emit_product_graph, product))
         yield Function("pi2_run", _RUN, partial(worker.emit_run, spec.index))
+        yield Function("pi2_count", ("address",), partial(worker.emit_count, spec.index))
         yield Function(ENTRY, (), partial(worker.emit_worker, spec.index))
 
 

@@ -115,6 +115,11 @@ def _emit_clock(reply: c.Buffer, word: int) -> None:
     T.evaluate(_call_system(_CLOCK, T.int32(_MONOTONIC), place))
 
 
+def emit_count(index: Sequence[Graph], address: c.Expr) -> None:
+    """Write the number of graphs to ``address``."""
+    c.write(c.view(address, "int32"), 0, T.int32(len(index)))
+
+
 def emit_run(index: Sequence[Graph], memory: c.Expr, graph: c.Expr, operands: c.Expr) -> None:
     """Run a graph of the index; numbers beyond it do nothing."""
     for number, item in enumerate(index):

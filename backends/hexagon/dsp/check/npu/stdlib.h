@@ -1,0 +1,4 @@
+#pragma once
+#include <stddef.h>
+void *calloc(size_t count, size_t size);
+void free(void *memory);

@@ -1,0 +1,66 @@
+"""The library of a plan's NPU, ahead of time:
+``python -m pi2.backends.hexagon.library PLAN UNIT FOLDER``.
+
+Writes ``graphs.elf``, which the emulator runs, ``graphs.o`` for the vendor's linker
+(`backends/hexagon/dsp`), and ``graphs.json``, the index.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.hexagon.index import write_index
+from pi2.backends.hexagon.sizes import UnitSizes
+from pi2.backends.hexagon.specification import HexagonSpec, Version
+from pi2.plan.documents.device import Unit
+from pi2.progress import Progress, ignore_progress
+
+PROGRAMS = Compiler("pi2.backends.hexagon.kernels.compile", ".elf")
+OBJECTS = Compiler("pi2.backends.hexagon.kernels.compile", ".o")
+DEFAULT_VERSION: Version = "v66"
+"""The oldest; newer NPUs run it, too."""
+
+
+def describe_library(sizes: UnitSizes, unit: Unit) -> HexagonSpec:
+    """Return what the library of a unit is compiled from."""
+    version = None if unit.hexagon is None else unit.hexagon.version
+    return sizes.describe(version or DEFAULT_VERSION)
+
+
+def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_progress) -> None:
+    """Write a library to ``folder``; raises P650 and P651 as compiling does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for compiler in (PROGRAMS, OBJECTS):
+        made = load_or_compile(spec, progress, compiler)
+        _replace(folder / f"graphs{compiler.suffix}", made.read_bytes())
+    _replace(folder / "graphs.json", write_index(spec).encode())
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Write a file that appears whole."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        temporary = Path(folder) / target.name
+        temporary.write_bytes(content)
+        temporary.replace(target)
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's docstring."""
+    from pi2.backends.hexagon.backend import describe_sizes
+    from pi2.plan.arithmetic.units import describe_unit
+    from pi2.plan.resolve import load_plan
+
+    plan, unit, folder = arguments
+    resolved = load_plan(Path(plan))
+    spec = describe_library(
+        describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
+    )
+    write_library(spec, Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

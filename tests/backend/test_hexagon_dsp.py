@@ -1,0 +1,78 @@
+"""What a real NPU needs beside the kernels: C that is compiled against declarations of the vendor's
+SDK, and one object of all graphs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import pi2.backends.hexagon as package
+from pi2.backends.hexagon import messages
+from pi2.backends.hexagon.library import write_library
+from pi2.backends.hexagon.linkers import find_linker
+from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
+
+DSP = Path(package.__file__).parent / "dsp"
+WARNINGS = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{DSP}", f"-I{DSP / 'check'}")
+
+
+def find_clang() -> str:
+    """A clang that knows the architecture."""
+    for name in ("clang", *(f"clang-{version}" for version in range(22, 13, -1))):
+        if shutil.which(name) is None:
+            continue
+        targets = subprocess.run([name, "--print-targets"], capture_output=True, text=True)
+        if "hexagon" in targets.stdout:
+            return name
+    pytest.skip("there is no clang that compiles for Hexagon: apt install clang")
+
+
+def test_the_side_of_the_npu_compiles(tmp_path: Path) -> None:
+    target = ("--target=hexagon", "-mv68", "-mhvx", "-ffreestanding", "-nostdlibinc")
+    output = tmp_path / "skel.o"
+    subprocess.run(
+        [find_clang(), *target, *WARNINGS, f"-I{DSP / 'check' / 'npu'}"]
+        + ["-c", str(DSP / "skel.c"), "-o", str(output)],
+        check=True,
+    )
+    assert output.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_the_side_of_the_phone_compiles(tmp_path: Path) -> None:
+    compiler = shutil.which("aarch64-linux-gnu-gcc")
+    if compiler is None:
+        pytest.skip("there is no aarch64-linux-gnu-gcc: apt install gcc-aarch64-linux-gnu")
+    output = tmp_path / "host.o"
+    subprocess.run([compiler, *WARNINGS, "-c", str(DSP / "host.c"), "-o", str(output)], check=True)
+    assert output.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_both_sides_mean_the_same_by_a_message() -> None:
+    text = (DSP / "protocol.h").read_text()
+    defined = {name: int(value, 0) for name, value in re.findall(r"#define PI2_(\w+) (\w+)u", text)}
+    assert defined == {
+        "MAGIC": messages.MAGIC,
+        "PROTOCOL": messages.PROTOCOL,
+        "OPERANDS": messages.OPERANDS,
+        "NOTHING": messages.NOTHING,
+    }
+    numbers = {int(value) for value in re.findall(r"PI2_\w+ = (\d+)", text)}
+    assert numbers == {0, *messages.FAILURES}
+
+
+def test_a_library_has_a_program_an_object_and_an_index(tmp_path: Path) -> None:
+    if find_linker() is None:
+        pytest.skip("there is no ld.lld: apt install lld")
+    shape = FfnShape(hidden=64, weights="int4", activation="relu")
+    write_library(
+        HexagonSpec(version="v75", ffn=shape, graphs=(FfnGraph(tokens=1, neurons=32),)), tmp_path
+    )
+    assert '"name": "ffn_1x32"' in (tmp_path / "graphs.json").read_text()
+    program, graphs = (tmp_path / name for name in ("graphs.elf", "graphs.o"))
+    assert b"pi2_run" in graphs.read_bytes()
+    assert b"_start" not in graphs.read_bytes()
+    assert program.read_bytes()[:4] == b"\x7fELF"
