@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from limited.plans import (
     write_limited_plan,
     write_whole_plan,
 )
+from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
 from limited.rows import ROWS
 from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
@@ -73,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the rows and their goals")
     parser.add_argument("--skew", type=float, default=0.26, help="of a store that is made (0.26)")
     parser.add_argument("--cache", type=Path, default=find_cache_folder("peers").parent / "limited")
+    parser.add_argument("--model", help="another model document, such as one of fewer layers")
     parser.add_argument("--store", type=Path, help="a store that is there already")
     parser.add_argument(
         "--beside",
@@ -101,6 +104,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
     from pi2.plan.composing.overrides import parse_assignments
 
     row, settings = ROWS[arguments.row], parse_assignments(tuple(arguments.set))
+    if arguments.model is not None:
+        row = replace(row, model=arguments.model)
     store, whole = prepare_store(row, arguments)
     limit_bytes = find_limit(row, store, whole)
     plan = write_limited_plan(row, store, whole, limit_bytes)
@@ -136,7 +141,11 @@ def measure_row(arguments: argparse.Namespace) -> None:
             **tokens,
         }
     if not arguments.no_peer:
-        jobs["llama.cpp, mapped"] = prepare_peer(resolved, arguments, limit_bytes, tokens)
+        peer = prepare_peer(resolved, arguments, limit_bytes, tokens)
+        kib = DENSE_KIB if resolved.model.moe is None else MIXTURE_KIB
+        # What the system has set, and what is best for such files.
+        jobs["llama.cpp, mapped"] = peer
+        jobs[f"llama.cpp, {kib} KiB ahead"] = {**peer, "read_ahead_kib": kib}
     if arguments.only:
         jobs = {name: job for name, job in jobs.items() if name in arguments.only}
     check_room(limit_bytes)
@@ -210,6 +219,9 @@ def run_limited(job: Mapping[str, Any], before: Sequence[str]) -> dict[str, Any]
     program = [sys.executable, "-B", str(Path(__file__).resolve())]
     command = [*before, *program, "--child", json.dumps(job)]
     with ExitStack() as cleanup:
+        kib = job.get("read_ahead_kib")
+        if kib is not None:
+            cleanup.enter_context(set_read_ahead(Path(job["folder"]), kib))
         if job["limit"]:
             group = cleanup.enter_context(MemoryGroup(job["limit"], name="pi2-bench"))
             process = group.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

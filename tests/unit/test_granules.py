@@ -21,7 +21,7 @@ from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.granules import SingleNeurons, choose_granule, expand
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.requests import choose_request_bytes
-from pi2.plan.checking.check import check_file
+from pi2.plan.checking.check import check_file, check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.reader import NeuronStore
@@ -182,6 +182,19 @@ def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         orders = np.stack([group_experts(one.copy_original(), FFN, 1) for one in store.layers])
     reorder_store(plan.parent / "store", orders, "expert")
     return plan
+
+
+def test_a_cache_below_a_tokens_demand_is_warned_of_with_the_arithmetic(by_expert: Path) -> None:
+    with NeuronStore.open(by_expert.parent / "store") as store:
+        expert_bytes = FFN * store.manifest.bundle.stride
+    settings = {"decode.predictor": "router", "layers.hot": 0.0}
+    for experts, warns in ((2 * CHOSEN, False), (2 * CHOSEN - 1, True)):
+        cold = {"memory.segments.cold": f"{experts * expert_bytes} B"}
+        found = check_plan(by_expert, overrides={**settings, **cold}).diagnostics
+        messages = [item.message for item in found if item.code == "P204"]
+        assert bool(messages) == warns
+        if warns:
+            assert f"2 layers x {CHOSEN} experts of " in messages[0]
 
 
 def run(plan: Path, settings: Mapping[str, Any]) -> tuple[list[Any], Any]:

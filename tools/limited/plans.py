@@ -12,6 +12,8 @@ from limited.rows import Row
 from pi2.plan.arithmetic.fitting import round_segment
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.references import find_document
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost_memory import count_runtime
 
@@ -22,15 +24,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Make the store unless it is there; returns it, and a plan with everything in memory."""
-    store: Path = arguments.store or arguments.cache / f"{row.model}-skew-{arguments.skew:g}"
+    model = load_model(row)
+    is_routed = model.moe is not None and model.predictor is None
+    kind = row.routing if is_routed else f"skew-{arguments.skew:g}"
+    store: Path = arguments.store or arguments.cache / f"{model.id}-{kind}"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     if not (store / "manifest.json").is_file():
         command = [sys.executable, str(ROOT / "tools" / "synthesize.py"), row.model, str(store)]
         command += ["--skew", str(arguments.skew), "--tokens", "32"]
+        if is_routed:
+            command += ["--routing", row.routing, "--order", "expert", "--layers", "1"]
         done = subprocess.run(command, check=False)
         if done.returncode:
             raise SystemExit(done.returncode)
     return store, write_whole_plan(row, store, arguments.cache)
+
+
+def load_model(row: Row) -> Model:
+    """The row's model document."""
+    from pi2.plan.checking.check import check_file
+
+    model = check_file(find_document(row.model, "model", Path())).document
+    assert isinstance(model, Model)
+    return model
 
 
 def write_whole_plan(row: Row, store: Path, folder: Path) -> Path:
@@ -46,18 +62,15 @@ def write_row_plan(
     """Write a plan for ``memory`` bytes, or with everything in memory."""
     from pi2.plan.checking.check import check_file
     from pi2.plan.documents.device import Device
-    from pi2.plan.documents.model import Model
-    from pi2.plan.reading.references import find_document
     from pi2.store.manifest import read_manifest
     from synthesis.plan_file import PlanWish, write_plan
 
     model_file = find_document(row.model, "model", Path())
-    model = check_file(model_file).document
     device = check_file(find_document("host", "device", Path())).document
-    assert isinstance(model, Model) and isinstance(device, Device)
+    assert isinstance(device, Device)
     write_plan(
         plan,
-        model=model,
+        model=load_model(row),
         model_file=model_file,
         device=device,
         store=store,

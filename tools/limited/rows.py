@@ -11,6 +11,8 @@ LEND = {"kv.lend": True}
 AHEAD = {**LEND, "decode.look_ahead": "layer"}
 FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
 FEWEST = {**AHEAD, "decode.missing_threshold": 1.0}
+ROUTER = {**LEND, "decode.look_ahead": "layer"}
+DIAL = {**ROUTER, "experts.prefer_cached": 0.1, "experts.keep_best": 2}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
 
 
@@ -23,6 +25,8 @@ class Row:
     limit: float
     """Share of the store (below 1), share of the FFN in memory (negative), or bytes."""
     goal: str
+    routing: str = "uniform"
+    """How the routers of a mixture choose (`tools/synthesize.py --routing`)."""
     prefill: int = 0
     """Tokens of a prompt to time instead of generating."""
     steps: Mapping[str, Mapping[str, object]] = field(
@@ -45,6 +49,45 @@ ROWS: Mapping[str, Row] = {
     ),
     "47b-10.5": Row(model="turbosparse-mixtral-47b", limit=10.5e9, goal=">= 3.6 tokens/s"),
     "47b-7": Row(model="turbosparse-mixtral-47b", limit=7e9, goal=">= 2.13 tokens/s"),
+    "30b-50": Row(
+        model="qwen3-30b-a3b",
+        limit=0.5,
+        goal=">= 2.5 tokens/s, >= 4 x llama.cpp, reads at >= 85 % of the disk's rate",
+        steps={"pi2": ROUTER},
+    ),
+    "30b-35": Row(
+        model="qwen3-30b-a3b",
+        limit=0.35,
+        goal=">= 2.2 tokens/s, >= 4 x llama.cpp, reads at >= 85 % of the disk's rate",
+        steps={"pi2": ROUTER},
+    ),
+    "30b-50-published": Row(
+        model="qwen3-30b-a3b",
+        limit=0.5,
+        routing="published",
+        goal=">= 8.5 tokens/s, >= 50 % of in memory; with a dial >= 1.5 x exact",
+        steps={"pi2": ROUTER, "pi2, dial": DIAL},
+    ),
+    "30b-35-published": Row(
+        model="qwen3-30b-a3b",
+        limit=0.35,
+        routing="published",
+        goal=">= 5.5 tokens/s, >= 30 % of in memory; with a dial >= 1.5 x exact",
+        steps={"pi2": ROUTER, "pi2, dial": DIAL},
+    ),
+    "8x7b-50": Row(
+        model="mixtral-8x7b",
+        limit=0.5,
+        goal=">= 85 % of the disk's sequential rate",
+        steps={"pi2": ROUTER},
+    ),
+    "prefill-30b-50": Row(
+        model="qwen3-30b-a3b",
+        limit=0.5,
+        goal=">= 3 x llama.cpp with prompts of 512",
+        prefill=512,
+        steps={"pi2": {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}},
+    ),
     "prefill-7b-50": Row(
         model="bamboo-7b",
         limit=-0.5,

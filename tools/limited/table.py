@@ -69,7 +69,9 @@ def report(
         if step not in medians:
             continue
         parts = [f"{step}:"]
-        for other in ("llama.cpp, mapped", whole):
+        peers = [name for name in medians if name.startswith("llama.cpp")]
+        best = max(peers, key=lambda name: medians[name], default="")
+        for other in (best, whole):
             if other in medians:
                 parts.append(f"{medians[step] / medians[other]:.3g} x {other};")
         found, every = _find(results[step], "active"), _find(results.get(whole, ()), "active")
@@ -80,9 +82,14 @@ def report(
             parts.append(f"looking ahead named {routing:.1%} of the experts that computed;")
         missed = _find(results[step], "flash_bytes_token")
         if missed is not None:
-            name = "sequential" if row.prefill else "random"
+            # Experts are read in long requests.
+            is_long = bool(row.prefill) or resolved.plan.decode.predictor == "router"
+            name = "sequential" if is_long else "random"
             bound_s = missed / disk[name]
-            parts.append(f"reading what it missed takes {bound_s * 1e3:.1f} ms per token")
+            parts.append(f"reading what it missed takes {bound_s * 1e3:.1f} ms per token;")
+            if is_long and not row.prefill:
+                share = missed * medians[step] / disk[name]
+                parts.append(f"reads reached {share:.0%} of the disk's rate;")
         yield "- " + " ".join(parts).rstrip(";") + "."
 
 

@@ -2,8 +2,9 @@
 
 Why: a cache that is smaller than what one token brings in has lost the first layers' neurons when
 the next token comes back to them, so that little of it is used twice.  One that keeps what is used
-often (``cache.policy = "lfu"``) works with a quarter of it.  The number of neurons is an estimate
-from the model's ``sparsity`` and ``predictor``.
+often (``cache.policy = "lfu"``) works with a quarter of it, but for a mixture whose router names
+whole experts (``decode.predictor = "router"``).  The number of neurons is an estimate
+from the model's ``sparsity`` and ``predictor``, or what the router chooses in every layer.
 
 Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.arithmetic.expectations import count_absent
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import round_for_people
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
@@ -39,14 +41,24 @@ def check(facts: Facts) -> Iterator[Finding]:
     wanted_bytes = min(wanted_bytes, absent_bytes)
     size = resolved.plan.memory.segments.cold
     policy = resolved.plan.cache.policy
-    least_bytes = round(ENOUGH[policy] * wanted_bytes)
+    is_routed = resolved.plan.decode.predictor == "router"
+    least_bytes = round((1.0 if is_routed else ENOUGH[policy]) * wanted_bytes)
     if size >= least_bytes or size < resolved.needs.cold.bytes:  # P202 speaks of the latter
         return
     yield Finding(
         path=("memory", "segments", "cold"),
         message=f"segment cold has {format_bytes(size)}, and one token uses about "
-        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot",
+        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot"
+        + (_explain_experts(resolved) if is_routed else ""),
         help=f'write cold = "{format_bytes(round_for_people(least_bytes))}", or lower layers.hot '
         "to make room",
         origins=(Origin(document="plan", path=("cache", "policy"), text=f'policy = "{policy}"'),),
     )
+
+
+def _explain_experts(resolved: ResolvedPlan) -> str:
+    """What a token of a mixture needs, as a product."""
+    model = resolved.model
+    size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
+    layers = sum(layer.hot_neurons < model.layer_neurons for layer in resolved.layers)
+    return f" ({layers} layers x {model.active_experts} experts of {size})"

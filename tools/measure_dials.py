@@ -1,0 +1,158 @@
+"""What deviating from a mixture's routing costs, and what it saves: perplexity against bytes read.
+
+    python tools/measure_dials.py mixture.plan.toml --text heldout.txt --cache 0.3 \\
+        --plot docs/images/dials.svg
+
+Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
+given share of all experts, once for every setting of the table ``[experts]`` below.  Prints a table
+and draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pi2
+from pi2.evaluation.scores import score_windows
+from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
+from pi2.plan.resolve import load_plan
+from pi2.statistics.texts import encode_windows
+
+DIALS: Mapping[str, list[Mapping[str, Any]]] = {
+    "prefer_cached": [{"prefer_cached": value} for value in (0.05, 0.1, 0.2, 0.3, 0.5)],
+    "prefer_cached, keep_best 2": [
+        {"prefer_cached": value, "keep_best": 2} for value in (0.1, 0.2, 0.3, 0.5)
+    ],
+    "least_weight": [{"least_weight": value} for value in (0.1, 0.15, 0.2, 0.25)],
+    "least_weight, not renormalised": [
+        {"least_weight": value, "renormalise": False} for value in (0.1, 0.15, 0.2, 0.25)
+    ],
+    "most_reads": [{"most_reads": value} for value in (2, 1, 0)],
+}
+"""Settings by the name of their dial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one setting gave."""
+
+    dial: str
+    settings: dict[str, Any]
+    perplexity: float
+    loss_change: float
+    """Mean loss less that of exact routing, in nats."""
+    loss_change_error: float
+    """Its standard error, token by token."""
+    read_bytes_token: float
+    replaced: float
+    left_out: float
+
+
+def measure(plan: Path, texts: list[str], share: float, context: int, windows: int) -> list[Point]:
+    """Run all settings."""
+    resolved = load_plan(plan)
+    model = resolved.model
+    experts = model.shape.layers * model.expert_count
+    size = max(model.active_experts, round(share * experts)) * model.shape.ffn
+    base = {
+        "decode.predictor": "router",
+        "decode.look_ahead": "none",
+        "layers.hot": 0.0,
+        "memory.segments.hot": "0 B",
+        "memory.segments.cold": f"{size * resolved.bundle.stride} B",
+        "memory.segments.predictor": "64 MiB",
+        "memory.budget": "4 GiB",
+    }
+    points: list[Point] = []
+    exact = np.zeros(0)
+    settings: list[tuple[str, dict[str, Any]]] = [("exact", {})]
+    settings += [(dial, dict(some)) for dial, all_of in DIALS.items() for some in all_of]
+    for dial, some in settings:
+        own = {f"experts.{name}": value for name, value in some.items()}
+        with pi2.load(plan, set={**base, **own}) as loaded:
+            chosen = encode_windows(loaded, texts, context=context, stride=None, count=windows)
+            before = loaded.stats
+            losses = score_windows(loaded, chosen, "decode").losses
+            done = loaded.stats - before
+        if dial == "exact":
+            exact = losses
+        change = losses - exact
+        points.append(
+            Point(
+                dial=dial,
+                settings=some,
+                perplexity=float(np.exp(losses.mean())),
+                loss_change=float(change.mean()),
+                loss_change_error=float(change.std() / np.sqrt(len(change))),
+                read_bytes_token=done.flash_read_bytes / sum(len(w.tokens) - 1 for w in chosen),
+                replaced=done.replaced_share or 0.0,
+                left_out=done.left_out_share or 0.0,
+            )
+        )
+        print(write_row(points[-1], points[0]), flush=True)
+    return points
+
+
+def write_row(point: Point, exact: Point) -> str:
+    """A row of the table."""
+    names = ", ".join(f"{name} = {json.dumps(value)}" for name, value in point.settings.items())
+    return (
+        f"| {names or 'exact'} | {point.perplexity:.3f} "
+        f"| {100 * (point.perplexity / exact.perplexity - 1):+.2f} % "
+        f"| {point.loss_change:+.4f} ± {point.loss_change_error:.4f} "
+        f"| {point.read_bytes_token / 1e3:.0f} "
+        f"| {point.read_bytes_token / exact.read_bytes_token:.2f} "
+        f"| {point.replaced:.1%} | {point.left_out:.1%} |"
+    )
+
+
+def draw(points: list[Point], form: str) -> bytes:
+    """Perplexity over bytes read, a line for each dial."""
+    figure = make_figure(8, 4.2)
+    axes, exact = figure.subplots(), points[0]
+    for dial, style in zip(DIALS, pick_styles(len(DIALS)), strict=True):
+        row = [exact, *(point for point in points if point.dial == dial)]
+        axes.plot(
+            [100 * point.read_bytes_token / exact.read_bytes_token for point in row],
+            [100 * (point.perplexity / exact.perplexity - 1) for point in row],
+            label=dial,
+            **style,
+        )
+    axes.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("bytes read per token, % of exact routing")
+    axes.set_ylabel("perplexity, change in %")
+    add_legend(axes)
+    return save_figure(figure, form)
+
+
+def main() -> None:
+    """Measure, print and draw."""
+    parser = argparse.ArgumentParser(description="Quality against reads, for mixtures.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--plot", type=Path, help="write a picture")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    titles = "setting | perplexity | change | nats | kB read per token | of exact | replaced"
+    print(f"| {titles} | left out |")
+    print("|---|---|---|---|---|---|---|---|")
+    texts = [arguments.text.read_text("utf-8")]
+    points = measure(arguments.plan, texts, arguments.cache, arguments.context, arguments.windows)
+    if arguments.plot is not None:
+        arguments.plot.write_bytes(draw(points, arguments.plot.suffix.lstrip(".")))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps([asdict(point) for point in points], indent=1))
+
+
+if __name__ == "__main__":
+    main()
