@@ -41,7 +41,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     wanted_bytes = min(wanted_bytes, absent_bytes)
     size = resolved.plan.memory.segments.cold
     policy = resolved.plan.cache.policy
-    is_routed = resolved.plan.decode.predictor == "router"
+    is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
     least_bytes = round((1.0 if is_routed else ENOUGH[policy]) * wanted_bytes)
     if size >= least_bytes or size < resolved.needs.cold.bytes:  # P202 speaks of the latter
         return
