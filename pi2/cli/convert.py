@@ -136,6 +136,7 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.leftovers import describe_other_parts
     from pi2.importing.new_model import describe_checkpoint, name_origin, write_model
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
@@ -173,6 +174,8 @@ def command(
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
+    for line in describe_other_parts(open_checkpoint(checkpoint)):
+        click.echo(line, err=True)
     cost = measure_cost(checkpoint, document, output, passages)
     if rounding.errors is not None:
         click.echo(write_errors(errors, rounding.errors.list_errors(), cost), err=True)

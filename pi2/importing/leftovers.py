@@ -36,6 +36,24 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
         yield _deny(head, f"{says} that the head is the embedding, which has other weights")
 
 
+_OTHER_PARTS = {
+    "read pictures": re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|mm_\w+)\."),
+    "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio)\."),
+    "draft tokens": re.compile(r"(^|\.)mtp\."),
+}
+"""Parts of checkpoints that no model document states, by what they do."""
+
+
+def describe_other_parts(checkpoint: Checkpoint) -> list[str]:
+    """What of a checkpoint is left out because a model document has no word for it, a line each."""
+    found = []
+    for does, pattern in _OTHER_PARTS.items():
+        count = sum(pattern.search(name) is not None for name in checkpoint.tensors)
+        if count:
+            found.append(f"left out: {count} tensor{'s' if count > 1 else ''} to {does}")
+    return found
+
+
 def _list_denied(checkpoint: Checkpoint, model: Model) -> Iterator[tuple[str, SourceTensor]]:
     """Keys and first tensors of what the model has no use for, and the checkpoint has."""
     for key in _list_absent(model):

@@ -17,6 +17,7 @@ from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.leftovers import find_leftovers
 from pi2.importing.requirements import check_checkpoint, raise_findings
+from pi2.importing.rows import fill_name
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.model import Model
@@ -29,6 +30,8 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of names that some checkpoints leave out."""
 _LONGER = ("language_model.model.", "model.language_model.")
 """Prefixes that stand for ``model.`` in models that read pictures too."""
+_SINGLE_EXPERT = ".{expert}.gate_proj.weight"
+"""End of the name of one expert's gates."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 
@@ -53,6 +56,7 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     config = Config(file, checkpoint.config)
     tables = describe_family(config)
     _match_names(checkpoint, tables)
+    _match_stacks(checkpoint, tables)
     _find_predictors(checkpoint, tables)
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
     tables = {
@@ -159,6 +163,24 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
             }
             if head is not None:
                 tables["tensors"]["head"] = head
+            return
+
+
+def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
+    """Name the tensors of all experts, where the checkpoint has these instead of one for each: as
+    transformers keeps them in memory, and some models are published."""
+    names = tables["tensors"]
+    pattern = names.get("gate", "")
+    if "moe" not in tables or not pattern.endswith(_SINGLE_EXPERT):
+        return
+    base = pattern.removesuffix(_SINGLE_EXPERT)
+    for layer in range(tables["shape"]["layers"]):
+        if fill_name(pattern, layer) in checkpoint.tensors:
+            return
+        if f"{fill_name(base, layer)}.gate_up_proj.0" in checkpoint.tensors:
+            names["fused_gate_up"] = f"{base}.gate_up_proj.{{expert}}"
+            names["down"] = f"{base}.down_proj.{{expert}}"
+            del names["gate"], names["up"]
             return
 
 
