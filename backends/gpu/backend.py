@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.rows import list_matrices
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 
 COMPUTES = True
 NATIVE = False
-# It has run on emulated GPUs only: a plan has to ask for it.
-KINDS: tuple[UnitKind, ...] = ()
+KINDS: tuple[UnitKind, ...] = ("gpu",)
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
@@ -35,13 +35,13 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute alone, and that it has no rows of matrices; beside the CPU it
-    computes the neurons of every model that the plan language can state."""
+    """Return what it cannot compute alone; beside the CPU it computes the neurons and rows of every
+    model that the plan language can state."""
     if facts.neurons is None:
         from pi2.backends.gpu.alone.limits import find_alone_limits
 
         return find_alone_limits(facts.resolved)
-    return [] if facts.rows is None else ["computes no rows of projections and of the head"]
+    return []
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
@@ -51,7 +51,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
         from pi2.backends.gpu.alone.limits import need_whole_memory
 
         return need_whole_memory(facts.resolved)
-    from pi2.backends.gpu.sizes import DenseSizes, count_experts
+    from pi2.backends.gpu.sizes import DenseSizes, count_experts, describe_rows
 
     resolved, counts = facts.resolved, facts.neurons or ()
     model = resolved.model
@@ -66,10 +66,16 @@ def need_unit_memory(facts: UnitFacts) -> Need:
         jobs=count_chunks(resolved),
         stretch=stretch,
     )
+    total, what = sizes.device_bytes + sizes.host_bytes, ""
+    matrices = {} if facts.rows is None else list_matrices(model, facts.rows)
+    rows = describe_rows(matrices, chunk, sizes.jobs)
+    if rows is not None:
+        total += sum(rows.list_arrays()) + rows.host_bytes
+        what = f", rows of {len(matrices)} matrices with their inputs and products"
     return Need(
-        sizes.device_bytes + sizes.host_bytes,
+        total,
         f"{sum(counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of {chunk} tokens, "
-        f"activations, and stretches of {stretch} neurons that are sent to it",
+        f"activations, and stretches of {stretch} neurons that are sent to it{what}",
     )
 
 

@@ -13,12 +13,15 @@ from pi2.arrays import F32, U8
 from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.gpu.choice import open_unit
 from pi2.backends.gpu.dense import DenseFfn
+from pi2.backends.gpu.dense_rows import DenseRows
 from pi2.backends.gpu.description import describe_ffn
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.memory import check_memory
-from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts
+from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts, describe_rows
+from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import Precision
 
 
 @dataclass(slots=True)
@@ -27,6 +30,14 @@ class _Job:
     start_s: float
     kept: int
     added: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A job with rows of a matrix."""
+
+    name: str
+    start_s: float
 
 
 @dataclass(slots=True)
@@ -54,20 +65,38 @@ class GpuUnit:
             stretch=request.stretch,
         )
         ffn = describe_ffn(layout, model.ffn.activation, model.ffn.threshold or 0.0, sizes.experts)
+        rows = describe_rows(
+            {
+                name: (tensor.rows, tensor.length, _get_precision(tensor))
+                for name, tensor in request.matrices.items()
+            },
+            request.chunk,
+            request.jobs,
+        )
         request.count(sizes.device_bytes + sizes.host_bytes)
+        if rows is not None:
+            request.count(sum(rows.list_arrays()) + rows.host_bytes)
         self._launcher: Launcher | None = None
         self._ffn: DenseFfn | None = None
+        self._rows: DenseRows | None = None
         self._jobs: dict[int, _Job] = {}
+        self._products: dict[int, _Product] = {}
         self._tail: _Tail | None = None
         self._observer: UnitObserver | None = None
         self._busy_s = self._end_s = 0.0
         with _explain():
             self._launcher = launcher = open_unit(request.unit)
             try:
-                check_memory(launcher, list(sizes.list_arrays()))
+                wanted = [*sizes.list_arrays(), *(() if rows is None else rows.list_arrays())]
+                check_memory(launcher, wanted)
                 self._ffn = DenseFfn(launcher, sizes, ffn, request.progress)
+                if rows is not None:
+                    self._rows = DenseRows(launcher, rows, request.matrices, request.progress)
             except BaseException:
                 self._launcher = None
+                ffn_made, self._ffn = self._ffn, None
+                if ffn_made is not None:
+                    ffn_made.close()
                 launcher.close()
                 raise
 
@@ -115,8 +144,13 @@ class GpuUnit:
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Not asked for: its backend says that it computes no rows of matrices."""
-        raise AssertionError(f"the rules of the plan language give it no rows of {name}")
+        """Begin to multiply with the rows of a matrix."""
+        assert self._rows is not None, f"it has no rows of {name}"
+        start_s = time.perf_counter()
+        with _explain():
+            number = -1 - self._rows.start(name, inputs)
+        self._products[number] = _Product(name, start_s)
+        return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Copy stretches of neurons to the device, and let the job compute them."""
@@ -134,31 +168,42 @@ class GpuUnit:
         """Return at once: whatever was added has been copied."""
 
     def finish(self, job: int) -> F32:
-        """Return the job's sum."""
+        """Return the job's sum, or its products."""
+        if job in self._products:
+            assert self._rows is not None
+            with _explain():
+                products = self._rows.finish(-1 - job)
+            product = self._products.pop(job)
+            self._report(f"{product.name}, until the products were fetched", product.start_s)
+            return products
         with _explain():
             total = self._dense.finish(job)
-        self._report(self._jobs.pop(job), time.perf_counter())
+        known = self._jobs.pop(job)
+        if known.kept or known.added:
+            added = f" and {known.added} added" if known.added else ""
+            name = f"layer {known.layer}: {known.kept} kept{added} neurons"
+            self._report(f"{name}, until the sum was fetched", known.start_s)
         return total
 
-    def _report(self, job: _Job, end_s: float) -> None:
-        """Count the time from where the job was submitted, or the one before it had ended, until
-        its sum had arrived: transfers are part of it, and it ends no sooner than it was asked
-        for."""
-        if not job.kept and not job.added:
-            return
-        start_s = min(max(job.start_s, self._end_s), end_s)
+    def _report(self, name: str, start_s: float) -> None:
+        """Count the time from where a job was submitted, or the one before it had ended, until
+        now that its result has arrived: transfers are part of it, and it ends no sooner than it was
+        asked for."""
+        end_s = time.perf_counter()
+        start_s = min(max(start_s, self._end_s), end_s)
         self._busy_s += end_s - start_s
         self._end_s = end_s
         if self._observer is not None:
-            added = f" and {job.added} added" if job.added else ""
-            name = f"layer {job.layer}: {job.kept} kept{added} neurons, until the sum was fetched"
             self._observer(name, start_s, end_s)
 
     def give_up(self) -> None:
         """Forget all jobs, when the device has done what it was asked for."""
         with _explain():
             self._dense.give_up()
+            if self._rows is not None:
+                self._rows.give_up()
         self._jobs.clear()
+        self._products.clear()
 
     def observe(self, observer: UnitObserver | None) -> None:
         """Tell ``observer`` of every job."""
@@ -172,16 +217,23 @@ class GpuUnit:
     def close(self) -> None:
         """Give the device back."""
         ffn, self._ffn = self._ffn, None
+        rows, self._rows = self._rows, None
         launcher, self._launcher = self._launcher, None
         self._jobs.clear()
+        self._products.clear()
         self._tail = None
         # A device that is lost has nothing to give back.
-        for part in (ffn, launcher):
+        for part in (ffn, rows, launcher):
             if part is not None:
                 try:
                     part.close()
                 except UserError:
                     continue
+
+
+def _get_precision(tensor: Tensor) -> Precision:
+    assert tensor.precision is not None, tensor.name
+    return tensor.precision
 
 
 @contextmanager

@@ -5,11 +5,19 @@ Kernels read whole tiles of 32 neurons, so that a layer's last tile is filled up
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import BundleLayout, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import (
+    BundleLayout,
+    Precision,
+    round_up,
+    scale_bytes,
+    weight_bytes,
+)
+from pi2.plan.weights.tensor_names import EMBEDDING, HEAD
 
 TILE = 32
 """Rows of a tile."""
@@ -17,6 +25,8 @@ STAGING_BUFFERS = 2
 """One stretch of added neurons is uploaded while another is computed."""
 PACKING_COPIES = 3
 """Copies of a stretch in main memory while it is rearranged for the device."""
+PIECE_ROWS = 1024
+"""Rows of a matrix that are rearranged at a time."""
 _PARTIAL_ROWS = 64
 """Sums of parts of the neurons that there is room for, at least."""
 _VECTOR_BYTES = 16
@@ -111,6 +121,85 @@ class DenseSizes:
         copies = STAGING_BUFFERS + PACKING_COPIES
         moving = copies * sum(self.list_neurons(max(self.stretch, TILE)).values())
         return self.jobs * sum(self.list_job().values()) + moving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixShape:
+    """Rows of a matrix that a unit has."""
+
+    rows: int
+    length: int
+    precision: Precision
+    tokens: int
+    """Most tokens that are multiplied with them at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """What rows of projections and of the head take on a device."""
+
+    matrices: Mapping[str, MatrixShape]
+    """By the names of their tensors."""
+    jobs: int = 1
+    """Most jobs under way at the same time."""
+
+    def list_matrix(self, name: str) -> dict[str, int]:
+        """Bytes of a matrix's arrays, by the names of kernels' parameters."""
+        shape = self.matrices[name]
+        rows = round_up(shape.rows, TILE)
+        weights = rows * weight_bytes(shape.length, shape.precision)
+        scales = rows * scale_bytes(shape.length, shape.precision)
+        sizes = _round_all({"matrix_weights": weights, "matrix_scales": scales})
+        return {key: size for key, size in sizes.items() if size}
+
+    def list_job(self) -> dict[str, int]:
+        """Bytes of the arrays of a job, by name; main memory has the same."""
+        shapes = self.matrices.values()
+        return _round_all(
+            {
+                "inputs": 4 * max(shape.tokens * shape.length for shape in shapes),
+                "outputs": 4 * max(shape.tokens * shape.rows for shape in shapes),
+            }
+        )
+
+    def list_arrays(self) -> Iterator[int]:
+        """Bytes of every array on the device."""
+        for name in self.matrices:
+            yield from self.list_matrix(name).values()
+        for _ in range(self.jobs):
+            yield from self.list_job().values()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of main memory beside them: what jobs read and write, and rows while they are
+        rearranged."""
+        moving = max(
+            min(shape.rows, PIECE_ROWS)
+            * (
+                weight_bytes(shape.length, shape.precision)
+                + scale_bytes(shape.length, shape.precision)
+            )
+            for shape in self.matrices.values()
+        )
+        return self.jobs * sum(self.list_job().values()) + (PACKING_COPIES + 1) * moving
+
+
+def describe_rows(
+    matrices: Mapping[str, tuple[int, int, Precision]], chunk: int, jobs: int
+) -> RowSizes | None:
+    """Return what ``matrices`` (rows, length and precision) take with ``chunk`` tokens at once, of
+    the head fewer; None where there are none."""
+    heads = (EMBEDDING, HEAD)
+    shapes = {
+        name: MatrixShape(
+            rows=rows,
+            length=length,
+            precision=precision,
+            tokens=min(chunk, LOGIT_ROWS) if name in heads else chunk,
+        )
+        for name, (rows, length, precision) in matrices.items()
+    }
+    return RowSizes(matrices=shapes, jobs=jobs) if shapes else None
 
 
 def _round_all(sizes: dict[str, int]) -> dict[str, int]:

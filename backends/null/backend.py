@@ -50,12 +50,15 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of the neurons as the store has them; of a whole model, none."""
+    """Return the bytes of the neurons: as the store has them in main memory, without what lies
+    between them in memory of the unit's own; of a whole model, none."""
     if facts.neurons is None:
         return Need(0, "nothing, it is a dry run")
-    stride = facts.resolved.bundle.stride
-    count = sum(facts.neurons or ())
-    return Need(count * stride, f"{count} neurons of {stride} bytes")
+    bundle, count = facts.resolved.bundle, sum(facts.neurons)
+    size = bundle.used_bytes
+    if facts.resolved.shares_main_memory(facts.unit):
+        size = bundle.stride
+    return Need(count * size, f"{count} neurons of {size} bytes")
 
 
 def build(request: BuildRequest) -> Executor:

@@ -172,8 +172,6 @@ def test_it_multiplies_with_rows_of_matrices(
     kind: UnitKind, units: list[DenseUnit], precision: Precision
 ) -> None:
     """Of projections and of the head, for one token and for several, between jobs of neurons."""
-    if not kind.multiplies:
-        pytest.skip("its backend says that it computes no rows of matrices (P265)")
     neurons = make_neurons()
     sizes = {"layers.0.qkv": (96, 64), "layers.1.output": (32, 96), "head": (160, 64)}
     matrices = {name: draw_matrix(name, *size, precision) for name, size in sizes.items()}

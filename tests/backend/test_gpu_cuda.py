@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pi2.backends.gpu.alone.limits import describe_use
 from pi2.backends.gpu.images import load_image
 from pi2.backends.gpu.kernels.compile import build_image, generate_sources
 from pi2.backends.gpu.kernels.nvrtc import MissingCompiler, find_nvrtc
@@ -19,12 +22,21 @@ from pi2.backends.gpu.kernels.specification import (
     GpuSpec,
     NormKernels,
     ProductKernels,
+    RouterKernels,
+    SelectKernels,
     Target,
 )
 from pi2.diagnostics import UserError
+from pi2.plan.resolve import load_plan
+from tests.helpers.cubins import read_resources
 
 FFN = FfnKernels(hidden=4096, precision="int4", activation="drelu", bias=True, experts=8)
+PLAN = Path(__file__).parents[2] / "plans/pc-rtx-4090/bamboo-7b.plan.toml"
 _EM_CUDA = 190
+_REGISTERS = 65536
+"""Of a multiprocessor of all three architectures."""
+_SHARED_BYTES = 100 << 10
+"""Of a multiprocessor of sm_89, which has least."""
 
 
 def make_spec(arch: str) -> GpuSpec:
@@ -33,34 +45,55 @@ def make_spec(arch: str) -> GpuSpec:
         target=Target(api="cuda", fp16=True, arch=arch),
         ffn=FFN,
         gathered=dataclasses.replace(FFN, activation="silu", precision="int8"),
+        gates=dataclasses.replace(FFN, precision="int8"),
+        select=SelectKernels(experts=8, expert_neurons=14336),
+        router=RouterKernels(length=4096, experts=8, active=2, kind="softmax", normalise=True),
         products=(
             ProductKernels(length=4096, precision="int4", bias=True),
             ProductKernels(length=4096, precision="fp16", adds=True),
+            ProductKernels(length=256, precision="int8", bias=True, blocks=8),
         ),
-        embedding=EmbeddingKernels(length=4096, precision="int4"),
-        norm=NormKernels(length=4096, width=4096, epsilon=1e-5, outputs=True),
+        embedding=EmbeddingKernels(length=4096, precision="int4", positions=True),
+        norm=NormKernels(length=4096, width=4096, epsilon=1e-5, outputs=True, spreads=True),
         attention=AttentionKernels(
             heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=4096, some_full=True
         ),
     )
 
 
-@pytest.mark.parametrize(("arch", "number"), [("sm_80", 80), ("sm_89", 89), ("sm_90", 90)])
-def test_cubins_hold_every_kernel_for_their_architecture(arch: str, number: int) -> None:
+def make_alone_spec(arch: str) -> GpuSpec:
+    """Everything that a shipped plan needs whose GPU has the whole model."""
+    use = describe_use(load_plan(PLAN))
+    return use.describe_kernels(Target(api="cuda", fp16=True, arch=arch))
+
+
+@pytest.mark.parametrize(
+    ("arch", "number", "make"),
+    [("sm_80", 80, make_spec), ("sm_89", 89, make_alone_spec), ("sm_90", 90, make_spec)],
+)
+def test_cubins_hold_every_kernel_for_their_architecture(
+    arch: str, number: int, make: Callable[[str], GpuSpec]
+) -> None:
     try:
         find_nvrtc()
     except MissingCompiler as error:
         pytest.skip(f"{error}; pip install 'pi2[cuda]'")
-    spec = make_spec(arch)
+    spec = make(arch)
     image = build_image(list(list_kernels(spec)), spec.target)
     (cubin,) = image.codes
     assert cubin[:4] == b"\x7fELF"
     (machine,) = struct.unpack_from("<H", cubin, 18)
     (flags,) = struct.unpack_from("<I", cubin, 48)
     assert (machine, flags >> 8 & 0xFF) == (_EM_CUDA, number)
-    assert len(image.kernels) > 20
-    for name in image.kernels:
-        assert f".text.{name}_kernel\0".encode() in cubin
+    resources = read_resources(cubin)
+    assert set(resources) == {f"{name}_kernel" for name in image.kernels}
+    assert len(resources) > 20
+    for name, taken in resources.items():
+        threads = math.prod(image.kernels[name.removesuffix("_kernel")].block)
+        # Nothing is spilled, and a multiprocessor holds at least 1024 threads of each.
+        assert taken.frame_bytes == 0, name
+        assert taken.registers * 1024 <= _REGISTERS, (name, taken)
+        assert taken.shared_bytes * (1024 // threads) <= _SHARED_BYTES, (name, taken)
 
 
 def test_sources_read_weights_in_vectors_and_wait_for_each_other() -> None:

@@ -62,6 +62,18 @@ def test_both_compute_what_one_does(plan: Path, mode: Mode, predictor: str, prom
     assert own == text
 
 
+def test_rows_of_projections_and_of_the_head_may_be_the_gpus(plan: Path) -> None:
+    settings: dict[str, Any] = {"decode.predictor": "gate", "decode.batch": 2}
+    settings["memory.segments.kv"] = "16 MiB"
+    alone, text = compute(ALONE, "decode", settings)
+    rows = {"gpu": 0.4, "cpu": 0.6}
+    divided = {"projections.attention": rows, "projections.head": rows}
+    found, own = compute(plan, "decode", settings | divided | {"units.gpu.on_failure": "stop"})
+    errors = np.linalg.norm(found - alone, axis=1) / np.linalg.norm(alone, axis=1)
+    assert errors.max() < 1e-4
+    assert own == text
+
+
 def test_a_run_tells_what_the_gpu_did_and_stays_within_its_budget(plan: Path) -> None:
     arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def ", "--json"]
     done = subprocess.run(

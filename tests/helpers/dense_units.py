@@ -37,8 +37,6 @@ class UnitKind:
     """Size of sums below which errors are no smaller: that of a few neurons that nearly cancel."""
     api: Api | None = None
     """What must have a device."""
-    multiplies: bool = True
-    """Whether it computes rows of matrices, too."""
     find_obstacles: Callable[[], list[str]] = list
     """What this machine lacks for it."""
 
@@ -49,7 +47,7 @@ def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -
     def make(request: UnitRequest) -> GpuUnit:
         return GpuUnit(replace(request, unit=unit))
 
-    return UnitKind(name=api, make=make, tolerance=1e-5, api=api, multiplies=False)
+    return UnitKind(name=api, make=make, tolerance=1e-5, api=api)
 
 
 NPU = Unit(kind="npu", architecture="hexagon", emulated=True)
