@@ -151,7 +151,7 @@ def find_output(plan: Path, overrides: dict[str, object], output: Path | None) -
     dense = {**overrides, "decode.predictor": "none", "decode.look_ahead": "none"}
     resolver = LockedReferences(plan.parent)
     sparsity = load_plan(plan, overrides=dense, resolver=resolver, thresholds="none").plan.sparsity
-    if sparsity is None:
+    if sparsity is None or sparsity.thresholds is None:
         raise UserError.of(
             "P668",
             f"{plan} has no [sparsity] that names a file of thresholds",

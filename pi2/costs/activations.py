@@ -4,7 +4,7 @@ Model.  A neuron fires if its input, a normal variable around the neuron's own m
 The means of a layer are normal too, with standard deviation ``spread``: 0 makes all neurons alike,
 large values make some fire always and most never.  ``spread`` follows from the published share of
 neurons that make 80 % of all activations, the mean from the share of active neurons.  A token moves
-all inputs by a common normal amount, so that some tokens activate more neurons than others and,
+all inputs by a common amount (Laplace), so that some tokens activate more neurons than others and,
 among them, relatively more of the rare ones: those that are not in memory.
 
 Neurons are taken together in classes of equal hotness, hottest first.
@@ -22,8 +22,10 @@ from pi2.arrays import F64
 
 CLASSES = 128
 """Classes of equal hotness that a layer is divided into."""
-_SHIFTS = 33
-"""Points at which quantities are tabulated over the shift of a token, in -4..4 sigma."""
+_SHIFTS = 49
+"""Points at which quantities are tabulated over the shift of a token."""
+MOST_SHIFT = 6.0
+"""Standard deviations that a token shifts its neurons at most."""
 _NORMAL = NormalDist()
 
 
@@ -81,13 +83,28 @@ def unite_chosen(chosen: float, batch: int) -> float:
     return 1.0 - (1.0 - chosen) ** batch
 
 
+def draw_shifts(tokens: int, variation: float, random: np.random.Generator) -> F64:
+    """How much each token [tokens] moves all neurons' thresholds.
+
+    Most tokens are alike and a few are far off: of PowerInfer-2's times between tokens the 90th
+    percentile is 19 % above the median and the 99th 44 % (Table 5), where a normal law that has the
+    former gives 35 % for the latter, and this one 46 %.
+    """
+    drawn = random.laplace(scale=0.5**0.5, size=tokens)
+    return np.asarray(np.clip(drawn, -MOST_SHIFT, MOST_SHIFT) * variation)
+
+
+def weigh_shifts(points: int = _SHIFTS) -> tuple[F64, F64]:
+    """Shifts in standard deviations, evenly spaced, and how often they occur."""
+    sigmas = np.linspace(-MOST_SHIFT, MOST_SHIFT, points)
+    weights = np.exp(-(2.0**0.5) * np.abs(sigmas))
+    return sigmas, weights / weights.sum()
+
+
 @lru_cache(maxsize=4096)
 def _compute_chances(active: float, spread: float, shift: float) -> F64:
-    centre = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
-    means = centre + spread * _list_quantiles(CLASSES)
-    chances = _compute_cdf(means)
-    scale = active / float(chances.mean())  # the classes' tails are cut off
-    shifted = np.minimum(_compute_cdf(means + shift) * scale, 1.0)
+    means = _find_centre(active, spread) + spread * _list_quantiles(CLASSES)
+    shifted = _compute_cdf(means + shift)
     shifted.flags.writeable = False
     return shifted
 
@@ -146,11 +163,10 @@ def draw_tokens(
     ``hot_share`` is resident; of it the hottest ``dense_share`` needs no prediction.  ``neurons``
     is the number that a token could activate, ``shifts`` [tokens] is every token's own shift.
     """
-    sigmas = np.linspace(-4.0, 4.0, _SHIFTS)
+    sigmas, weights = weigh_shifts()
     chances = np.stack([hotness.compute_chances(float(x)) for x in sigmas * variation])
     # Shifts make rare neurons more active on average: keep the mean at the published figure.
-    density = np.exp(-0.5 * sigmas**2)
-    mean = float((chances.mean(axis=1) * density).sum() / density.sum())
+    mean = float((chances.mean(axis=1) * weights).sum())
     chances = np.minimum(chances * (hotness.active / mean), 1.0)
     size = neurons / CLASSES
 
@@ -174,6 +190,20 @@ def draw_tokens(
 def weigh_hot(hot_share: float) -> F64:
     """Part of each class [CLASSES] that lies within the hottest ``hot_share``."""
     return np.clip(hot_share * CLASSES - np.arange(CLASSES), 0.0, 1.0)
+
+
+@lru_cache(maxsize=1024)
+def _find_centre(active: float, spread: float) -> float:
+    """Mean of the neurons' means for which the classes' chances have the mean ``active``: because
+    the classes' tails are cut off, not quite that of the normal law."""
+    usual = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
+    quantiles = spread * _list_quantiles(CLASSES)
+    low, high = usual - 1.0, usual + 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        less = float(_compute_cdf(middle + quantiles).mean()) < active
+        low, high = (middle, high) if less else (low, middle)
+    return float(low + high) / 2
 
 
 def _list_quantiles(count: int) -> F64:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 from pathlib import Path
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -22,10 +23,12 @@ from pi2.costs.activations import (
     CLASSES,
     Hotness,
     find_spread,
+    measure_skew,
     unite_chances,
     unite_chosen,
     unite_hotness,
     weigh_hot,
+    weigh_shifts,
 )
 from pi2.costs.cache import compute_hit_chances
 from pi2.costs.constants import Constants
@@ -39,6 +42,7 @@ LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
 """Those that may begin to read before the layer's input is known (P254)."""
 Policy = Literal["lfu", "lru"]
 
+_NORMAL = NormalDist()
 _CHURN = 0.5
 """Part of a token's misses whose slots are lost to the neurons that stay: what is read takes a slot
 for about a token, whether or not it will be used again.  Counted with `NeuronCache`
@@ -77,6 +81,10 @@ class LayerActivity:
     """Share of what is computed whose gate is open, so that its up row is read, too."""
     fired: float = 1.0
     """Share whose activation is not zero, so that its down column is read, too."""
+    again: float = 0.0
+    """Part of a neuron's activation that the previous token decides."""
+    expert_again: float = 0.0
+    """The same of an expert's choice."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
@@ -156,10 +164,16 @@ class LayerActivity:
             missing = float((uses * (1.0 - stays)).sum())
             taken = float((absent * stays).mean()) + _CHURN * missing / self.neurons
             low, high = (least, high) if taken > cold else (low, least)
-        return stays
+        # What the last token read is still there, as far as there is room for it.
+        on = self.chosen + self.expert_again * (1.0 - self.chosen)
+        room = min(cold * self.neurons / max(missing, 1e-9), 1.0)
+        repeated = self.again * (1.0 - self._chances) * on * room
+        return np.asarray(stays + (1.0 - stays) * repeated)
 
     def _find_recent(self, hot: float, cold: float) -> F64:
-        return compute_hit_chances(self.named, hot, cold, self.chosen, 0.0, 0.0)
+        return compute_hit_chances(
+            self.named, hot, cold, self.chosen, self.again, self.expert_again
+        )
 
     @property
     def _chances(self) -> F64:
@@ -203,10 +217,10 @@ def average_chances(hotness: Hotness) -> F64:
     rare neurons gain by it, and they are the ones that are missing."""
     if hotness.active >= 1.0:
         return np.ones(CLASSES)
-    points, weights = np.polynomial.hermite_e.hermegauss(9)
+    points, weights = weigh_shifts(25)
     shifts = points * Constants().token_variation
     rows = np.stack([hotness.compute_chances(float(shift)) for shift in shifts])
-    chances = (rows * (weights / weights.sum())[:, None]).sum(axis=0)
+    chances = (rows * weights[:, None]).sum(axis=0)
     chances *= hotness.active / float(chances.mean())
     chances.flags.writeable = False
     return np.asarray(np.minimum(chances, 1.0))
@@ -241,9 +255,13 @@ def _describe_single(
         stated = model.sparsity.source if model.sparsity is not None else "assumed"
         source = f"the model's document ({stated})"
     if known is None:
-        active, skew = _read_model(model, mode, constants)
+        active, spread = _read_model(model, mode, constants)
         layer = LayerActivity(
-            named=make_hotness(active, skew), chosen=chosen, neurons=model.layer_neurons
+            named=Hotness(active=active, spread=0.0 if active >= 1.0 else spread),
+            chosen=chosen,
+            neurons=model.layer_neurons,
+            again=constants.token_correlation,
+            expert_again=constants.expert_correlation,
         )
         return (layer,) * layers, source
     counts = None
@@ -275,8 +293,9 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
     found = None if store is None else read_statistics(store, model.shape.layers)
     if found is not None or model.sparsity is None or model.sparsity.gate_open is None:
         return found
-    active, skew = _read_model(model, "gate", Constants())
+    active, spread = _read_model(model, "gate", Constants())
     predicted, _ = _read_model(model, "low-rank", Constants())
+    skew = measure_skew(Hotness(active=active, spread=spread))
     layer = LayerStatistics(
         active=active, gate_positive=model.sparsity.gate_open, predicted=predicted, skew=skew
     )
@@ -287,11 +306,11 @@ def describe_cut_activity(
     model: Model, thresholds: Thresholds, *, batch: int = 1
 ) -> tuple[tuple[LayerActivity, ...], str]:
     """Activity of each layer of a plan whose thresholds cut small gates."""
-    _, skew = _read_model(model, "gate", Constants())
+    _, spread = _read_model(model, "gate", Constants())
     chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     found = (
         LayerActivity(
-            named=make_hotness(layer.computed, max(skew, 0.8 * layer.computed)),
+            named=Hotness(active=layer.computed, spread=spread),
             chosen=chosen,
             neurons=model.layer_neurons,
             opened=1.0,
@@ -300,6 +319,22 @@ def describe_cut_activity(
         for layer in thresholds.layers
     )
     return tuple(unite_activity(item, batch) for item in found), "the plan's thresholds"
+
+
+def describe_target_activity(
+    model: Model, target: float, *, batch: int = 1
+) -> tuple[tuple[LayerActivity, ...], str]:
+    """Activity where a plan states the share that thresholds are to skip, and has none yet."""
+    constants = Constants()
+    _, spread = _read_model(model, "gate", constants)
+    layer = LayerActivity(
+        named=Hotness(active=1.0 - target, spread=spread),
+        chosen=model.active_experts / model.expert_count,
+        neurons=model.layer_neurons,
+        again=constants.token_correlation,
+        expert_again=constants.expert_correlation,
+    )
+    return (unite_activity(layer, batch),) * model.shape.layers, "the plan's sparsity.target"
 
 
 @lru_cache(maxsize=512)
@@ -369,16 +404,27 @@ def _average_statistics(found: Sequence[LayerStatistics]) -> LayerStatistics:
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:
-    """Share that the engine computes and skew, from the document or the usual values."""
-    smooth = constants.smooth_skew if model.is_smooth else constants.default_skew
-    skew = smooth
+    """Share of the neurons that the engine computes, and how far their means are apart.
+
+    The spread is that of a kind of activation.  A given skew would not do for models of any share:
+    where more neurons are active than the hottest ones can make up for, the rest would never be.
+    """
+    active = constants.default_active if model.sparsity is None else model.sparsity.active
+    spread = constants.smooth_spread if model.is_smooth else constants.default_spread
     if model.sparsity is not None and model.sparsity.skew is not None:
-        skew = model.sparsity.skew
+        spread = find_spread(active, model.sparsity.skew)
     if mode in ("none", "router"):
-        return 1.0, skew
+        return 1.0, spread
     predictor = model.predictor
     if mode == "low-rank" and predictor is not None and predictor.active is not None:
-        return predictor.active, skew
-    active = constants.default_active if model.sparsity is None else model.sparsity.active
-    ratio = constants.named_per_active if mode == "low-rank" and not model.is_smooth else 1.0
-    return min(1.0, active * ratio), skew
+        return predictor.active, spread
+    if mode == "low-rank" and not model.is_smooth:
+        return name_more(active, constants), spread
+    return active, spread
+
+
+def name_more(active: float, constants: Constants) -> float:
+    """Share of the neurons that a predictor names of a model of which ``active`` fire."""
+    if not 0.0 < active < 1.0:
+        return active
+    return _NORMAL.cdf(_NORMAL.inv_cdf(active) + constants.named_margin)

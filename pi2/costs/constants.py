@@ -45,7 +45,7 @@ class Constants:
         400e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )
     gather_efficiency: float = _constant(
-        0.4,
+        0.36,
         "share",
         "calibrated",
         "part of the streaming bandwidth that a CPU reaches with single neurons",
@@ -79,12 +79,13 @@ class Constants:
         "missing neurons whose gate is open, so that up and down are read too "
         "(PowerInfer-2: gate, up and down are active together in 80 %)",
     )
-    named_per_active: float = _constant(
-        1.75,
-        "ratio",
+    named_margin: float = _constant(
+        0.245,
+        "sigma",
         "calibrated",
-        "neurons that a low-rank predictor names for each that is active, where the model "
-        "does not state predictor.active",
+        "how much lower than a neuron's own threshold the one is from which a low-rank predictor "
+        "names it, in standard deviations of its input, where the model does not state "
+        "predictor.active: 1.5 neurons for each that fires where a tenth of them does",
     )
     default_active: float = _constant(
         0.107,
@@ -92,25 +93,27 @@ class Constants:
         "estimated",
         "active neurons of a ReLU model that states none (Bamboo 10 %, ProSparse 10.7 %)",
     )
-    default_skew: float = _constant(
-        0.33,
-        "share",
+    default_spread: float = _constant(
+        0.95,
+        "sigma",
         "calibrated",
-        "neurons that make 80 % of the activations, where the model states no sparsity.skew "
-        "(PowerInfer publishes 26 % for OPT, 43 % for a ReGLU model)",
+        "how far the means of neurons' inputs are apart, in standard deviations of an input, where "
+        "the model states no sparsity.skew (PowerInfer publishes 26 % of OPT-30B's neurons for "
+        "80 % of its activations, and 43 % of a ReGLU model's: 0.79 and 0.76)",
     )
-    smooth_skew: float = _constant(
-        0.7,
-        "share",
-        "published",
-        "the same for SiLU models (PowerInfer: 69 to 75 % for SwiGLU)",
+    smooth_spread: float = _constant(
+        2.5,
+        "sigma",
+        "estimated",
+        "the same for SiLU models whose small gates are cut: a cache of half of the neurons misses "
+        "a sixth of those that are used, somewhat more than the tenth published of LLM in a flash",
     )
     token_variation: float = _constant(
         0.1,
         "sigma",
         "calibrated",
-        "how much a token moves the activation threshold of all neurons, in standard "
-        "deviations of a neuron's input",
+        "standard deviation of what a token moves the activation threshold of all neurons by, in "
+        "standard deviations of a neuron's input",
     )
     token_correlation: float = _constant(
         0.0,

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.costs.activity import LayerActivity, describe_activity, describe_cut_activity
+from pi2.costs.activity import (
+    LayerActivity,
+    describe_activity,
+    describe_cut_activity,
+    describe_target_activity,
+)
 from pi2.costs.assumptions import list_assumptions, list_dense_units
 from pi2.costs.constants import Constants
 from pi2.costs.figures import Figure
@@ -132,6 +137,8 @@ def describe_plan(
     mode, batch = plan.decode.predictor, plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
+    elif activity is None and mode == "gate" and plan.sparsity is not None and plan.sparsity.target:
+        activity = describe_target_activity(model, plan.sparsity.target, batch=batch)
     elif activity is None:
         activity = describe_activity(model, mode, store, rates.constants, batch=batch)
     uses, source = activity

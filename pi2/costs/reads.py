@@ -21,6 +21,10 @@ from pi2.costs.stored import find_touched_bytes
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
+_WORTH = 0.92
+"""Time of stretches over that of single reads below which they are read."""
+_MOST_GAP = 16
+"""Most unwanted neurons between two that are read with them."""
 _LONG = 512 * 1024
 """Bytes of a long read in order."""
 _SMALLER_POWER = 0.7
@@ -86,9 +90,12 @@ class Reads:
     first_share: float = 1.0
     """Part of a neuron's time that the first read takes."""
     stride: int = 0
+    place_s: float = 0.0
+    """Finding room for a neuron, part of each one's time: what comes in stretches is computed where
+    it arrives instead."""
     whole_byte_s: float | None = None
-    """Seconds of a byte where an engine may read all absent neurons of a layer in order instead,
-    which is quicker where it misses most of them; None for engines that do not."""
+    """Seconds of a byte of a long read, for engines that read stretches of neurons, wanted or not,
+    where they miss many of them; None for others."""
     most_parts: float | None = None
     """Most parts of a layer's reads; None for two of each thread."""
 
@@ -105,12 +112,17 @@ class Reads:
         rest = self.stride - self.phases.gate_bytes
         return self.phases.gate_bytes + self.phases.open_share * rest
 
-    def prefers_whole(self, missing: float, absent: float) -> bool:
-        """Whether all ``absent`` neurons of a layer, in order, come sooner than the ``missing``
-        ones of them."""
+    def merge_dense(self, missing: float, absent: float) -> MergedReads | None:
+        """What is read with each other where an engine may read stretches: None where single reads
+        are as good.  ``absent``: neurons of the layer that are not hot, which the missing ones lie
+        among."""
         if self.whole_byte_s is None or missing <= 0.0:
-            return False
-        return absent * self.stride * self.whole_byte_s < self._time_single(missing, ALONE)
+            return None
+        single_s = self._time_single(missing, ALONE) / missing
+        stream_s = self.stride * self.whole_byte_s
+        found = find_stretches(single_s - self.place_s, stream_s, missing / absent)
+        apart_s = time_stretches(single_s - self.place_s, stream_s, found)
+        return found if apart_s < _WORTH * (single_s - self.place_s) else None
 
     def time(
         self, missing: float, merged: MergedReads = ALONE, absent: float | None = None
@@ -120,10 +132,14 @@ class Reads:
         that are not hot."""
         if missing <= 0:
             return 0.0
-        if absent is not None and self.prefers_whole(missing, absent):
-            assert self.whole_byte_s is not None
-            return absent * self.stride * self.whole_byte_s
-        return self._time_single(missing, merged)
+        dense = None if absent is None else self.merge_dense(missing, absent)
+        if dense is None:
+            return self._time_single(missing, merged)
+        assert self.whole_byte_s is not None
+        single_s = self._time_single(missing, ALONE) / missing - self.place_s
+        apart_s = time_stretches(single_s, self.stride * self.whole_byte_s, dense)
+        # Where few are read with each other, the others are kept.
+        return missing * (apart_s + self.place_s * dense.requests)
 
     def _time_single(self, missing: float, merged: MergedReads) -> float:
         busy = float(self.threads)
@@ -157,11 +173,36 @@ class BlockingReads:
         neighbour's read need none of their own."""
         if missing <= 0.0:
             return 0.0
+        fixed_s = self.threads * self.wake_s + self.latency_s
+        stream_s = self.stride * self.byte_s
+        if used_from * stream_s < missing * self.neuron_s:
+            return fixed_s + used_from * stream_s  # all of them, in order
         reads = missing * (1.0 - min(missing / used_from, 1.0))
         blocking_s = reads * max(self.neuron_s, self.latency_s / self.threads)
-        stream_s = missing * self.stride * self.byte_s
-        fixed_s = self.threads * self.wake_s + self.latency_s
-        return fixed_s + max(blocking_s, stream_s) + missing * self.place_s
+        return fixed_s + max(blocking_s, missing * stream_s) + missing * self.place_s
+
+
+def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:
+    """The best way to read neurons of which a part ``density`` is missing, where those between two
+    missing ones may be read with them: ``single_s`` is a neuron's own read, ``stream_s`` its part
+    of a long one.  Gaps up to a length are read across; without end, all is one read."""
+    density = min(max(density, 1e-9), 1.0)
+    best, best_s = MergedReads(unwanted=1.0 / density - 1.0, requests=0.0), stream_s / density
+    unwanted, rest = 0.0, 1.0
+    for gap in range(_MOST_GAP + 1):
+        unwanted += gap * density * rest
+        rest *= 1.0 - density
+        found = MergedReads(requests=rest, unwanted=unwanted)
+        seconds = time_stretches(single_s, stream_s, found)
+        if seconds < best_s:
+            best, best_s = found, seconds
+    return best
+
+
+def time_stretches(single_s: float, stream_s: float, merged: MergedReads) -> float:
+    """Seconds of a missing neuron."""
+    beyond_s = max(single_s - stream_s, 0.0)
+    return merged.requests * beyond_s + (1.0 + merged.unwanted) * min(stream_s, single_s)
 
 
 def list_io_choices(
@@ -234,6 +275,7 @@ def find_reads(
         phases=phases,
         first_share=_find_first_share(flash, stride, range_bytes, place_s, phases),
         stride=stride,
+        place_s=place_s,
         whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
         most_parts=inf if streams else None,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pi2.costs.activations import draw_shifts
 from pi2.costs.description import Description
-from pi2.simulate.decode import RESULTS, add_layers, draw_shifts, draw_work, time_before
+from pi2.simulate.decode import RESULTS, add_layers, draw_work, time_before
 from pi2.simulate.layer import LayerSimulation
 
 
@@ -17,7 +18,7 @@ def simulate_layers(
     Layers of one kind have the same time.
     """
     random = np.random.default_rng(seed)
-    shifts = draw_shifts(description, tokens, random)
+    shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     times: dict[int, float] = {}
     for kind in description.kinds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F64, I64
-from pi2.costs.activations import draw_tokens
+from pi2.costs.activations import draw_shifts, draw_tokens
 from pi2.costs.description import Description, LayerKind
 from pi2.simulate.layer import LayerSimulation, LayerTimes
 from pi2.simulate.layer_run import CPU_LANE, DENSE_LANE, READ_LANE, LayerWork
@@ -50,7 +50,7 @@ def simulate_decode(
     """Generate ``tokens`` after ``prompt_tokens``, in every sequence of the batch."""
     assert tokens > 0, tokens
     random = np.random.default_rng(seed)
-    shifts = draw_shifts(description, tokens, random)
+    shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     total = _start_tokens(description, tokens)
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     done = 0
@@ -67,12 +67,6 @@ def simulate_decode(
         if progress is not None:
             progress(done / description.layers)
     return DecodeRun(**total)
-
-
-def draw_shifts(description: Description, tokens: int, random: np.random.Generator) -> F64:
-    """How much each token [tokens] moves all neurons' thresholds."""
-    variation = description.rates.constants.token_variation
-    return np.clip(random.standard_normal(tokens), -4.0, 4.0) * variation
 
 
 def time_before(simulation: LayerSimulation, positions: F64) -> F64:
@@ -242,7 +236,7 @@ def trace_decode(
 ) -> Recorder:
     """Simulate a few tokens layer after layer, and record what every lane does."""
     random = np.random.default_rng(seed)
-    shifts = draw_shifts(description, tokens, random)
+    shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     recorder = Recorder()
     works: dict[int, tuple[LayerSimulation, TokenWork, int]] = {}
     for kind in description.kinds:

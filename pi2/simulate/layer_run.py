@@ -22,6 +22,8 @@ READ_LANE, DENSE_LANE, CPU_LANE = "flash", "dense unit", "cpu"
 _TASKS_PER_WORKER = 2
 """Resident neurons are handed out in at most this many tasks for each that is computed at a
 time."""
+_MERGED = 0.95
+"""Requests for each missing neuron below which neighbours are taken to share them."""
 _GATE_SHARE = 1.0 / 3.0
 """Part of a neuron's arithmetic that its gate is."""
 
@@ -171,17 +173,25 @@ class LayerRun:
             self._queue_compute(neurons, first)
 
     @property
-    def _reads_whole(self) -> bool:
+    def _is_whole(self) -> bool:
+        """Whether neurons are read whole: where neighbours share a read."""
+        stretches = self._stretches
+        return stretches is not None and stretches.requests < _MERGED
+
+    @property
+    def _stretches(self) -> MergedReads | None:
+        """What is read with each other where many neurons are missing."""
         reads = self._settings.reads
-        return reads is not None and reads.prefers_whole(self._work.missing, self._plan.absent)
+        return None if reads is None else reads.merge_dense(self._work.missing, self._plan.absent)
 
     def _price_read(self, first: bool) -> tuple[str, float, float]:
         """Name, seconds and bytes per neuron of a read."""
         reads, missing = self._settings.reads, self._work.missing
         assert reads is not None
         seconds = reads.time(missing, self._plan.merged, self._plan.absent) / missing
-        if self._reads_whole:
-            return "stream cold neurons", seconds, self._plan.absent / missing * reads.stride
+        stretches = self._stretches
+        if stretches is not None and self._is_whole:
+            return "read stretches", seconds, (1.0 + stretches.unwanted) * reads.stride
         if reads.phases is None:
             return "read bundle", seconds, reads.stride * (1.0 + self._plan.merged.unwanted)
         if first:
@@ -193,7 +203,7 @@ class LayerRun:
         """Queue the computation that a finished read makes possible."""
         reads, now, fixed_s = self._settings.reads, self._env.now, self._terms.part_call_s
         assert reads is not None
-        if reads.phases is None or self._reads_whole:
+        if reads.phases is None or self._is_whole:
             task = _Task("compute bundle", neurons, fixed_s, now)
         elif first:
             open_neurons = neurons * reads.phases.open_share

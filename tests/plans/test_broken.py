@@ -15,6 +15,7 @@ from pi2.plan.checking.rules import load_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
 WARNINGS = {
+    "P205",
     "P204",
     "P213",
     "P214",
@@ -92,6 +93,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "figure-of-zero.device.toml": ("P261", 14, 8),
     "figure-without-origin.device.toml": ("P102", 18, 1),
     "fraction-for-whole.plan.toml": ("P103", 41, 9),
+    "cold-of-dense.plan.toml": ("P205", 16, 8),
     "gate-of-silu.plan.toml": ("P234", 44, 13),
     "gates-missing.model.toml": ("P253", 17, 9),
     "graph-of-three-tokens.plan.toml": ("P276", 11, 25),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pi2.costs.activations import (
     CLASSES,
     Hotness,
+    draw_shifts,
     draw_tokens,
     find_spread,
     measure_skew,
@@ -23,6 +25,31 @@ def test_the_spread_reproduces_the_published_skew(active: float, skew: float) ->
     hotness = Hotness(active=active, spread=find_spread(active, skew))
     assert measure_skew(hotness) == pytest.approx(skew, abs=0.005)
     assert hotness.compute_chances().mean() == pytest.approx(active)
+
+
+def test_one_spread_is_near_the_skews_that_were_published_for_relu() -> None:
+    """PowerInfer: 26 % of OPT-30B's neurons (4 % active), 43 % of a ReGLU model's (18 %)."""
+    for active, skew in ((0.04, 0.26), (0.18, 0.43)):
+        assert find_spread(active, skew) == pytest.approx(0.775, abs=0.02)
+
+
+@pytest.mark.parametrize("spread", [0.4, 0.95, 2.5])
+def test_where_more_neurons_are_active_every_class_is_and_more_are_cold(spread: float) -> None:
+    shares = [0.02, 0.05, 0.1, 0.18, 0.25, 0.28, 0.35, 0.5, 0.7, 0.95]
+    chances = [Hotness(active=share, spread=spread).compute_chances() for share in shares]
+    for less, more in pairwise(chances):
+        assert np.all(more >= less - 1e-12)
+    cold = 1.0 - weigh_hot(0.45)
+    missing = [float((row * cold).mean()) for row in chances]
+    assert missing == sorted(missing)
+
+
+def test_a_few_tokens_are_far_from_the_median() -> None:
+    """PowerInfer-2, Table 5: P90 19 % and P99 44 % above the median."""
+    shifts = draw_shifts(200_000, 0.1, np.random.default_rng(0))
+    assert shifts.std() == pytest.approx(0.1, rel=0.02)
+    p50, p90, p99 = np.percentile(shifts, [50, 90, 99])
+    assert (p99 - p50) / (p90 - p50) == pytest.approx(43.1 / 18.7, rel=0.1)
 
 
 def test_classes_are_ordered_from_hot_to_cold() -> None:

@@ -26,7 +26,7 @@ def list_works() -> list[LayerWork]:
         WORK,
         replace(WORK, missing=0.0),
         replace(WORK, resident=0.0),
-        replace(WORK, missing=1500.0),
+        replace(WORK, missing=200.0),
         replace(WORK, resident=0.0, missing=1.0),
     ]
 
@@ -114,7 +114,7 @@ def test_where_most_cold_neurons_are_missing_all_are_read_in_one_stream() -> Non
     inputs = make_inputs(constants=Constants(place_s=0.0))
     times = run_layer(inputs, replace(WORK, missing=7000.0))
     absent = 0.6 * 14336
-    assert times.meter.read_bytes == pytest.approx(absent * STRIDE)
+    assert times.meter.read_bytes == pytest.approx(absent * STRIDE, rel=0.02)
     assert times.meter.flash_s == pytest.approx(absent * STRIDE / 4e9, rel=0.05)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from paper.comparison import Comparison, Prediction, summarise
+from paper.freedoms import write_freedoms
 from pi2.costs.constants import Constants, describe_constants
 
 END = "<!-- end -->"
@@ -49,7 +50,27 @@ def make_tables(
         "unscored": list(write_rows([row for row in rows if not row.point.scored])),
         "predictions": list(write_predictions(predictions)),
         "constants": list(write_constants(constants)),
+        "by-model": list(write_by_model([*rows, *held_out])),
+        "freedoms": list(write_freedoms()),
     }
+
+
+def write_by_model(rows: list[Comparison]) -> Iterator[str]:
+    """Errors of speeds by device, system and model: means of all hide errors of opposite sign."""
+    yield "| device | system | model | points | mean | lowest | highest |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        scenario, single = row.point.scenario, row.point.measure.endswith("tokens/s")
+        if row.point.scored and single and row.error is not None:
+            key = (DEVICES[scenario.device], scenario.system, scenario.model)
+            found.setdefault(key, []).append(row.error)
+    for (device, system, model), errors in sorted(found.items()):
+        mean = sum(map(abs, errors)) / len(errors)
+        yield (
+            f"| {device} | {system} | {model} | {len(errors)} | {mean:.0%} | {min(errors):+.0%} | "
+            f"{max(errors):+.0%} |"
+        )
 
 
 def write_summary(rows: list[Comparison]) -> Iterator[str]:

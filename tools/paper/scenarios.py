@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pi2.costs.activity import LayerActivity, make_hotness, unite_activity
+from pi2.costs.activations import Hotness
+from pi2.costs.activity import LayerActivity, unite_activity
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description, LayerKind
 from pi2.costs.flash import Flash
@@ -92,12 +93,11 @@ def _read(scenario: Scenario, constants: Constants) -> Description:
     if model == scenario.model:
         return found
     found = replace(found, name=f"{scenario.model} as {found.name}", is_smooth=True)
-    return _activate(found, SILU_ACTIVE, constants.smooth_skew)
+    return _activate(found, Hotness(active=SILU_ACTIVE, spread=constants.smooth_spread))
 
 
-def _activate(found: Description, active: float, skew: float) -> Description:
-    """The same with another share of neurons that a token computes."""
-    named = make_hotness(active, skew)
+def _activate(found: Description, named: Hotness) -> Description:
+    """The same with other neurons that a token computes."""
     kinds = (
         replace(kind, activity=replace(kind.activity, named=named, opened=1.0, fired=1.0))
         for kind in found.kinds
@@ -109,7 +109,8 @@ def _compute_all(found: Description) -> Description:
     """No predictor: every neuron is computed."""
     sizes = replace(found.sizes, predictor=0.0, predictors=0, predictor_weights=0)
     settings = replace(found.settings, predictor="none", reads=None)
-    return replace(_activate(found, 1.0, 0.8), sizes=sizes, settings=settings)
+    named = Hotness(active=1.0, spread=0.0)
+    return replace(_activate(found, named), sizes=sizes, settings=settings)
 
 
 def _use_cpu_only(found: Description) -> Description:

@@ -181,7 +181,9 @@ class Inspection:
     def follow_thresholds(self) -> Thresholds | None:
         """Read the thresholds that the plan names, if it does."""
         plan, file = self.documents.get("plan"), self.files.get("plan")
-        if file is None or not isinstance(plan, Plan) or plan.sparsity is None:
+        if file is None or not isinstance(plan, Plan):
+            return None
+        if plan.sparsity is None or plan.sparsity.thresholds is None:
             return None
         from pi2.plan.reading.thresholds import read_thresholds
 

@@ -371,8 +371,10 @@ class Sparsity(Table):
     """Share of up and down projections that is skipped."""
     max_perplexity_increase: Annotated[float, Field(gt=0.0, examples=[0.02])] | None = None
     """Maximum relative increase in perplexity."""
-    thresholds: Annotated[Reference, Field(examples=["llama.thresholds.toml"])]
-    """File of the calibrated thresholds, relative to the plan file."""
+    thresholds: Annotated[Reference, Field(examples=["llama.thresholds.toml"])] | None = None
+    """File of the calibrated thresholds, relative to the plan file.  Without it a plan whose
+    backends are all ``null`` can be simulated and counted, with ``target`` as the share that is
+    skipped; any other plan needs it."""
 
 
 class Sampling(Table):

@@ -1,5 +1,8 @@
 """``decode.predictor = "gate"`` needs an activation that is zero for some gates, or ``[sparsity]``.
 
+A plan that computes nothing, with the backend ``null`` for every unit, may state
+``sparsity.target`` alone: it is simulated with that share.
+
 Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
 so that it may be left out; SiLU and GELU are zero nowhere, and something must say what counts as
 zero.
@@ -24,7 +27,19 @@ NEEDS = ("plan", "model")
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare predictor and activation."""
     plan, smooth = facts.plan, facts.model.is_smooth
-    if plan.decode.predictor != "gate" or not smooth or plan.sparsity is not None:
+    if plan.decode.predictor != "gate" or not smooth:
+        return
+    if plan.sparsity is not None:
+        computes = {*plan.backends.values(), *(unit.backend for unit in plan.units.values())}
+        counted = computes <= {"null", None} and plan.sparsity.target is not None
+        if plan.sparsity.thresholds is None and not counted:
+            yield Finding(
+                path=("sparsity",),
+                message="no thresholds: nothing says which neurons are inactive",
+                help="make them with `pi2 sparsity calibrate`; only plans with the backend "
+                '"null" for every unit, and a target, go without',
+                at="key",
+            )
         return
     name = facts.model.ffn.activation
     exact = "none" if facts.model.moe is None else "router"
