@@ -15,7 +15,7 @@ from typing import Literal
 
 VARIABLE = "PI2_CACHE_DIR"
 
-Kept = Literal["kernels", "profiles", "peers", "prefixes", "tokenizers"]
+Kept = Literal["kernels", "profiles", "history", "peers", "prefixes", "tokenizers"]
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
@@ -110,6 +111,7 @@ def command(
     from pi2.orchestrator import load
 
     del offline  # a promise that is kept without it
+    plan = find_plan_path(plan)
     overrides = parse_assignments(settings)
     alone = not prompts and prompt_file is None and list_file is None
     messages = list_messages(chat, system, alone=alone)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
@@ -163,7 +164,8 @@ def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[Se
     from pi2.sharing.resolver import LockedReferences
 
     found: dict[str, ServedPlan] = {}
-    for path in paths:
+    for given in paths:
+        path = find_plan_path(given)
         resolver = LockedReferences(path.parent, locked=False)
         resolved = load_plan(path, resolver=resolver, overrides=overrides)
         name = path.name.removesuffix(".toml").removesuffix(".plan")

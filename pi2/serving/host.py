@@ -13,13 +13,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
-from pi2.engine.chat import read_chat_template
 from pi2.engine.driver import Driver
 from pi2.logging import get_logger
 from pi2.orchestrator import load
-from pi2.serving.answer_reader import REASONING_MARKS
+from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError
-from pi2.serving.tool_formats import ToolFormat, find_tool_format, knows_tools
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -39,20 +37,6 @@ class ServedPlan:
     overrides: Mapping[str, object] = field(default_factory=dict)
     memory: str | None = None
     """Another budget, to which the segments are fitted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFacts:
-    """What a chat template says about its family."""
-
-    tools: ToolFormat
-    knows_tools: bool
-    reasoning: tuple[str, str] | None
-    """Marks of reasoning, where the model reasons."""
-    shown_ids: frozenset[int]
-    """Special tokens that the marks of calls and of reasoning are."""
-    reasoning_end: int | None
-    """The token that ends reasoning, where it is one."""
 
 
 class Host:
@@ -142,41 +126,12 @@ class Host:
         """What its chat template says; UserError P608 or P609 if it has none that works."""
         if self._facts is None:
             try:
-                self._facts = self._read_chat_facts()
+                self._facts = read_chat_facts(self.model)
             except UserError as error:
                 self._facts = error
         if isinstance(self._facts, UserError):
             raise self._facts
         return self._facts
-
-    def _read_chat_facts(self) -> ChatFacts:
-        model = self.model
-        if model.is_dry:
-            template = ""
-        else:
-            settings = model.plan.model.tokenizer
-            template = read_chat_template(model.store.path, model.tokenizer, settings).source
-        tools = find_tool_format(template)
-        reasoning = next((marks for marks in REASONING_MARKS if marks[0] in template), None)
-        marks = [*tools.begin, *([] if tools.end is None else [tools.end])]
-        ids: Mapping[str, int] = {}
-        if not model.is_dry:
-            added = model.tokenizer.get_added_tokens_decoder()
-            ids = {token.content: number for number, token in added.items()}
-        if reasoning is None:
-            reasoning = next((pair for pair in REASONING_MARKS if pair[1] in ids), None)
-        marks += reasoning or ()
-        if tools.name == "brackets":
-            marks += ["[ARGS]", "[CALL_ID]"]
-        if tools.name == "fenced":
-            marks += [mark for mark in ids if "tool▁" in mark]
-        return ChatFacts(
-            tools=tools,
-            knows_tools=knows_tools(template),
-            reasoning=reasoning,
-            shown_ids=frozenset(ids[mark] for mark in marks if mark in ids),
-            reasoning_end=None if reasoning is None else ids.get(reasoning[1]),
-        )
 
 
 class Hosts:

@@ -1,0 +1,1 @@
+"""A conversation in a terminal (`pi2 chat`)."""

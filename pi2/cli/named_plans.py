@@ -1,0 +1,25 @@
+"""Plans by name: `pi2 run demo` means the shipped plan of that name, wherever one is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SHIPPED = Path(__file__).resolve().parents[1] / "plans"
+_NAME = re.compile(r"[\w.-]+")
+
+
+def list_shipped_plans() -> dict[str, Path]:
+    """Shipped plans whose neuron stores are shipped, too, by name."""
+    found = {}
+    for path in sorted(SHIPPED.glob("*.plan.toml")):
+        found[path.name.removesuffix(".plan.toml")] = path
+    return found
+
+
+def find_plan_path(path: Path) -> Path:
+    """The path itself, or that of the shipped plan that it names if there is no such file."""
+    name = str(path)
+    if path.exists() or not _NAME.fullmatch(name) or name.endswith(".toml"):
+        return path
+    return list_shipped_plans().get(name, path)

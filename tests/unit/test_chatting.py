@@ -1,0 +1,134 @@
+"""Conversations in a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import pi2
+from pi2.chatting.session import Session
+from pi2.cli import chat
+from pi2.cli.named_plans import find_plan_path, list_shipped_plans
+
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+from tests.helpers.servers import make_chat_plan
+
+THINKING = """{%- for message in messages %}
+{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: <think>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_plan(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture
+def session(plan: Path) -> Iterator[Session]:
+    with pi2.load(plan) as model:
+        model.keep_prefixes()
+        yield Session(model, settings={"max_tokens": 6, "temperature": 0.0})
+
+
+def say(session: Session, text: str) -> str:
+    return "".join(item.text for item in session.ask(text))
+
+
+def test_a_conversation_goes_on_and_reads_only_what_is_new(session: Session) -> None:
+    first = say(session, "hello")
+    assert session.turn is not None and session.turn.reused_tokens == 0
+    say(session, "and you?")
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+    assert session.messages[1]["content"] == first
+    assert session.turn.reused_tokens > 80
+    assert "tokens/s" in session.turn.describe()
+    assert "known" in session.run_command("/stats")
+
+
+def test_an_answer_that_is_stopped_is_part_of_the_conversation(session: Session) -> None:
+    session.settings["max_tokens"] = 500
+    answer = session.ask("hello")
+    said = next(answer).text + next(answer).text
+    answer.close()  # type: ignore[attr-defined]
+    assert session.messages[-1] == {"role": "assistant", "content": said}
+    assert session.turn is not None and session.turn.finish_reason == "stopped"
+    session.settings["max_tokens"] = 3
+    assert say(session, "again")
+
+
+def test_commands_change_the_conversation(session: Session, tmp_path: Path) -> None:
+    assert session.run_command("/set seed 4") == "seed = 4"
+    assert "seed = 4" in session.run_command("/set")
+    assert session.run_command("/set seed") == "seed is the plan's"
+    say(session, "hello")
+    file = tmp_path / "talk.json"
+    session.run_command(f"/save {file}")
+    session.run_command("/system Be kind.")
+    assert session.messages == [{"role": "system", "content": "Be kind."}]
+    session.run_command("/load " + str(file))
+    assert len(session.messages) == 2
+    assert session.system is None
+    session.run_command("/new")
+    assert session.messages == []
+    assert "/save" in session.run_command("/help")
+
+
+@pytest.mark.parametrize(
+    "line", ["/nothing", "/set warmth 1", "/set seed x", "/save", "/load /nowhere", "/save /no/x"]
+)
+def test_what_is_not_understood_is_said(session: Session, line: str, tmp_path: Path) -> None:
+    with pytest.raises(pi2.UserError, match="P684"):
+        session.run_command(line)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"messages": 1}')
+    with pytest.raises(pi2.UserError, match="P684"):
+        session.run_command(f"/load {broken}")
+    with pytest.raises(pi2.UserError, match="P604"):
+        session.run_command("/set temperature -1")
+
+
+def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+    plan = make_chat_plan(tmp_path, template=THINKING)
+    with pi2.load(plan) as model:
+        session = Session(model, settings={"max_tokens": 4, "temperature": 0.0})
+        assert {item.part for item in session.ask("hello")} == {"reasoning"}
+        assert session.messages[-1]["content"] == ""
+
+
+def test_text_may_be_piped_into_it(plan: Path) -> None:
+    lines = "hello\n\n/set max_tokens 2\nagain\n/exit\nnever read\n"
+    done = CliRunner().invoke(chat.command, [str(plan), "--max-tokens", "3"], input=lines)
+    assert done.exit_code == 0, done.output
+    assert [len(line) for line in done.stdout.splitlines()] == [3, 2]
+    assert "max_tokens = 2" in done.stderr
+    assert done.stderr.count("tokens/s") == 2
+
+
+def test_a_model_without_a_chat_template_is_refused_at_once() -> None:
+    done = CliRunner().invoke(chat.command, ["demo"], input="hello\n")
+    assert isinstance(done.exception, pi2.UserError)
+    assert done.exception.diagnostics[0].code == "P609"
+
+
+def test_shipped_plans_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "demo" in list_shipped_plans()
+    monkeypatch.chdir(tmp_path)
+    assert find_plan_path(Path("demo")).name == "demo.plan.toml"
+    assert find_plan_path(Path("demo.plan.toml")) == Path("demo.plan.toml")
+    assert find_plan_path(Path("other")) == Path("other")
+    own = tmp_path / "demo"
+    own.write_text("")
+    assert find_plan_path(Path("demo")) == Path("demo")
+    own.unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "pi2", "run", "demo", "--prompt", "def ", "--max-tokens", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
