@@ -78,8 +78,9 @@ class TestEveryFile:
     def test_there_are_the_devices_that_users_were_promised(self) -> None:
         names = {path.name.removesuffix(".device.toml") for path in DEVICES}
         phones = {"oneplus-12", "oneplus-ace-2", "oneplus-ace-3", "pixel-8", "pixel-9"}
-        phones |= {"galaxy-s24-ultra", "xiaomi-14"}
+        phones |= {"galaxy-s24-ultra", "xiaomi-14", "vivo-x100"}
         others = {"raspberry-pi-5", "x86-laptop", "apple-m1-max", "pc-rtx-4090", "pc-rtx-2080-ti"}
+        others |= {"server-h200", "laptop-ryzen-7840u", "laptop-core-ultra-155h"}
         hosts = {"host", "host-two-units", "host-opencl", "host-webgpu", "host-npu"}
         assert phones | others | hosts | {"cloud-vm-zen5"} == names
 
@@ -123,6 +124,7 @@ class TestDeviceFigures:
             "oneplus-ace-3": (1, 2, 2, 3),
             "pixel-8": (1, 4, 4),
             "pixel-9": (1, 3, 4),
+            "vivo-x100": (1, 3, 4),
         }
         for name, counts in cores.items():
             clusters = read_device(name).units["cpu"].clusters
