@@ -2,40 +2,149 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pi2.arrays import F32, I32
+from pi2.arrays import F32, I32, I64
 from pi2.backends.protocol import Tensor
-from pi2.plan.documents.model import Moe
+from pi2.plan.documents.model import Model, Moe
+from pi2.plan.weights.tensor_names import name_layer_tensor
 
 
-def route(moe: Moe, inputs: F32, router: F32, shared_router: F32 | None = None) -> F32:
-    """Weights float32 [T, experts] of all experts, 0 for those that do not compute a token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """What routes the tokens of a layer: float32 arrays."""
 
-    ``inputs`` float32 [T, hidden], ``router`` float32 [experts, hidden].  ``softmax`` is taken over
-    all experts before the best are chosen, as Mixtral does.  Shared experts follow the others: 1,
-    or the sigmoid of the score by ``shared_router`` float32 [1, hidden].
+    moe: Moe
+    weights: F32 | None = None
+    """[experts, hidden]; None for a layer that is no mixture."""
+    bias: F32 | None = None
+    """[1, experts], added to scores."""
+    choice_bias: F32 | None = None
+    """[1, experts], added to weights to choose by."""
+    shared: F32 | None = None
+    """[1, hidden], the router of the shared experts."""
+    down_biases: F32 | None = None
+    """[experts, hidden]: what each expert adds to the FFN's sum, times its weight."""
+    experts: int
+    """All experts of a layer, shared ones included, and those that only dense layers need."""
+    dense_experts: int
+    """Experts that hold the FFN of a layer that is no mixture."""
+
+    def route(self, inputs: F32) -> F32:
+        """Weights float32 [T, experts] of all experts for ``inputs`` [T, hidden], 0 for those that
+        do not compute a token."""
+        weights = np.zeros((len(inputs), self.experts), np.float32)
+        if self.weights is None:
+            weights[:, : self.dense_experts] = 1
+            return weights
+        scores = inputs @ self.weights.T
+        if self.bias is not None:
+            scores = scores + self.bias
+        first = self.moe.experts
+        weights[:, :first] = route(self.moe, scores, self.choice_bias)
+        shared = weights[:, first : first + self.moe.shared_experts]
+        shared[:] = 1
+        if self.shared is not None:
+            shared /= 1 + np.exp(-(inputs @ self.shared.T))
+        return weights
+
+    def add_biases(self, routes: F32) -> F32:
+        """What the biases of the experts add to the FFN's sum [T, hidden], by ``routes``."""
+        assert self.down_biases is not None
+        used = np.flatnonzero(routes.any(axis=0))
+        return np.asarray(routes[:, used] @ self.down_biases[used])
+
+
+def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
+    """Routers of all layers; ``read`` gives a tensor of the store in float32 [rows, length]."""
+    moe, routers = model.moe, []
+    if moe is None:
+        return []
+    for layer in range(model.shape.layers):
+
+        def find(kind: str, is_there: bool, layer: int = layer) -> F32 | None:
+            return read(name_layer_tensor(layer, kind)) if is_there else None
+
+        mixed = layer not in moe.dense_layers
+        routers.append(
+            Router(
+                moe=moe,
+                weights=find("router", mixed),
+                bias=find("router_bias", mixed and moe.router_bias),
+                choice_bias=find("choice_bias", mixed and moe.choice_bias),
+                shared=find("shared_router", mixed and moe.shared_gate),
+                down_biases=find("down_bias", model.ffn.bias),
+                experts=model.expert_count,
+                dense_experts=moe.count_dense(model.shape.ffn),
+            )
+        )
+    return routers
+
+
+def route(moe: Moe, scores: F32, choice_bias: F32 | None = None) -> F32:
+    """Weights float32 [T, experts] of the experts that are not shared, 0 for those that do not
+    compute a token, by ``scores`` float32 [T, experts].
+
+    ``softmax`` is taken over all experts before the best are chosen, as Mixtral does.
     """
-    scores = inputs @ router.T
-    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : moe.active_experts]
-    if moe.router == "softmax":
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
-    else:
-        shares = 1 / (1 + np.exp(-scores))
     weights = np.zeros_like(scores)
-    best = np.take_along_axis(shares, chosen, axis=-1)
-    if moe.normalise_weights:
-        best /= best.sum(axis=-1, keepdims=True)
-    np.put_along_axis(weights, chosen, best, axis=-1)
-    if moe.shared_experts:
-        shared = np.ones((len(inputs), moe.shared_experts), np.float32)
-        if shared_router is not None:
-            shared /= 1 + np.exp(-(inputs @ shared_router.T))
-        weights = np.concatenate([weights, shared], axis=-1)
+    if moe.router == "mixer":
+        chosen, best = _mix(moe, scores)
+    else:
+        shares = _take_shares(moe, scores)
+        wanted = shares if choice_bias is None else shares + choice_bias
+        if moe.groups > 1:
+            wanted = np.where(_choose_groups(moe, wanted), wanted, -np.inf)
+        chosen = _find_best(wanted, moe.active_experts)
+        best = np.take_along_axis(shares, chosen, axis=-1)
+        if moe.normalise_weights:
+            best = best / np.maximum(best.sum(axis=-1, keepdims=True), np.float32(1e-20))
+    np.put_along_axis(weights, chosen, best * np.float32(moe.scaling), axis=-1)
     return np.asarray(weights, np.float32)
+
+
+def _take_shares(moe: Moe, scores: F32) -> F32:
+    if moe.router == "sigmoid":
+        return np.asarray(1 / (1 + np.exp(-scores)))
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=-1, keepdims=True))
+
+
+def _find_best(values: F32, count: int) -> I64:
+    """Places of the largest values of each row [T, count]; of equal ones the first."""
+    return np.argsort(-values, axis=-1, kind="stable")[:, :count]
+
+
+def _choose_groups(moe: Moe, wanted: F32) -> F32:
+    """Whether each expert's group is one of the best [T, experts], as bool."""
+    grouped = wanted.reshape(len(wanted), moe.groups, -1)
+    count = 1 if moe.group_score == "best" else 2
+    worth = np.sort(grouped, axis=-1)[..., -count:].sum(axis=-1)
+    active = np.zeros_like(worth, np.bool_)
+    np.put_along_axis(active, _find_best(worth, moe.active_groups), True, axis=-1)
+    return np.repeat(active, grouped.shape[-1], axis=-1)
+
+
+def _mix(moe: Moe, scores: F32) -> tuple[I64, F32]:
+    """Chosen experts and their weights [T, active experts] by SparseMixer (arXiv 2409.12136): each
+    is the best of those that are left, its weight the softmax of the scores that are not much
+    lower."""
+    left = scores.copy()
+    chosen, weights = [], []
+    for _ in range(moe.active_experts):
+        best = _find_best(left, 1)
+        top = np.take_along_axis(left, best, axis=-1)
+        far = (top - scores) / np.maximum(np.abs(scores), top) > 2 * moe.tolerance
+        counted = np.where(far, -np.inf, left)
+        shares = np.exp(counted - top)
+        shares /= shares.sum(axis=-1, keepdims=True)
+        chosen.append(best)
+        weights.append(np.take_along_axis(shares, best, axis=-1))
+        np.put_along_axis(left, best, -np.inf, axis=-1)
+    return np.concatenate(chosen, axis=-1), np.concatenate(weights, axis=-1)
 
 
 def list_chosen(routes: F32) -> I32:

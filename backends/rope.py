@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from pi2.arrays import F32, F64
-from pi2.plan.documents.model import Rope
+from pi2.plan.documents.model import Model, Rope
 
 
 def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> F64:
@@ -66,6 +66,8 @@ def compute_rope_tables(
     cosines, sines = np.cos(angles), np.sin(angles)
     if rope.kind in ("yarn", "longrope"):
         factor = rope.attention_factor
+        if is_long and rope.long_attention_factor is not None:
+            factor = rope.long_attention_factor
         if factor is None and rope.kind == "yarn":
             factor = 0.1 * math.log(rope.factor) + 1.0
         elif factor is None:
@@ -74,6 +76,13 @@ def compute_rope_tables(
         cosines[:, :pairs] *= factor
         sines[:, :pairs] *= factor
     return cosines.astype(np.float32), sines.astype(np.float32)
+
+
+def compute_growth(model: Model, first: int, end: int) -> F32:
+    """Factors float32 [end - first] of queries at positions from ``first`` on, which grow with
+    every multiple of the original context."""
+    turns = np.floor(np.arange(first, end) / model.rope.original_context)
+    return (1 + model.attention.growth * np.log1p(turns)).astype(np.float32)
 
 
 def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:

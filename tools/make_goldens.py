@@ -53,6 +53,22 @@ UNKNOWN = {
 }
 """Common options that a family has under other names or not at all."""
 ROPE: Options = {"rope_theta": 10000.0}
+EXPERTS: Options = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LATENT: Options = EXPERTS | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 HYBRID: Options = {
     "num_hidden_layers": 3,
@@ -292,6 +308,212 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 19,
+            "hidden_size": 48,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "swiglu_limit": 1.5,
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {**EXPERTS, "n_shared_experts": 2, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "head_dim": 16,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "ernie4-5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 1,
+            "num_hidden_layers": 3,
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 0,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "norm_topk_prob": False,
+            "clip_qkv": 0.9,
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 6,
+            "intermediate_size": 20,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.2,
+            "max_position_embeddings": 300,
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 100,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.5, 2.0, 3.0, 4.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+            },
+        },
+    ),
+    "hunyuan-dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 5, "moe_topk": 2, "intermediate_size": 20, "head_dim": 16},
+    ),
+    "olmo2": ("Olmo2", {"hidden_size": 48}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "nemotron": ("Nemotron", {"head_dim": 16, "mlp_bias": True, "intermediate_size": 33}),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "shared_intermediate_size": 52,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "qwen3-moe-dense-layers": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": [1],
+        },
+    ),
     "llama-relu2": ("Llama", {"hidden_act": "relu2", "intermediate_size": 33}),
     "bamboo": ("bamboo", {"sliding_window": None}),
     "prosparse": ("sparsellama", {"hidden_act_param": 0.05}),
@@ -440,9 +662,13 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     else:
         kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
         model = variants.make(kind, getattr(transformers, f"{family}Config"), common | options)
+    if hasattr(model.config, "num_experts_per_tok"):
+        # The others want widths that are multiples of four.
+        model.set_experts_implementation("eager")
     tied = model.config.tie_word_embeddings
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, values in model.named_parameters():
+        for name, values in (*model.named_parameters(), *biases):
             drawn = torch.randn_like(values)
             if values.dim() > 1 and "embed" not in name and "wte" not in name:
                 drawn *= 1.5 / math.sqrt(values.shape[-1])

@@ -13,7 +13,7 @@ from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
-from pi2.backends.rope import RopeTables
+from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.layout import round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
@@ -27,6 +27,7 @@ _WEIGHTS = {
     "output": "output",
     "output_bias": "output_bias",
     "output_norm": "attention_output_norm",
+    "sinks": "sinks",
 }
 """Tensors of a layer by the kernels' names for them."""
 
@@ -60,6 +61,11 @@ class Attention:
             dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
             for rope in self.ropes
         ]
+        growth: Views = {}
+        if spec.growth:
+            factors = space.make("float32", request.context)
+            factors[:] = compute_growth(model, 0, request.context)
+            growth["growth"] = space.wrap(factors)
         self._weights: list[Views] = []
         self._sees_all: list[bool] = []
         """Whether each layer sees all tokens although others have a window."""
@@ -73,7 +79,7 @@ class Attention:
             turned = tables[model.find_rope(layer) is model.other_rope]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
-            self._weights.append(space.wrap_tensors(**names) | own | turned)
+            self._weights.append(space.wrap_tensors(**names) | own | turned | growth)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have instead."""
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]

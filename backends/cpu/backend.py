@@ -42,10 +42,13 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
     if facts.resolved.divided_rows is not None and facts.resolved.model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
-    rows, norm = facts.resolved.divided_rows, facts.resolved.model.norm
-    if rows is not None and rows.output and norm.outputs:
-        return ["cannot divide projections whose results are normalised (norm.outputs)"]
-    return []
+    rows, model = facts.resolved.divided_rows, facts.resolved.model
+    limits = []
+    if rows is not None and rows.output and model.norm.outputs:
+        limits.append("cannot divide projections whose results are normalised (norm.outputs)")
+    if model.attention.latent is not None:
+        limits.append("computes no latent attention yet (attention.latent)")
+    return limits
 
 
 def build(request: BuildRequest) -> Executor:

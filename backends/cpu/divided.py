@@ -32,6 +32,8 @@ class DividedEnds:
 
     def normalize_attention(self, x: F32, layer: int) -> F32:
         """What a layer's projection reads [T, hidden]."""
+        if not self._model.norm.inputs:
+            return x
         return self.normalize(x, name_layer_tensor(layer, "attention_norm"))
 
     def normalize_head(self, x: F32) -> F32:

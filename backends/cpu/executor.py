@@ -16,7 +16,7 @@ from pi2.backends.cpu.lanes import order_by_lanes
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.experts import list_chosen, route
+from pi2.backends.experts import list_chosen, make_routers
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest
@@ -57,12 +57,7 @@ class CpuExecutor:
         self._neurons = Neurons(request, space, spec, library, views, self._prediction)
         self._attention = Attention(request, space, spec, library)
         self._moe = model.moe
-        kinds = ["router"] if spec.experts else []
-        kinds += ["shared_router"] if model.moe is not None and model.moe.shared_gate else []
-        self._routers = [
-            tuple(_read_rows(request, name_layer_tensor(layer, kind)) for kind in kinds)
-            for layer in layers
-        ]
+        self._routers = make_routers(model, lambda name: _read_rows(request, name))
         self._observer: ExecutorObserver | None = None
         self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
@@ -259,7 +254,9 @@ class CpuExecutor:
             read = arrays.normalized
             if self._moe.router_input == "layer" and arrays.layer_input is not None:
                 read = arrays.layer_input
-            arrays.routes[tokens] = route(self._moe, read[tokens], *self._routers[layer])
+            arrays.routes[tokens] = self._routers[layer].route(read[tokens])
+            if self._spec.ffn_bias:
+                self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
         if self._observer is not None:
             self._observer.begin_ffn(layer)
 

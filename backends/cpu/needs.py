@@ -38,12 +38,12 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
     dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
     an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
-    where layers differ), 16 spans of attention of w + 2 floats per head, eight numbers per neuron
-    of a layer (in a mixture nine, with resident scales two more), and for every sequence beyond the
-    first two more and a predictor's inner vector, d floats and 33 KiB per thread.  On cores that
-    have or may have i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of
-    tokens.  For layers with a state, an input as wide as what they mix, their projections, and two
-    floats for each value head.
+    where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
+    head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
+    and for every sequence beyond the first two more and a predictor's inner vector, d floats and
+    33 KiB per thread. On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and the
+    inputs of an even number of tokens. For layers with a state, an input as wide as what they mix,
+    their projections, and two floats for each value head.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -64,6 +64,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
     tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
     tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    tables += 4 * plan.kv.context if model.attention.growth else 0
     if model.predictor is not None:
         inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
         tables += (plan.decode.batch - 1) * inner

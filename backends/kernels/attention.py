@@ -93,8 +93,10 @@ def emit_chunk_attention(
     position: v.Expr,
     tile: v.Expr,
     kv_head: v.Expr,
+    sinks: v.Buffer | None = None,
 ) -> None:
-    """Attend the heads of ``kv_head`` for the ``tile``-th `count_tile_tokens` tokens.
+    """Attend the heads of ``kv_head`` for the ``tile``-th `count_tile_tokens` tokens; ``sinks``
+    float32 [heads] are scores that no token has.
 
     ``output`` float32 [tokens, heads * head_dim].
     """
@@ -123,15 +125,20 @@ def emit_chunk_attention(
 
         def finish(
             index: int,
-            _top: v.Expr,
+            top: v.Expr,
             total: v.Expr,
             queries: list[_Query] = queries,
             per_token: int = per_token,
+            offset: int = offset,
         ) -> None:
             turn = index // per_token
 
             def divide() -> None:
-                factor = v.let(v.constant(1.0, "float32") / total)
+                factor = v.constant(1.0, "float32") / total
+                if sinks is not None:
+                    head = kv_head * group + (offset + index % per_token)
+                    factor = _find_share(top, total, sinks[head])
+                factor = v.let(factor)
                 _emit_scale(spec, cache, output, queries[index].result, factor)
 
             if turn == 0:
@@ -141,6 +148,14 @@ def emit_chunk_attention(
                 divide()
 
         _emit_queries(spec, qkv, cache, output, queries, kv_head, begin, count, finish)
+
+
+def _find_share(top: v.Expr, total: v.Expr, sink: v.Expr) -> v.Expr:
+    """What sums of shares, relative to the largest score ``top``, are multiplied with where a
+    ``sink`` has a share, too.  A sink that is far larger leaves nothing."""
+    most = v.let(T.max(top, sink))
+    own = v.let(v.take_exponential(top - most, 1))
+    return own / (total * own + v.take_exponential(sink - most, 1))
 
 
 def count_tile_tokens(spec: KernelSpec) -> int:
@@ -187,9 +202,15 @@ def emit_span_attention(
 
 
 def emit_merge(
-    spec: KernelSpec, spans: Spans, cache: Cache, output: v.Buffer, token: v.Expr | int = 0
+    spec: KernelSpec,
+    spans: Spans,
+    cache: Cache,
+    output: v.Buffer,
+    token: v.Expr | int = 0,
+    sinks: v.Buffer | None = None,
 ) -> None:
-    """Set ``output`` float32 [tokens, heads * head_dim] of ``token`` to what all spans say."""
+    """Set ``output`` float32 [tokens, heads * head_dim] of ``token`` to what all spans say;
+    ``sinks`` float32 [heads] are scores that no token has."""
     size = spec.head_dim
     lanes = count_lanes(size)
     with T.serial(spec.heads) as head:
@@ -210,7 +231,10 @@ def emit_merge(
                 old = v.load(output, result + part * lanes, lanes)
                 new = T.fma(value, v.splat(factor, lanes), old)
                 v.store(output, result + part * lanes, new, lanes)
-        _emit_scale(spec, cache, output, result, v.let(v.constant(1.0, "float32") / total.get()))
+        share = v.constant(1.0, "float32") / total.get()
+        if sinks is not None:
+            share = _find_share(top.get(), total.get(), sinks[head])
+        _emit_scale(spec, cache, output, result, v.let(share))
 
 
 def _emit_scale(

@@ -21,7 +21,15 @@ from pi2.backends.kernels.attention import (
     emit_merge,
     emit_span_attention,
 )
-from pi2.backends.kernels.kv import Cache, count_lanes, emit_append, emit_rope, make_cache
+from pi2.backends.kernels.kv import (
+    Cache,
+    count_lanes,
+    emit_append,
+    emit_clip,
+    emit_rope,
+    emit_scale_queries,
+    make_cache,
+)
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.norms import (
     NormWeights,
@@ -78,10 +86,12 @@ class _Block:
     position: v.Expr
     x: v.Buffer
     before: v.Buffer | None
-    norm: NormWeights
+    norm: NormWeights | None
     project: Matrix
     bias: v.Buffer | None
     head_norms: tuple[v.Buffer, v.Buffer] | None
+    sinks: v.Buffer | None
+    growth: v.Buffer | None
     output: Matrix
     output_bias: v.Buffer | None
     output_norm: v.Buffer | None
@@ -114,10 +124,16 @@ class _Block:
         """Turn queries and keys of ``token``, which stands ``offset`` behind the position; keep key
         and value."""
         spec, qkv, cache = self.schedule.spec, self.qkv, self.cache
-        if self.head_norms is not None:
+        is_first = spec.head_norm_place == "before"
+        if self.head_norms is not None and is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
+        if spec.qkv_clip is not None:
+            emit_clip(spec, qkv, spec.qkv_clip, cache.once, token)
         at = v.let(self.position + offset)
-        emit_rope(spec, qkv, *self.tables, cache.once, token, at)
+        emit_rope(spec, qkv, *self.tables, cache.once, token, at, self.growth)
+        if self.head_norms is not None and not is_first:
+            emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
+            emit_scale_queries(spec, qkv, cache.once, token, at, self.growth)
         emit_append(spec, qkv, cache, token, at)
 
     def emit_keep_and_mix(self) -> None:
@@ -146,7 +162,7 @@ class _Block:
             v.wide(spans.blocks) * (span_bytes * spec.kv_heads),
             attend_span,
         )
-        emit_merge(spec, spans, cache, self.mixed.values, token)
+        emit_merge(spec, spans, cache, self.mixed.values, token, self.sinks)
         if spec.output_gate:
             self.emit_gates(token)
 
@@ -161,7 +177,7 @@ class _Block:
             tile = v.let(T.floormod(task, tiles))
             head = v.let(T.floordiv(task, tiles))
             emit_chunk_attention(
-                spec, self.qkv, self.cache, values, tokens, self.position, tile, head
+                spec, self.qkv, self.cache, values, tokens, self.position, tile, head, self.sinks
             )
         if spec.output_gate:
             emit_each_token(tokens, self.emit_gates)
@@ -236,13 +252,18 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     context = take.take_number("context")
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
-    norm = schedule.take_norm(take)
+    norm = schedule.take_input_norm(take)
     project = take_matrix(take, "qkv", spec.qkv_rows - spec.other_qkv, spec.hidden, spec.attention)
     bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
     head_norms = None
     if spec.head_norm:
-        query_norm = take.take_array("query_norm", "float32", spec.head_dim)
-        head_norms = (query_norm, take.take_array("key_norm", "float32", spec.head_dim))
+        is_whole = spec.head_norm_of == "all"
+        sizes = (spec.heads, spec.kv_heads) if is_whole else (1, 1)
+        query_norm = take.take_array("query_norm", "float32", sizes[0] * spec.head_dim)
+        key_norm = take.take_array("key_norm", "float32", sizes[1] * spec.head_dim)
+        head_norms = (query_norm, key_norm)
+    sinks = take.take_array("sinks", "float32", spec.heads) if spec.sinks else None
+    growth = take.take_array("growth", "float32", "context") if spec.growth else None
     output = take_matrix(
         take, "output", spec.hidden - spec.other_output, spec.width, spec.attention
     )
@@ -280,6 +301,8 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         project=project,
         bias=bias,
         head_norms=head_norms,
+        sinks=sinks,
+        growth=growth,
         output=output,
         output_bias=output_bias,
         output_norm=output_norm,

@@ -24,7 +24,7 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
-    norm = schedule.take_norm(take)
+    norm = schedule.take_input_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
     y = schedule.take_rows(take, "y")
 
@@ -173,7 +173,9 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
     y = schedule.take_rows(take, "y")
-    bias = take.take_array("down_bias", "float32", spec.hidden) if spec.ffn_bias else None
+    # Those of experts are added where tokens are routed.
+    has_bias = spec.ffn_bias and not spec.experts
+    bias = take.take_array("down_bias", "float32", spec.hidden) if has_bias else None
     norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
     whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
 

@@ -28,7 +28,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared
-from pi2.backends.kernels.neurons import Bundles, Neuron, activate, is_firing
+from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
@@ -314,7 +314,7 @@ def _keep_active(
     limit: v.Expr | None,
 ) -> None:
     """Compute an activation and keep its neuron if it is not zero, or if it reaches ``limit``."""
-    value = v.let(activate(run.spec, gate, up) if limit is None else gate * up)
+    value = v.let(activate(run.spec, gate, up) if limit is None else gate * adjust_up(run.spec, up))
     weighed = v.let(run.weigh(place, value))
     fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
     _keep(run.scratch, kept, first, there, place, run.scratch.values, weighed, fires)

@@ -94,9 +94,10 @@ def emit_rope(
     once: v.Expr,
     token: v.Expr,
     at: v.Expr,
+    growth: v.Buffer | None = None,
 ) -> None:
-    """Rotate queries and keys of ``token``, which stands ``at``, in place and multiply queries by
-    the score's scale.
+    """Rotate queries and keys of ``token``, which stands ``at``, in place and, unless their norm
+    comes later, multiply queries by the score's scale and by the position's ``growth``.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
     element d of a head turns with element d + head_dim / 2.
@@ -104,8 +105,10 @@ def emit_rope(
     size, half = spec.head_dim, spec.head_dim // 2
     lanes = count_lanes(half)
     start = v.let(token * spec.qkv_rows)
-    score_scale = spec.score_scale or 1.0 / math.sqrt(size)
-    runs = ((0, spec.heads, score_scale), (spec.heads, spec.kv_heads, 1.0))
+    query_scale = _find_query_scale(spec, at, growth)
+    if spec.head_norm and spec.head_norm_place == "after":
+        query_scale = v.constant(1.0, "float32")
+    runs = ((0, spec.heads, query_scale), (spec.heads, spec.kv_heads, v.constant(1.0, "float32")))
     for origin, heads, scale in runs:
         with T.serial(heads) as head, T.serial(half // lanes * once) as step:
             place = v.let(start + (head + origin) * size + step * lanes)
@@ -113,9 +116,42 @@ def emit_rope(
             sine = v.let(v.load(sines, at * half + step * lanes, lanes))
             first = v.let(v.load(qkv, place, lanes))
             second = v.let(v.load(qkv, place + half, lanes))
-            factor = v.constant(scale, "float32", lanes)
+            factor = v.splat(scale, lanes)
             v.store(qkv, place, (first * cosine - second * sine) * factor, lanes)
             v.store(qkv, place + half, (second * cosine + first * sine) * factor, lanes)
+
+
+def _find_query_scale(spec: KernelSpec, at: v.Expr, growth: v.Buffer | None) -> v.Expr:
+    """The factor of queries at a position."""
+    scale = v.constant(spec.score_scale or 1.0 / math.sqrt(spec.head_dim), "float32")
+    return v.let(scale if growth is None else scale * growth[at])
+
+
+def emit_scale_queries(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    once: v.Expr,
+    token: v.Expr,
+    at: v.Expr,
+    growth: v.Buffer | None,
+) -> None:
+    """Multiply queries of ``token``, which stands ``at``, by the score's scale."""
+    size = spec.heads * spec.head_dim
+    lanes = count_lanes(size)
+    factor = _find_query_scale(spec, at, growth)
+    with T.serial(size // lanes * once) as step:
+        place = v.let(token * spec.qkv_rows + step * lanes)
+        v.store(qkv, place, v.load(qkv, place, lanes) * v.splat(factor, lanes), lanes)
+
+
+def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token: v.Expr) -> None:
+    """Cut queries, keys and values of ``token`` to -limit..limit."""
+    size = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    lanes = count_lanes(size)
+    low, high = (v.constant(side, "float32", lanes) for side in (-limit, limit))
+    with T.serial(size // lanes * once) as step:
+        place = v.let(token * spec.qkv_rows + step * lanes)
+        v.store(qkv, place, T.max(T.min(v.load(qkv, place, lanes), high), low), lanes)
 
 
 def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at: v.Expr) -> None:

@@ -80,7 +80,17 @@ def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:
             value = value * value
     if up is None:
         return value
-    return value * (T.max(up, zero) if spec.activation == "drelu" else up)
+    return value * adjust_up(spec, up)
+
+
+def adjust_up(spec: KernelSpec, up: v.Expr) -> v.Expr:
+    """Return what gates are multiplied with; scalars."""
+    if spec.activation == "drelu":
+        return T.max(up, v.constant(0.0, "float32"))
+    if spec.gate_limit is not None:
+        low, high = (v.constant(side, "float32") for side in (-spec.gate_limit, spec.gate_limit))
+        up = T.max(T.min(up, high), low)
+    return up + v.constant(spec.up_offset, "float32") if spec.up_offset else up
 
 
 def activate_smoothly(spec: KernelSpec, x: v.Expr, lanes: int = 1) -> v.Expr:
@@ -97,7 +107,9 @@ def activate_smoothly(spec: KernelSpec, x: v.Expr, lanes: int = 1) -> v.Expr:
         cube = number(0.044715) * x * x * x
         exponent = number(2 * (2 / math.pi) ** 0.5) * (x + cube)
     else:
-        exponent = x
+        if spec.gate_limit is not None:
+            x = v.let(T.min(x, number(spec.gate_limit)))
+        exponent = x if spec.slope == 1.0 else x * number(spec.slope)
     return x / (number(1.0) + v.take_exponential(number(0.0) - exponent, lanes))
 
 

@@ -25,15 +25,22 @@ def emit_normalize(
     spec: KernelSpec,
     source: v.Buffer,
     row: v.Expr,
-    norm: NormWeights,
+    norm: NormWeights | None,
     target: Activations,
     token: v.Expr,
 ) -> None:
-    """Set ``target.values[token]`` to the norm of ``source[row]`` and quantise it.
+    """Set ``target.values[token]`` to the norm of ``source[row]``, or to what it is without
+    ``norm``, and quantise it.
 
     ``source`` float32 [rows, length].  Mean and variance are computed one after the other:
     subtracting large squares would cancel.
     """
+    if norm is None:
+        with T.serial(target.length // 16 * target.once) as step:
+            part = v.load(source, row * target.length + step * 16, 16)
+            v.store(target.values, token * target.length + step * 16, part, 16)
+        emit_quantize(target, token)
+        return
     if spec.norm == "rmsnorm" and norm.bias is None:
         width = spec.normalized_width
         emit_norm(source, row, norm.weight, spec.epsilon, target, token, width)
@@ -117,16 +124,19 @@ def emit_head_norms(
     once: v.Expr,
     token: v.Expr,
 ) -> None:
-    """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], in place."""
-    size = spec.head_dim
-    lanes = count_lanes(size)
+    """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], or of all
+    query and all key heads together, in place."""
     start = v.let(token * spec.qkv_rows)
-    for weight, origin, heads in (
+    for weight, origin, count in (
         (query_weight, 0, spec.heads),
         (key_weight, spec.heads, spec.kv_heads),
     ):
+        heads, size = (count, spec.head_dim)
+        if spec.head_norm_of == "all":
+            heads, size = 1, count * spec.head_dim
+        lanes = count_lanes(size)
         with T.serial(heads) as head:
-            base = v.let(start + (head + origin) * size)
+            base = v.let(start + origin * spec.head_dim + head * size)
             squares = v.Cell(v.constant(0.0, "float32", lanes))
             with T.serial(size // lanes * once) as step:
                 part = v.let(v.load(qkv, base + step * lanes, lanes))

@@ -75,6 +75,10 @@ class Schedule:
             return None
         return take.take_array("routes", "float32", "tokens", self.spec.experts)
 
+    def take_input_norm(self, take: Parameters) -> NormWeights | None:
+        """Declare the norm of what attention or the FFN reads."""
+        return self.take_norm(take) if self.spec.norm_inputs else None
+
     def take_norm(self, take: Parameters) -> NormWeights:
         """Declare weight and bias of a norm of the model's width."""
         width = self.spec.hidden

@@ -97,6 +97,8 @@ class KernelSpec:
     norm_width: int = 0
     """Elements that norms of the residual stream are taken of; 0 stands for all."""
     norm_bias: bool = False
+    norm_inputs: bool = True
+    """Whether what attention and the FFN read is normalised."""
     norm_outputs: bool = False
     """Whether what attention and the FFN give is normalised before it is added."""
     parallel: bool = False
@@ -105,7 +107,17 @@ class KernelSpec:
     """Whether there are learned position vectors."""
     output_bias: bool = False
     head_norm: bool = False
-    """Whether every query and key head has a norm."""
+    """Whether queries and keys have a norm."""
+    head_norm_of: Literal["head", "all"] = "head"
+    """Whether that is of every head, or of all together."""
+    head_norm_place: Literal["before", "after"] = "before"
+    """Whether it comes before or after the rotation."""
+    qkv_clip: float | None = None
+    """Largest magnitude of queries, keys and values."""
+    sinks: bool = False
+    """Whether every head has a score that no token has."""
+    growth: bool = False
+    """Whether queries have a factor for each position."""
     score_scale: float | None = None
     """Factor of attention scores; None stands for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
@@ -113,6 +125,12 @@ class KernelSpec:
     some_full: bool = False
     """Whether some layers see all tokens although there is a window."""
     gated: bool = True
+    slope: float = 1.0
+    """Factor of x in the sigmoid of SiLU."""
+    gate_limit: float | None = None
+    """Largest gate, and largest magnitude of an up."""
+    up_offset: float = 0.0
+    """Added to ups before they are multiplied with gates."""
     ffn_bias: bool = False
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 where the model is none."""

@@ -58,7 +58,7 @@ class _StateBlock:
     position: v.Expr
     x: v.Buffer
     before: v.Buffer | None
-    norm: NormWeights
+    norm: NormWeights | None
     project: Matrix
     bias: v.Buffer | None
     gates: Matrix | None
@@ -119,7 +119,7 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBloc
     context = take.take_number("context")
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
-    norm = schedule.take_norm(take)
+    norm = schedule.take_input_norm(take)
     project = take_matrix(take, "state_in", shape.rows, spec.hidden, spec.attention)
     gates = None
     if shape.gates:

@@ -74,8 +74,12 @@ class NullExecutor(ObservableExecutor):
     @noted
     def begin_ffn(self, layer: int) -> None:
         if self._moe is not None:
-            shared = np.arange(self._moe.experts, self._request.model.expert_count)
-            self._experts = []
+            first, self._experts = self._moe.experts, []
+            shared = np.arange(first, first + self._moe.shared_experts)
+            if layer in self._moe.dense_layers:
+                count = self._moe.count_dense(self._request.model.shape.ffn)
+                self._experts = [np.arange(count, dtype=np.int32)] * self._request.sequences
+                return
             for _ in range(min(self._tokens[self._chunk], self._request.sequences)):
                 order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
                 self._experts.append(np.concatenate([order, shared]).astype(np.int32))

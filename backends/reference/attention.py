@@ -10,7 +10,7 @@ from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import cap, normalize, rotate, take_sigmoid
-from pi2.backends.rope import RopeTables
+from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 
@@ -37,9 +37,20 @@ class Attention:
             tables.expect(end)
 
     def _read(self, layer: int, kind: str) -> F32:
-        """A norm of heads, float32 [1, head_dim]."""
+        """A norm of heads, or sinks, float32 [1, length]."""
         tensor = self._request.tensors[name_layer_tensor(layer, kind)]
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+
+    def _normalize_heads(self, layer: int, query: F32, key: F32) -> tuple[F32, F32]:
+        """Norms of queries and keys [T, heads, head_dim], of each head or of all together."""
+        norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
+        found = []
+        for x, kind in ((query, "query_norm"), (key, "key_norm")):
+            flat = x
+            if self._model.attention.head_norm_of == "all":
+                flat = x.reshape(len(x), -1)
+            found.append(normalize(norm, flat, self._read(layer, kind)).reshape(x.shape))
+        return found[0], found[1]
 
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
         """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
@@ -52,15 +63,21 @@ class Attention:
         query, key, value, gates = np.split(qkv, [shape.query, keys_end, values_end], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
         key = key.reshape(count, shape.kv_heads, shape.head_dim)
-        if attention.head_norm:
-            norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
-            query = normalize(norm, query, self._read(layer, "query_norm"))
-            key = normalize(norm, key, self._read(layer, "key_norm"))
+        is_first = attention.head_norm_place == "before"
+        if attention.head_norm and is_first:
+            query, key = self._normalize_heads(layer, query, key)
+        value = value.reshape(count, shape.kv_heads, shape.head_dim)
+        if attention.clip is not None:
+            query, key, value = (
+                np.clip(x, -attention.clip, attention.clip) for x in (query, key, value)
+            )
         other = self._model.find_rope(layer) is self._model.other_rope
         cos, sin = (table[position:end] for table in self._ropes[other].arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if attention.head_norm and not is_first:
+            query, key = self._normalize_heads(layer, query, key)
+        query = query * compute_growth(self._model, position, end)[:, None, None]
         self.kept.keep(sequence, 0, layer, position, key)
-        value = value.reshape(count, shape.kv_heads, shape.head_dim)
         self.kept.keep(sequence, 1, layer, position, value)
         keys, values = (self.kept.read(sequence, kind, layer, end) for kind in (0, 1))
 
@@ -71,14 +88,19 @@ class Attention:
         if window is not None:
             visible &= seen > now - window
         scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
+        sinks = self._read(layer, "sinks")[0] if attention.sinks else None
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
         for head in range(shape.heads):
             kv_head = head * shape.kv_heads // shape.heads
             scores = query[:, head] @ keys[:, kv_head].T
             scores = cap(scores * scale, attention.softcap)
             scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            top = scores.max(axis=-1, keepdims=True)
+            if sinks is not None:
+                top = np.maximum(top, sinks[head])
+            weights = np.exp(scores - top)
+            total = weights.sum(axis=-1, keepdims=True)
+            weights /= total if sinks is None else total + np.exp(sinks[head] - top)
             mixed[:, head] = weights @ values[:, kv_head]
         padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
         flat = mixed.reshape(count, -1)

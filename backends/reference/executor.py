@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
-from pi2.backends.experts import list_chosen, route, slice_tensor
+from pi2.backends.experts import list_chosen, make_routers, slice_tensor
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.attention import Attention
+from pi2.backends.reference.latent import LatentAttention
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize
 from pi2.backends.reference.states import States
@@ -35,7 +36,9 @@ class ReferenceExecutor(ObservableExecutor):
         self._layout = request.whole_bundle
         self._model = request.model
         shape = self._model.shape
-        self._attention = Attention(request)
+        latent = self._model.attention.latent
+        self._attention = Attention(request) if latent is None else LatentAttention(request)
+        self._routers = make_routers(self._model, self._matrix)
         state = describe_state(self._model)
         self._states = None if state is None else States(request, state)
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
@@ -75,6 +78,12 @@ class ReferenceExecutor(ObservableExecutor):
         bias = self._matrix(f"{name}_bias") if self._model.norm.bias else None
         width = self._model.shape.hidden
         return normalize(self._model.norm, x, self._matrix(name), bias, width)
+
+    def _normalize_input(self, x: F32, layer: int, kind: str) -> F32:
+        """What attention or the FFN reads."""
+        if not self._model.norm.inputs:
+            return x
+        return self._normalize(x, name_layer_tensor(layer, kind))
 
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = (self._x, self._input, self._u, self._routes, self._y)
@@ -137,7 +146,7 @@ class ReferenceExecutor(ObservableExecutor):
             for tokens, _, first in self._list_parts(position):
                 self._x[tokens] += table[first : first + tokens.stop - tokens.start]
         self._input = self._x
-        self._read = self._normalize(self._x, name_layer_tensor(layer, "attention_norm"))
+        self._read = self._normalize_input(self._x, layer, "attention_norm")
         return self._read
 
     def project(self, layer: int) -> None:
@@ -149,7 +158,7 @@ class ReferenceExecutor(ObservableExecutor):
         weights = self._layer(layer, "qkv")
         products = np.zeros((len(self._read), len(weights)), np.float32)
         products[:, first:] = self._read @ weights[first:].T
-        self._qkv = products + self._bias(layer, "qkv_bias", self._model.attention.qkv_bias)
+        self._qkv = products + self._bias(layer, "qkv_bias", self._model.attention.has_bias)
 
     def _project_state(self, layer: int) -> None:
         """Multiply with the projections into a layer with a state."""
@@ -212,14 +221,16 @@ class ReferenceExecutor(ObservableExecutor):
     @noted
     def begin_ffn(self, layer: int) -> None:
         x = self._input if self._model.residual == "parallel" else self._x
-        self._u = self._normalize(x, name_layer_tensor(layer, "ffn_norm"))
-        moe = self._model.moe
-        if moe is not None:
-            read = self._input if moe.router_input == "layer" else self._u
-            shared = self._layer(layer, "shared_router") if moe.shared_gate else None
-            self._routes = route(moe, read, self._layer(layer, "router"), shared)
+        self._u = self._normalize_input(x, layer, "ffn_norm")
         self._y = np.zeros_like(self._x)
-        self._y += self._bias(layer, "down_bias", self._model.ffn.bias)
+        moe, has_bias = self._model.moe, self._model.ffn.bias
+        if moe is None:
+            self._y += self._bias(layer, "down_bias", has_bias)
+        else:
+            read = self._input if moe.router_input == "layer" else self._u
+            self._routes = self._routers[layer].route(read)
+            if has_bias:
+                self._y += self._routers[layer].add_biases(self._routes)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
 

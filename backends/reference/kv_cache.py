@@ -7,6 +7,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.weights.projections import list_kept_vectors
 
 
 def quantize_kv(x: F32) -> tuple[I8, F16]:
@@ -21,19 +22,20 @@ def quantize_kv(x: F32) -> tuple[I8, F16]:
 
 
 class KvCache:
-    """Keys (0) and values (1) of all layers: as 8-bit integers where the plan says so, else whole.
+    """Keys (0) and values (1) of all layers, or what latent attention keeps (0): as 8-bit integers
+    where the plan says so, else whole.
 
     Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
     although the segment has the size that the plan's type needs.
     """
 
     def __init__(self, request: BuildRequest) -> None:
-        shape = request.model.shape
         self._int8 = request.kv_type == "int8"
-        kept = request.model.attention_layers
-        self._places = {layer: place for place, layer in enumerate(kept)}
-        vectors = (request.sequences, 2, len(kept), request.context, shape.kv_heads)
-        count, size = int(np.prod(vectors)), shape.head_dim
+        layers = request.model.attention_layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        kinds, heads, size = list_kept_vectors(request.model)
+        vectors = (request.sequences, kinds, len(layers), request.context, heads)
+        count = int(np.prod(vectors))
         raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
         self._elements: Raw
         if request.kv_type == "fp16":

@@ -23,7 +23,11 @@ def activate(model: Model, gate: F32, up: F32 | None) -> F32:
         case "relu2":
             active = np.square(np.maximum(gate, 0))
         case "silu":
-            active = gate / (1 + np.exp(-gate))
+            limit = model.ffn.limit
+            if limit is not None:
+                gate = np.minimum(gate, limit)
+                up = None if up is None else np.clip(up, -limit, limit)
+            active = gate / (1 + np.exp(-np.float32(model.ffn.slope) * gate))
         case "gelu":
             active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
         case "gelu_tanh":
@@ -31,7 +35,9 @@ def activate(model: Model, gate: F32, up: F32 | None) -> F32:
             active = 0.5 * gate * (1 + np.tanh(inner))
     if up is None:
         return np.asarray(active)
-    return np.asarray(active * (np.maximum(up, 0) if model.ffn.activation == "drelu" else up))
+    if model.ffn.activation == "drelu":
+        up = np.maximum(up, 0)
+    return np.asarray(active * (up + np.float32(model.ffn.up_offset)))
 
 
 def _erf(x: F32) -> F32:

@@ -14,8 +14,11 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.convert import FUSED, pad_columns
-from pi2.importing.rows import Rows, find_rows
+from pi2.importing.convert import pad_columns
+from pi2.importing.dense_rows import find_dense_rows
+from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.rows import Rows
+from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.packing import dequantize, slice_bias, slice_experts, unpack_part
 from pi2.store.reader import NeuronStore
@@ -97,7 +100,11 @@ class CheckpointWeights:
     def _read(self, name: str, rows: slice | I64 | None) -> F32:
         parts = name.split(".")
         kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
-        sources = [self._find(key, layer) for key in FUSED.get(kind, (kind,))]
+        tensors, model = self._checkpoint.tensors, self._model
+        if kind.startswith("state_") and self._stored[name].precision == "fp32":
+            return read_state_vector(tensors, model, kind, layer)[0]
+        find = find_state_rows if kind.startswith("state_") else find_dense_rows
+        sources = find(tensors, model, kind, layer)
         if len(sources[0].tensor.shape) == 1:
             offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0
             return np.concatenate([source.read() for source in sources])[None] + np.float32(offset)
@@ -113,7 +120,9 @@ class CheckpointWeights:
         names = [str(part.name) for part in layout.parts]
         for expert in range(self._model.expert_count):
             sources = [self._find(name, layer, expert) for name in names]
-            biases = [self._find(f"{bias.name}_bias", layer).read() for bias in layout.biases]
+            biases = [
+                self._find(f"{bias.name}_bias", layer, expert).read() for bias in layout.biases
+            ]
             down = sources[-1].read_turned()
             for start in range(0, sources[0].count, PIECE_NEURONS):
                 stop = min(start + PIECE_NEURONS, sources[0].count)
@@ -128,5 +137,5 @@ class CheckpointWeights:
                     experts=None if self._model.moe is None else owners,
                 )
 
-    def _find(self, key: str, layer: int = 0, expert: int = 0) -> Rows:
-        return find_rows(self._checkpoint.tensors, self._model, key, layer, expert)
+    def _find(self, key: str, layer: int, expert: int) -> Rows:
+        return find_ffn_rows(self._checkpoint.tensors, self._model, key, layer, expert)

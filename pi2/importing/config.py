@@ -141,16 +141,19 @@ FUSED_ORDER = "gguf_fused_order"
 """Another: order of query, key and value in a tensor of Falcon."""
 
 
-def read_rope(config: Config, context: int, share: float | None = None) -> dict[str, Any]:
+def read_rope(
+    config: Config, context: int, share: float | None = None, theta: float = 10000.0
+) -> dict[str, Any]:
     """The ``[rope]`` table: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` before.
 
     ``share`` is the rotated part of a head where the configuration states none; None for families
-    whose code rotates whole heads, whatever the configuration says.
+    whose code rotates whole heads, whatever the configuration says.  ``theta`` is the family's
+    base where none is stated.
     """
     scaling = config.read_table("rope_parameters")
     if not scaling.has("rope_type") and not scaling.has("rope_theta"):
         scaling = config.read_table("rope_scaling")
-    theta = scaling.read("rope_theta", float, config.read("rope_theta", float, 10000.0))
+    theta = scaling.read("rope_theta", float, config.read("rope_theta", float, theta))
     return scale_rope(config, scaling, theta, context, share)
 
 
@@ -231,7 +234,7 @@ def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
         yarn["whole_pairs"] = False
     if scaling.has("attention_factor"):
         yarn["attention_factor"] = scaling.read("attention_factor", float)
-    elif scaling.has("mscale") and scaling.has("mscale_all_dim"):
+    elif all(scaling.read(key, float, 0.0) for key in ("mscale", "mscale_all_dim")):
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
         over, under = (
             scaling.read(key, float) * growth + 1.0 for key in ("mscale", "mscale_all_dim")

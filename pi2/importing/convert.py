@@ -24,12 +24,14 @@ from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.activations import count_bands, group_experts, order_neurons, read_counts
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.dense_rows import find_dense_rows
 from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
+from pi2.importing.ffn_rows import find_ffn_rows
 from pi2.importing.powerinfer_predictors import list_predictor_files
 from pi2.importing.predictors import LayerPredictor, find_predictors
 from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
-from pi2.importing.rows import Rows, find_rows
+from pi2.importing.rows import Rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.importing.state_rows import find_state_rows, read_state_vector
@@ -48,9 +50,6 @@ Result = TypeVar("Result")
 
 _PIECE_WEIGHTS = 2**20
 """Weights that are quantised and written together."""
-
-FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
-"""Tensors of the store that are several in the checkpoint, one after another."""
 
 _AHEAD_BYTES = 2**29
 """Matrices of a layer beside which there is room for those of the next."""
@@ -171,17 +170,13 @@ class _Conversion:
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
         """Rows of a dense tensor of the store, quantised."""
-        if "." not in tensor.name:
-            return self._quantize_rows(tensor, [self._find(tensor.name)], pool)
-        layer, kind = int(tensor.name.split(".")[1]), tensor.name.split(".")[2]
+        parts = tensor.name.split(".")
+        kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (tensor.name, 0)
         if kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
         if kind.startswith("state_"):
             return self._quantize_state(tensor, layer, kind, pool)
-        keys = FUSED.get(kind, (kind,))
-        if kind in FUSED and self._model.attention.output_gate:
-            keys = (*keys, kind.replace("qkv", "query_gate"))
-        sources = [self._find(key, layer) for key in keys]
+        sources = find_dense_rows(self._source.tensors, self._model, kind, layer)
         return self._quantize_rows(tensor, sources, pool)
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
@@ -252,8 +247,12 @@ class _Conversion:
         """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""
         if not bundle.biases:
             return None
-        sources = [self._find(f"{bias.name}_bias", layer) for bias in bundle.biases]
-        columns = [self._quantize(source.read(), "fp32", source.tensor)[0] for source in sources]
+        experts = range(self._model.expert_count)
+        columns = []
+        for bias in bundle.biases:
+            sources = [self._find(f"{bias.name}_bias", layer, expert) for expert in experts]
+            parts = [self._quantize(item.read(), "fp32", item.tensor)[0] for item in sources]
+            columns.append(np.concatenate(parts))
         return np.stack(columns, axis=1).astype(np.float32)
 
     def _quantize_rows(
@@ -356,8 +355,8 @@ class _Conversion:
             ) from None
         return rows, None
 
-    def _find(self, key: str, layer: int = 0, expert: int = 0) -> Rows:
-        return find_rows(self._source.tensors, self._model, key, layer, expert)
+    def _find(self, key: str, layer: int, expert: int) -> Rows:
+        return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
 
     def _advance(self, source: Rows) -> None:
         self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.ffn_rows import is_stacked, name_ffn_source
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.state_rows import list_state_shapes
@@ -37,15 +38,14 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
         yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
     mixers = {"attention": _list_attention(model)}
     if model.state_kind is not None:
-        norms_before = {key: mixers["attention"][key] for key in _list_norms(model)}
-        mixers[model.state_kind] = norms_before | list_state_shapes(model)
-    ffn = _list_ffn(model)
-    experts = 1 if model.moe is None else model.moe.experts
+        mixers[model.state_kind] = list_state_shapes(model)
+    norms_of_layers = _list_norms(model)
     for layer in range(model.shape.layers):
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
-        for key, size in [*mixers[model.find_kind(layer)].items(), *ffn.items()]:
-            for expert in range(experts):
+        mixer = mixers[model.find_kind(layer)]
+        for key, size in (norms_of_layers | mixer | _list_ffn(model, layer)).items():
+            for expert in range(_count_named(model, key)):
                 need = _require(model, key, size, layer, expert)
                 if need.name not in asked:
                     asked.add(need.name)
@@ -65,68 +65,128 @@ def _require(
     return Requirement(key=key, name=name, shape=shape)
 
 
-def _list_norms(model: Model) -> list[str]:
-    """Keys of the norm before attention, or what stands in its place."""
-    return ["attention_norm"] + ["attention_norm_bias"] * model.norm.bias
+def _count_named(model: Model, key: str) -> int:
+    """Experts whose parts have names of their own."""
+    pattern = getattr(model.tensors, key)
+    return model.moe.experts if model.moe is not None and "{expert}" in pattern else 1
 
 
 def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's attention by key of ``model.tensors``."""
     shape, attention = model.shape, model.attention
-    hidden = shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    fused = model.tensors.fused_qkv is not None
-    fused_bias = model.tensors.fused_qkv_bias is not None
-    needs: dict[str, tuple[int, ...]] = {"attention_norm": (hidden,)}
-    if model.norm.bias:
-        needs["attention_norm_bias"] = (hidden,)
-    if fused:
-        needs["fused_qkv"] = (queries + 2 * keys, hidden)
-    else:
-        gated = queries * (1 + attention.output_gate)
-        needs |= {"query": (gated, hidden), "key": (keys, hidden), "value": (keys, hidden)}
-    if attention.qkv_bias and fused_bias:
+    needs = _list_latent(model) if attention.latent is not None else _list_projections(model)
+    if attention.qkv_bias and model.tensors.fused_qkv_bias is not None:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
         gated = queries * (1 + attention.output_gate)
         needs |= {"query_bias": (gated,), "key_bias": (keys,), "value_bias": (keys,)}
     if attention.head_norm:
-        needs |= {"query_norm": (shape.head_dim,), "key_norm": (shape.head_dim,)}
-    needs["output"] = (hidden, queries)
+        of_queries, of_keys = model.head_norm_widths
+        needs |= {"query_norm": (of_queries,), "key_norm": (of_keys,)}
+    if attention.sinks:
+        needs["sinks"] = (shape.heads,)
+    needs["output"] = (shape.hidden, queries)
     if attention.output_bias:
-        needs["output_bias"] = (hidden,)
+        needs["output_bias"] = (shape.hidden,)
     return needs
 
 
-def _list_ffn(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's FFN by key of ``model.tensors``."""
-    hidden, ffn = model.shape.hidden, model.shape.ffn
-    needs: dict[str, tuple[int, ...]] = {"ffn_norm": (hidden,)}
-    if model.norm.outputs:
-        needs |= {"attention_output_norm": (hidden,), "ffn_output_norm": (hidden,)}
-    if model.moe is not None:
-        needs["router"] = (model.moe.experts, hidden)
-        shared = model.moe.shared_experts * ffn
-        if shared and model.ffn.gated and model.tensors.fused_shared is not None:
-            needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}
-        elif shared:
-            needs |= {"shared_up": (shared, hidden), "shared_down": (hidden, shared)}
-            needs |= {"shared_gate": (shared, hidden)} if model.ffn.gated else {}
-        if model.moe.shared_gate:
-            needs["shared_router"] = (1, hidden)
-    if model.norm.bias:
-        needs["ffn_norm_bias"] = (hidden,)
-    if model.ffn.gated and model.tensors.fused_gate_up is not None:
-        needs["fused_gate_up"] = (2 * ffn, hidden)
-    elif model.ffn.gated:
-        needs |= {"gate": (ffn, hidden), "up": (ffn, hidden)}
+def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
+    shape = model.shape
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if model.tensors.fused_qkv is not None:
+        return {"fused_qkv": (queries + 2 * keys, shape.hidden)}
+    gated = queries * (1 + model.attention.output_gate)
+    sizes = {"query": gated, "key": keys, "value": keys}
+    return {key: (size, shape.hidden) for key, size in sizes.items()}
+
+
+def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
+    """Those of latent attention, up to its output."""
+    shape, latent = model.shape, model.attention.latent
+    assert latent is not None
+    hidden, heads, rank = shape.hidden, shape.heads, latent.query_rank
+    needs: dict[str, tuple[int, ...]] = {
+        "latent": (latent.kept, hidden),
+        "latent_norm": (latent.rank,),
+        "latent_out": (heads * (latent.plain + shape.head_dim), latent.rank),
+    }
+    if rank is None:
+        needs["query"] = (heads * latent.key, hidden)
     else:
-        needs["up"] = (ffn, hidden)
-    needs["down"] = (hidden, ffn)
-    if model.ffn.bias:
-        needs |= {"gate_bias": (ffn,)} if model.ffn.gated else {}
-        needs |= {"up_bias": (ffn,), "down_bias": (hidden,)}
+        needs |= {
+            "latent_query": (rank, hidden),
+            "latent_query_norm": (rank,),
+            "latent_query_out": (heads * latent.key, rank),
+        }
+    if latent.bias:
+        needs["latent_bias"] = (latent.kept,)
+        needs |= {} if rank is None else {"latent_query_bias": (rank,)}
     return needs
+
+
+def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's norms of the residual stream's width."""
+    keys: list[str] = []
+    if model.norm.inputs:
+        keys += ["attention_norm", "ffn_norm"]
+    if model.norm.inputs and model.norm.bias:
+        keys += ["attention_norm_bias", "ffn_norm_bias"]
+    if model.norm.outputs:
+        keys += ["attention_output_norm", "ffn_output_norm"]
+    return dict.fromkeys(keys, (model.shape.hidden,))
+
+
+def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's FFN by key of ``model.tensors``."""
+    moe, hidden = model.moe, model.shape.hidden
+    if moe is None:
+        return _list_experts(model)
+    needs: dict[str, tuple[int, ...]] = {}
+    if layer in moe.dense_layers:
+        assert moe.dense_ffn is not None
+        needs |= {"dense_gate": (moe.dense_ffn, hidden)} if model.ffn.gated else {}
+        return needs | {"dense_up": (moe.dense_ffn, hidden), "dense_down": (hidden, moe.dense_ffn)}
+    needs["router"] = (moe.experts, hidden)
+    for key in ("router_bias", "choice_bias"):
+        if getattr(moe, key):
+            needs[key] = (moe.experts,)
+    shared = moe.shared_ffn or moe.shared_experts * model.shape.ffn
+    if shared and model.tensors.fused_shared is not None:
+        needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}
+    elif shared:
+        needs |= {"shared_up": (shared, hidden), "shared_down": (hidden, shared)}
+        needs |= {"shared_gate": (shared, hidden)} if model.ffn.gated else {}
+    if moe.shared_gate:
+        needs["shared_router"] = (1, hidden)
+    return needs | _list_experts(model)
+
+
+def _list_experts(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of an expert, or of the FFN of a layer without experts."""
+    hidden, ffn = model.shape.hidden, model.shape.ffn
+    sizes: dict[str, tuple[int, ...]] = {}
+    for part in ("gate", "up") if model.ffn.gated else ("up",):
+        source = name_ffn_source(model, part)
+        sizes[source] = (ffn if source == part else 2 * ffn, hidden)
+    sizes["down"] = (hidden, ffn)
+    if model.ffn.bias:
+        for part in ("gate_bias", "up_bias") if model.ffn.gated else ("up_bias",):
+            source = name_ffn_source(model, part)
+            sizes[source] = (ffn if source == part else 2 * ffn,)
+        sizes["down_bias"] = (hidden,)
+    return {key: _stack(model, key, size) for key, size in sizes.items()}
+
+
+def _stack(model: Model, key: str, size: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a part of an expert, or of all experts, as the checkpoint has it."""
+    if model.moe is None:
+        return size
+    turned = size[::-1] if model.tensors.experts_turned else size
+    return (
+        (model.moe.experts, *turned) if is_stacked(model, getattr(model.tensors, key)) else turned
+    )
 
 
 _DOCUMENT = "the model document says"
@@ -177,9 +237,16 @@ def find_tensor_problem(
             message=f"{place} has no tensor {checkpoint.describe_name(need.name)!r}",
             help=f"check tensors.{need.key} and the shape in the model document",
         )
-    if tensor.shape != need.shape:
+    if drop_ones(tensor.shape) != drop_ones(need.shape):
         return describe_shape_problem(tensor, need, says)
     return None
+
+
+def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without leading dimensions of 1, by which vectors are written in two ways."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def describe_shape_problem(
@@ -222,6 +289,12 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
         "rope_theta": ("rope.theta", model.rope.theta),
         "tie_word_embeddings": ("tied_head", model.tied_head),
     }
+    if model.attention.latent is not None:
+        # There the configuration means the heads that keys and values would have.
+        del document["num_key_value_heads"], document["head_dim"]
+    if "alpha" in stated:
+        # It changes the base.
+        del document["rope_theta"]
     for key, (path, value) in document.items():
         if stated.get(key) is not None and stated[key] != value:
             yield Diagnostic(

@@ -26,11 +26,13 @@ class Rows:
     tensor: SourceTensor
     index: I64 | None = None
     """Numbers of the rows, in the order of the store; None means all as they are."""
+    missing: int = 0
+    """Rows of zeros that follow them; only where ``index`` says which rows there are."""
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.tensor.shape[0] if self.index is None else len(self.index)
+        return self.tensor.shape[0] if self.index is None else len(self.index) + self.missing
 
     @property
     def size_bytes(self) -> int:
@@ -42,10 +44,14 @@ class Rows:
         if self.index is None:
             return self.tensor.read_raw(start, stop)
         wanted = self.index[start:stop]
+        absent = len(range(self.count)[start:stop]) - len(wanted)
+        if not len(wanted):
+            return self._fill(self.tensor.read_raw(0, 1)[:0], absent)
         # Neighbours in the store are near each other in the checkpoint.
         first, last = int(wanted.min()), int(wanted.max())
         raw = self.tensor.read_raw(first, last + 1)
-        return raw if len(wanted) == len(raw) and _ascends(wanted) else raw[wanted - first]
+        is_all = len(wanted) == len(raw) and _ascends(wanted)
+        return self._fill(raw if is_all else raw[wanted - first], absent)
 
     def read(self, start: int = 0, stop: int | None = None) -> F32:
         """Rows ``start`` to ``stop`` in float32."""
@@ -54,7 +60,14 @@ class Rows:
     def read_turned(self) -> Raw:
         """What `SourceTensor.read_turned` gives of a matrix whose columns are the rows here."""
         turned = self.tensor.read_turned()
-        return turned if self.index is None else turned[self.index]
+        return turned if self.index is None else self._fill(turned[self.index], self.missing)
+
+    @staticmethod
+    def _fill(raw: Raw, missing: int) -> Raw:
+        """``raw`` with rows of zeros after it."""
+        if not missing:
+            return raw
+        return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
 
 
 def fill_name(pattern: str, layer: int, expert: int = 0) -> str:
@@ -65,6 +78,8 @@ def fill_name(pattern: str, layer: int, expert: int = 0) -> str:
 def name_source(model: Model, key: str) -> tuple[str, str]:
     """Key of ``model.tensors`` that names the tensor with the rows of ``key``, and its pattern."""
     names = model.tensors
+    if key == "latent_value":
+        return "latent_out", names.latent_out
     part, _, rest = key.partition("_")
     if part in _QKV and rest in ("", "bias"):
         fused = "fused_qkv_bias" if rest else "fused_qkv"
@@ -74,34 +89,15 @@ def name_source(model: Model, key: str) -> tuple[str, str]:
         # Every query head is followed by its gates.
         own = "query" if rest == "gate" else "query_bias"
         return own, getattr(names, own)
-    if key in ("gate", "up") and names.fused_gate_up is not None:
-        return "fused_gate_up", names.fused_gate_up
     return key, getattr(names, key)
 
 
-def name_shared(model: Model, key: str, expert: int) -> str | None:
-    """Key of ``model.tensors`` for the FFN matrix ``key`` of a shared expert; None for others."""
-    if model.moe is None or expert < model.moe.experts:
-        return None
-    return f"shared_{key}"
-
-
-def find_rows(
-    tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int = 0, expert: int = 0
-) -> Rows:
-    """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked."""
-    shared = name_shared(model, key, expert)
-    if shared is not None:
-        assert model.moe is not None
-        ffn, first = model.shape.ffn, expert - model.moe.experts
-        fused = model.tensors.fused_shared
-        if fused is not None and key in ("gate", "up"):
-            shared, first = "fused_shared", first + model.moe.shared_experts * (key == "up")
-        name = fill_name(getattr(model.tensors, shared), layer)
-        return Rows(tensor=tensors[name], index=np.arange(first * ffn, (first + 1) * ffn))
+def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int = 0) -> Rows:
+    """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked; those of FFNs
+    are found by `pi2.importing.ffn_rows`."""
     source, pattern = name_source(model, key)
     return Rows(
-        tensor=tensors[fill_name(pattern, layer, expert)],
+        tensor=tensors[fill_name(pattern, layer)],
         index=_choose_rows(model, key, source, layer),
     )
 
@@ -111,8 +107,8 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
     if key == "positions":
         assert model.positions is not None
         return np.arange(shape.context) + model.positions.offset
-    if source == "fused_gate_up":
-        return np.arange(shape.ffn) + (shape.ffn if key == "up" else 0)
+    if model.attention.latent is not None and key in LATENT_KEYS:
+        return choose_latent_rows(model, key, layer)
     part, _, rest = key.partition("_")
     if part not in _QKV:
         return None
@@ -125,9 +121,9 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
         heads_first = np.arange(shape.heads) * (2 * shape.head_dim)
         return np.asarray((heads_first[:, None] + inside).reshape(-1))
     turned = order_head(model, layer) if part != "value" else None
-    if rest == "norm":
-        return turned
     heads = shape.heads if part == "query" else shape.kv_heads
+    if rest == "norm" and model.attention.head_norm_of == "head":
+        return turned
     if source == key:
         places = np.arange(heads) * shape.head_dim if turned is not None else None
     else:
@@ -139,8 +135,9 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
 
 
 def order_head(model: Model, layer: int = 0) -> I64 | None:
-    """Element of the checkpoint's head at every place of the store's; None if they are equal."""
-    size, rope = model.shape.head_dim, model.find_rope(layer)
+    """Element of the checkpoint's head at every place of the store's, or of the part of it that is
+    rotated; None if they are equal."""
+    size, rope = model.turned_width, model.find_rope(layer)
     rotated = rope.count_rotated(size)
     if rotated == 0 or (rotated == size and rope.pairs == "halves"):
         return None
@@ -149,6 +146,27 @@ def order_head(model: Model, layer: int = 0) -> I64 | None:
         pairs = np.arange(rotated).reshape((-1, 2)).T
     rest = np.arange(rotated, size).reshape((2, -1))
     return np.concatenate([pairs, rest], axis=1).reshape(-1)
+
+
+LATENT_KEYS = frozenset({"query", "latent", "latent_bias", "latent_query_out", "latent_value"})
+"""Keys whose rows latent attention has in an order of its own."""
+
+
+def choose_latent_rows(model: Model, key: str, layer: int) -> I64 | None:
+    """Rows of a projection of latent attention; None means all as they are."""
+    shape, latent = model.shape, model.attention.latent
+    assert latent is not None
+    turned = order_head(model, layer)
+    if key == "latent_value":
+        # Each head has the rows of its keys first.
+        size, inside = latent.plain + shape.head_dim, latent.plain + np.arange(shape.head_dim)
+        return (np.arange(shape.heads)[:, None] * size + inside).reshape(-1)
+    if turned is None:
+        return None
+    if key in ("latent", "latent_bias"):
+        return np.concatenate([np.arange(latent.rank), latent.rank + turned])
+    inside = np.concatenate([np.arange(latent.plain), latent.plain + turned])
+    return (np.arange(shape.heads)[:, None] * latent.key + inside).reshape(-1)
 
 
 def _find_fused_heads(model: Model, part: str) -> I64:

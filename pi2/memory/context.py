@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pi2.memory.budget import PAGE
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.weights.projections import list_kept_vectors
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""
@@ -31,12 +32,13 @@ class ContextMemory:
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
     model, layers = resolved.model, len(resolved.model.attention_layers)
-    # Keys and values, and the scales of either.
-    kinds = 4 if resolved.plan.kv.type == "int8" else 2
+    kinds, vectors, _ = list_kept_vectors(model)
+    # Scales lie apart from what they belong to.
+    kinds *= 2 if resolved.plan.kv.type == "int8" else 1
     return ContextMemory(
         total_bytes=resolved.needs.kv.bytes,
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
-        runs=resolved.plan.decode.batch * kinds * layers * model.shape.kv_heads,
+        runs=resolved.plan.decode.batch * kinds * layers * vectors,
     )
 
 

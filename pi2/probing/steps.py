@@ -166,7 +166,7 @@ class Steps:
         inputs = np.ones((1, self._sizes.width), np.float32)
 
         def run(index: int) -> None:
-            route(moe, inputs, router)
+            route(moe, inputs @ router.T)
 
         return Step(
             kernel="route",

@@ -31,18 +31,18 @@ _PARTS = (
     "head_bias",
     "quantization",
 )
-_NEWER = {
-    "norm": ("bias", "weight_offset", "outputs"),
+_OLDEST = {
+    "norm": ("kind", "epsilon"),
     "rope": (
-        *("share", "pairs", "fast_rotations", "slow_rotations", "whole_pairs"),
-        *("short_factors", "long_factors"),
+        *("kind", "theta", "factor", "low_frequency_factor", "high_frequency_factor"),
+        "original_context",
     ),
-    "attention": ("output_bias", "head_norm", "output_gate"),
-    "ffn": ("gated", "bias"),
-    "multipliers": ("embedding", "residual", "logits"),
-    "moe": ("shared_experts", "shared_gate"),
+    "attention": ("qkv_bias",),
+    "ffn": ("activation", "threshold"),
+    "moe": ("experts", "active_experts", "router", "router_input", "normalise_weights"),
+    "multipliers": (),
 }
-"""Options that came after the first stores were written: described where they are used."""
+"""Options of the first stores, which are always described; others where they are used."""
 
 
 def describe_weights(model: Model) -> dict[str, Any]:
@@ -54,11 +54,11 @@ def describe_weights(model: Model) -> dict[str, Any]:
     parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
     if model.other_rope is not None:
         parts["other_rope"] = model.other_rope.model_dump(mode="json", exclude_defaults=True)
-    for table, options in _NEWER.items():
+    for table, oldest in _OLDEST.items():
         if table not in parts:
             continue
         fields = type(getattr(model, table)).model_fields
-        for option in options:
+        for option in [option for option in parts[table] if option not in oldest]:
             if parts[table][option] in (fields[option].default, []):
                 del parts[table][option]
         if not parts[table]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.projections import list_projection_vectors, list_projections
 from pi2.plan.weights.states import StateShape, describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
@@ -57,25 +58,34 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         def name(kind: str, layer: int = layer) -> str:
             return name_layer_tensor(layer, kind)
 
-        tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
-        if model.norm.bias:
+        if model.norm.inputs:
+            tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
+        if model.norm.inputs and model.norm.bias:
             tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
         if state is not None and model.find_kind(layer) != "attention":
             tensors += _list_state(model, state, layer)
         else:
             tensors += _list_attention(model, layer)
         tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
-        tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))
-        if model.norm.bias:
+        if model.norm.inputs:
+            tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))
+        if model.norm.inputs and model.norm.bias:
             tensors.append(_vector(name("ffn_norm_bias"), shape.stored_hidden))
         if model.ffn.bias:
-            tensors.append(_vector(name("down_bias"), shape.stored_hidden))
+            rows, length = model.expert_count, shape.stored_hidden
+            tensors.append(
+                DenseTensor(name=name("down_bias"), precision="fp32", rows=rows, length=length)
+            )
         tensors += [_vector(name("ffn_output_norm"), shape.stored_hidden)] if outputs else []
-        if model.moe is not None:
+        if model.moe is not None and layer not in model.moe.dense_layers:
             rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)
             )
+            if model.moe.router_bias:
+                tensors.append(_vector(name("router_bias"), rows))
+            if model.moe.choice_bias:
+                tensors.append(_vector(name("choice_bias"), rows))
             if model.moe.shared_gate:
                 tensors.append(_vector(name("shared_router"), shape.stored_hidden))
         if ranks is not None:
@@ -96,21 +106,19 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
 
 def _list_attention(model: Model, layer: int) -> list[DenseTensor]:
     """Projections of an attention layer, and what belongs to them."""
-    shape, precision = model.shape, model.quantization.attention
+    precision = model.quantization.attention
 
     def name(kind: str) -> str:
         return name_layer_tensor(layer, kind)
 
-    tensors = [_quantized(name("qkv"), precision, model.qkv_rows, shape.stored_hidden)]
-    if model.attention.qkv_bias:
-        tensors.append(_vector(name("qkv_bias"), model.qkv_rows))
-    if model.attention.head_norm:
-        tensors.append(_vector(name("query_norm"), shape.head_dim))
-        tensors.append(_vector(name("key_norm"), shape.head_dim))
-    tensors.append(_quantized(name("output"), precision, shape.stored_hidden, shape.stored_query))
-    if model.attention.output_bias:
-        tensors.append(_vector(name("output_bias"), shape.stored_hidden))
-    return tensors
+    matrices, vectors = list_projections(model), dict(list_projection_vectors(model))
+    tensors = [_quantized(name("qkv"), precision, *matrices["qkv"])]
+    # What the first stores had lies where they had it.
+    last = {key: vectors.pop(key) for key in ("output_bias",) if key in vectors}
+    tensors += [_vector(name(key), length) for key, length in vectors.items()]
+    others = [kind for kind in matrices if kind != "qkv"]
+    tensors += [_quantized(name(kind), precision, *matrices[kind]) for kind in others]
+    return tensors + [_vector(name(key), length) for key, length in last.items()]
 
 
 def _list_state(model: Model, state: StateShape, layer: int) -> list[DenseTensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends.experts import route
+from pi2.backends.experts import Router
 from pi2.backends.gpu.kernels.routing import list_router_kernels
 from pi2.backends.gpu.kernels.specification import RouterKernels
 from pi2.backends.gpu.launchers.interface import Launcher
@@ -33,6 +33,7 @@ def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
     # Of equal scores the first counts.
     router[1] = router[0]
     shared: F32 = (random.standard_normal((1, length)) / 8).astype(np.float32)
+    assert moe.router != "mixer"
     kernels = RouterKernels(
         length=length,
         experts=moe.experts,
@@ -56,6 +57,12 @@ def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
     )["route_scores"]
     empty = np.empty((TOKENS, moe.experts + moe.shared_experts), np.float32)
     found = bench.run("route", {"route_scores": scores, "routes": empty}, numbers)["routes"]
-    wanted = route(moe, inputs, router, shared if moe.shared_gate else None)
+    wanted = Router(
+        moe=moe,
+        weights=router,
+        shared=shared if moe.shared_gate else None,
+        experts=moe.experts + moe.shared_experts,
+        dense_experts=0,
+    ).route(inputs)
     np.testing.assert_array_equal(found != 0, wanted != 0)
     np.testing.assert_allclose(found, wanted, atol=2e-5)

@@ -57,6 +57,8 @@ ELSEWHERE = {
     "other_rope.kind = 'longrope'": "as rope.kind",
     "other_rope.short_factors": "as rope",
     "other_rope.long_factors": "as rope",
+    "other_rope.long_attention_factor": "as rope",
+    "attention.latent.epsilon": "the families' code has 1e-6, which is the default",
     "predictor.recall": "a figure, no operator",
     "predictor.active": "a figure, no operator",
 }

@@ -120,6 +120,7 @@ class ModelUse:
         moe = self.model.moe
         if moe is None:
             return None
+        assert moe.router != "mixer", "a limit of the backend"
         return RouterKernels(
             length=self.model.shape.stored_hidden,
             experts=moe.experts,

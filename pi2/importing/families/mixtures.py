@@ -11,6 +11,7 @@ from pi2.importing.families.decoders import (
     describe_qwen3,
     omit_positions,
 )
+from pi2.importing.families.sigmoid_mixtures import add_dense_layers
 
 
 def describe_mixtral(config: Config) -> Tables:
@@ -60,13 +61,9 @@ def describe_qwen2_moe(config: Config) -> Tables:
 def add_shared_experts(config: Config, tables: Tables) -> None:
     """Qwen's shared experts, which have a router of their own."""
     ffn, shared = tables["shape"]["ffn"], config.read("shared_expert_intermediate_size", int, 0)
-    if shared % ffn:
-        raise config.refuse(
-            f"shared_expert_intermediate_size is {shared}, no multiple of {ffn}, the neurons of "
-            "the other experts"
-        )
     if shared:
-        tables["moe"] |= {"shared_experts": shared // ffn, "shared_gate": True}
+        tables["moe"] |= {"shared_experts": -(-shared // ffn), "shared_gate": True}
+        tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
 
 
 def describe_qwen3_moe(config: Config) -> Tables:
@@ -82,9 +79,9 @@ def describe_qwen3_moe(config: Config) -> Tables:
 
 def add_experts(config: Config, tables: Tables) -> None:
     """Qwen's experts."""
-    config.demand("decoder_sparse_step", 1, 1)
-    if config.read_list("mlp_only_layers"):
-        raise config.refuse("mlp_only_layers names layers without experts, which pi2 has not")
+    dense, layers = tables["shape"]["ffn"], tables["shape"]["layers"]
+    every = max(1, config.read("decoder_sparse_step", int, 1))
+    only = config.read_list("mlp_only_layers")
     ffn = config.read("moe_intermediate_size", int)
     if ffn < 1:
         raise config.refuse(f"moe_intermediate_size is {ffn}")
@@ -94,6 +91,7 @@ def add_experts(config: Config, tables: Tables) -> None:
         "active_experts": config.read("num_experts_per_tok", int),
         "normalise_weights": config.read("norm_topk_prob", bool, False),
     }
+    add_dense_layers(tables, dense, [n for n in range(layers) if n in only or (n + 1) % every != 0])
     expert = f"{LAYER}.mlp.experts.{{expert}}"
     tables["tensors"] |= {
         "router": f"{LAYER}.mlp.gate.weight",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import ALIGNMENT, matrix_bytes, round_up
+from pi2.plan.weights.projections import list_projection_vectors, list_projections
 from pi2.plan.weights.states import describe_state, list_state_tensors
 
 if TYPE_CHECKING:
@@ -12,13 +13,10 @@ if TYPE_CHECKING:
 
 
 def count_projection_bytes(model: Model) -> int:
-    """Bytes of the projections of an attention layer, their biases and norms of heads."""
-    shape, precision = model.shape, model.quantization.attention
-    size = _align(matrix_bytes(model.qkv_rows, shape.stored_hidden, precision))
-    size += _align(matrix_bytes(shape.stored_hidden, shape.stored_query, precision))
-    size += _align(4 * shape.stored_hidden) * model.attention.output_bias
-    size += _align(4 * model.qkv_rows) * model.attention.qkv_bias
-    return size + 2 * _align(4 * shape.head_dim) * model.attention.head_norm
+    """Bytes of the projections of an attention layer, their biases, norms and sinks."""
+    precision, matrices = model.quantization.attention, list_projections(model).values()
+    size = sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+    return size + sum(_align(4 * length) for length in list_projection_vectors(model).values())
 
 
 def count_state_tensor_bytes(model: Model) -> int:
@@ -37,8 +35,8 @@ def count_mixer_bytes(model: Model) -> int:
     """Bytes of weights that a layer's attention, or what stands in its place, reads for a token;
     the mean of all layers."""
     shape, precision = model.shape, model.quantization.attention
-    each = matrix_bytes(model.qkv_rows, shape.stored_hidden, precision)
-    each += matrix_bytes(shape.stored_hidden, shape.stored_query, precision)
+    matrices = list_projections(model).values()
+    each = sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
     total = len(model.attention_layers) * each
     state = describe_state(model)
     if state is not None:
@@ -53,7 +51,7 @@ def count_mixer_bytes(model: Model) -> int:
 def count_mixer_weights(model: Model) -> int:
     """Number of these weights, for arithmetic."""
     shape, state = model.shape, describe_state(model)
-    each = (model.qkv_rows + shape.stored_query) * shape.stored_hidden
+    each = sum(rows * length for rows, length in list_projections(model).values())
     total = len(model.attention_layers) * each
     if state is not None:
         rows = state.rows + state.gates + state.stored_width

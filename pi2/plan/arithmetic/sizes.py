@@ -32,6 +32,7 @@ from pi2.plan.weights.layout import (
     scale_bytes,
     weight_bytes,
 )
+from pi2.plan.weights.projections import list_kept_vectors
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
@@ -198,9 +199,11 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     """Dense weights, and the scales of all neurons where they are resident.
 
     embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d (another
-    h w where heads have gates), output d x h w, two norms of d floats, and (h + 2k) w floats of
-    bias, two norms of w floats for heads, d floats for each other bias and each norm of outputs,
-    routers of e x d and d floats where the model has them; of layers with a state, what
+    h w where heads have gates), output d x h w (with latent attention what
+    `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of
+    bias, two norms of w floats for heads, h floats of sinks, d floats for each other bias and each
+    norm of outputs, routers of e x d and d floats where the model has them, and e floats for each
+    bias of theirs; of layers with a state, what
     `pi2.plan.weights.states` lists instead of qkv and output; final norm d floats; learned
     positions of 2 d bytes for each token of the model's context; head V x d if untied, and V floats
     of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64 bytes.
@@ -209,9 +212,12 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     shape, precision = model.shape, model.quantization
     norm = _align(4 * shape.stored_hidden)
     norms = 1 + model.norm.bias
-    layer = 2 * norm * norms + norm * model.ffn.bias
+    layer = 2 * norm * norms * model.norm.inputs
+    if model.ffn.bias:
+        layer += _align(4 * shape.stored_hidden * model.expert_count)
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
+        layer += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
     layer += 2 * norm * model.norm.outputs
     rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
     embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
@@ -239,9 +245,10 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
 
 
 def count_kv_token_bytes(model: Model, kind: KvType) -> int:
-    """Bytes of the key and the value of one token in a layer; the mean of all layers."""
+    """Bytes that a layer keeps of one token; the mean of all layers."""
     scale = KV_SCALE_BYTES if kind == "int8" else 0
-    each = 2 * model.shape.kv_heads * (model.shape.head_dim * KV_ELEMENT_BYTES[kind] + scale)
+    kinds, count, size = list_kept_vectors(model)
+    each = kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
     return each * len(model.attention_layers) // model.shape.layers
 
 
@@ -257,24 +264,25 @@ def reads_embedding(plan: Plan, model: Model) -> bool:
 
 def _need_kv(plan: Plan, model: Model) -> Need:
     """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
-    sequence of a batch.
+    sequence of a batch; with latent attention L tokens times what is kept of each.
 
     int8 has a scale of 2 bytes besides for every vector of w elements.
     """
-    shape = model.shape
     tokens = round_up(plan.kv.context, KV_TOKENS)
     element = KV_ELEMENT_BYTES[plan.kv.type]
-    row = shape.kv_heads * shape.head_dim
+    kinds, count, size = list_kept_vectors(model)
+    row = count * size
     batch, layers = plan.decode.batch, len(model.attention_layers)
-    total = 2 * batch * layers * _align(tokens * row * element)
+    total = kinds * batch * layers * _align(tokens * row * element)
     scales = ""
     if plan.kv.type == "int8":
-        total += 2 * batch * layers * _align(tokens * shape.kv_heads * KV_SCALE_BYTES)
-        scales = f", and {shape.kv_heads} scales"
+        total += kinds * batch * layers * _align(tokens * count * KV_SCALE_BYTES)
+        scales = f", and {count} scale{'s' if count > 1 else ''}"
     return Need(
         total,
         ("" if batch == 1 else f"{batch} sequences x ")
-        + f"2 (keys, values) x {layers} layers x {tokens} tokens x {row} elements "
+        + ("2 (keys, values) x " if kinds == 2 else "")
+        + f"{layers} layers x {tokens} tokens x {row} elements "
         f"of {element} byte{'s' if element > 1 else ''}{scales}",
     )
 

@@ -75,6 +75,8 @@ class Norm(Table):
     weight_offset: float = 0.0
     """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
     weight."""
+    inputs: bool = True
+    """Whether the inputs of attention and FFN are normalised (not those of OLMo 2)."""
     outputs: bool = False
     """Whether the outputs of attention and FFN are normalised before they are added to the
     residual stream (Gemma 2)."""
@@ -118,6 +120,8 @@ class Rope(Table):
     (``longrope``)."""
     long_factors: tuple[Divisor, ...] = ()
     """Divisors of each pair's frequency in longer sequences (``longrope``)."""
+    long_attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.2])
+    """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
 
     def count_rotated(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
@@ -138,6 +142,39 @@ class Positions(Table):
     """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
 
 
+class Latent(Table):
+    """Latent attention (DeepSeek V2): keys and values of all heads are made of one short vector,
+    which is all that the KV cache keeps of a token.
+
+    A head's query and key have a part that is not rotated and one that is; the rotated part of the
+    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
+    """Width of the vector that keys and values are made of."""
+    query_rank: Annotated[int, Field(ge=1, le=2**16)] | None = Field(default=None, examples=[1536])
+    """Width of the vector that queries are made of; absent means that they are projected at
+    once."""
+    plain: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Elements of a head's query and key that are not rotated."""
+    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
+    """Elements of a head's query and key that are rotated."""
+    epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean of squares in the norms of both vectors."""
+    bias: bool = False
+    """Whether the projections to both vectors have a bias."""
+
+    @property
+    def key(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain + self.rotated
+
+    @property
+    def kept(self) -> int:
+        """Elements that the KV cache keeps of a token: the vector and the rotated key."""
+        return self.rank + self.rotated
+
+
 class Attention(Table):
     """Attention beyond its sizes."""
 
@@ -146,10 +183,24 @@ class Attention(Table):
     output_bias: bool = False
     """Whether the output projection has a bias."""
     head_norm: bool = False
-    """Whether every head of queries and keys goes through an RMSNorm before it is rotated."""
+    """Whether queries and keys go through an RMSNorm."""
+    head_norm_of: Literal["head", "all"] = "head"
+    """What that norm is taken of: every head, or all heads together (OLMo 2)."""
+    head_norm_place: Literal["before", "after"] = "before"
+    """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
     output_gate: bool = False
     """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
     (Qwen3-Next)."""
+    clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
+    """Queries, keys and values are cut to -clip..clip, where it is stated."""
+    sinks: bool = False
+    """Whether every head has a score of its own beside those of the tokens, whose share of the
+    attention goes nowhere (gpt-oss)."""
+    growth: float = Field(default=0.0, ge=0.0)
+    """Queries at position p are multiplied by 1 + growth ln(1 + floor(p / rope.original_context))
+    (Ministral 3)."""
+    latent: Latent | None = None
+    """Latent attention, if the model has it."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
     """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
@@ -158,6 +209,11 @@ class Attention(Table):
     """Sliding window in tokens, the query's own included; absent means the whole context."""
     window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
     """Layers that have the sliding window; absent means all."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the projection of what attention reads has a bias."""
+        return self.qkv_bias or (self.latent is not None and self.latent.bias)
 
 
 class Ffn(Table):
@@ -171,6 +227,12 @@ class Ffn(Table):
     """Whether neurons have a gate."""
     bias: bool = False
     """Whether gate, up and down have biases."""
+    slope: float = Field(default=1.0, gt=0.0)
+    """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
+    limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
+    """Gates are cut to at most the limit, ups to -limit..limit, where it is stated (``silu``)."""
+    up_offset: float = 0.0
+    """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
 
 
 class Multipliers(Table):
@@ -191,8 +253,9 @@ class Moe(Table):
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
     """Number of experts that compute each token."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns router scores into weights."""
+    router: Literal["softmax", "sigmoid", "mixer"] = "softmax"
+    """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
+    of the scores that are not far below its own (Phi-3.5-MoE)."""
     router_input: Literal["ffn", "layer"] = "ffn"
     """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
     normalise_weights: bool = True
@@ -202,6 +265,34 @@ class Moe(Table):
     as many neurons is four."""
     shared_gate: bool = False
     """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
+    shared_ffn: Count | None = None
+    """Neurons of all shared experts together, where the last one has fewer than the others."""
+    router_bias: bool = False
+    """Whether the router's scores have a bias."""
+    choice_bias: bool = False
+    """Whether experts are chosen by their weights and a bias of each, which is not part of the
+    weights (DeepSeek V3)."""
+    groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups of neighbouring experts, of which the best ones are chosen first."""
+    active_groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups whose experts may be active."""
+    group_score: Literal["best", "best-two"] = "best-two"
+    """What groups are compared by: their best expert, or the sum of the best two."""
+    scaling: float = Field(default=1.0, gt=0.0)
+    """Factor of the active experts' weights."""
+    tolerance: float = Field(default=0.01, gt=0.0)
+    """Scores that are lower by more than twice this share do not count (``mixer``)."""
+    dense_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0]])
+    """Layers that are no mixture but have one FFN.  Its neurons are stored as those of the first
+    experts, as many as it takes, which then compute every token."""
+    dense_ffn: Count | None = Field(default=None, examples=[10944])
+    """Neurons of the FFN of ``dense_layers``."""
+
+    def count_dense(self, ffn: int) -> int:
+        """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""
+        if not self.dense_layers or self.dense_ffn is None:
+            return 0
+        return -(-self.dense_ffn // ffn)
 
 
 class Tokenizer(Table):
@@ -313,13 +404,20 @@ class Model(Document):
 
     @property
     def expert_count(self) -> int:
-        """FFNs of a layer, shared experts last: 1 without experts."""
-        return 1 if self.moe is None else self.moe.experts + self.moe.shared_experts
+        """FFNs of a layer, shared experts after the others, and after them those that only dense
+        layers need: 1 without experts."""
+        if self.moe is None:
+            return 1
+        mixed = self.moe.experts + self.moe.shared_experts
+        return max(mixed, self.moe.count_dense(self.shape.ffn))
 
     @property
     def active_experts(self) -> int:
-        """FFNs of a layer that compute a token: 1 without experts."""
-        return 1 if self.moe is None else self.moe.active_experts + self.moe.shared_experts
+        """FFNs of a layer that compute a token, of the layer with most: 1 without experts."""
+        if self.moe is None:
+            return 1
+        mixed = self.moe.active_experts + self.moe.shared_experts
+        return max(mixed, self.moe.count_dense(self.shape.ffn))
 
     @property
     def token_neurons(self) -> int:
@@ -333,8 +431,11 @@ class Model(Document):
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of a layer's projection to queries, keys and values, and to gates of its output."""
-        shape = self.shape
+        """Rows of a layer's projection to queries, keys and values, and to gates of its output;
+        with latent attention to what they are made of, or to queries and that."""
+        shape, latent = self.shape, self.attention.latent
+        if latent is not None:
+            return (latent.query_rank or shape.heads * latent.key) + latent.kept
         gates = shape.query if self.attention.output_gate else 0
         return shape.query + 2 * shape.kv_heads * shape.head_dim + gates
 
@@ -380,6 +481,20 @@ class Model(Document):
         """Tokens that queries of ``layer`` look back, themselves included; None means all."""
         layers = self.attention.window_layers
         return self.attention.sliding_window if layers is None or layer in layers else None
+
+    @property
+    def turned_width(self) -> int:
+        """Width of what is rotated of a head, or of which a share is."""
+        latent = self.attention.latent
+        return self.shape.head_dim if latent is None else latent.rotated
+
+    @property
+    def head_norm_widths(self) -> tuple[int, int]:
+        """Lengths of the weights of the norms of queries and of keys."""
+        shape = self.shape
+        if self.attention.head_norm_of == "head":
+            return shape.head_dim, shape.head_dim
+        return shape.query, shape.kv_heads * shape.head_dim
 
     def find_rope(self, layer: int) -> Rope:
         """Rotary positions of ``layer``."""

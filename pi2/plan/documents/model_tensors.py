@@ -11,7 +11,8 @@ from pi2.plan.documents.common import Table
 
 class Tensors(Table):
     """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number and, in a
-    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names."""
+    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names.  An FFN's
+    name without ``{expert}`` is that of a tensor of all experts, [experts, ...]."""
 
     embedding: str = "model.embed_tokens.weight"
     """Embedding table [vocab, hidden]."""
@@ -45,9 +46,28 @@ class Tensors(Table):
     """``stacked``: all query rows, all key rows, all value rows; ``grouped``: for every key head
     its queries, its key, its value."""
     query_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
-    """Norm of every query head [head_dim]."""
+    """Norm of every query head [head_dim], or of all of them [heads x head_dim]."""
     key_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
-    """Norm of every key head [head_dim]."""
+    """Norm of every key head [head_dim], or of all of them [kv_heads x head_dim]."""
+    sinks: str = "model.layers.{layer}.self_attn.sinks"
+    """Score of every head that no token has [heads]."""
+    latent_query: str = "model.layers.{layer}.self_attn.q_a_proj.weight"
+    """Projection to what queries are made of [query_rank, hidden]."""
+    latent_query_bias: str = "model.layers.{layer}.self_attn.q_a_proj.bias"
+    """Its bias."""
+    latent_query_norm: str = "model.layers.{layer}.self_attn.q_a_layernorm.weight"
+    """Norm of that [query_rank]."""
+    latent_query_out: str = "model.layers.{layer}.self_attn.q_b_proj.weight"
+    """Projection from that to queries [heads x (plain + rotated), query_rank]."""
+    latent: str = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
+    """Projection to what keys and values are made of and to the rotated key
+    [rank + rotated, hidden]."""
+    latent_bias: str = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.bias"
+    """Its bias."""
+    latent_norm: str = "model.layers.{layer}.self_attn.kv_a_layernorm.weight"
+    """Norm of what keys and values are made of [rank]."""
+    latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
+    """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
     attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
     """Bias of the norm before attention."""
     ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
@@ -67,7 +87,17 @@ class Tensors(Table):
     fused_gate_up: str | None = Field(
         default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
     )
-    """Gate and up projections in one tensor [2 x ffn, hidden], gates first."""
+    """Gate and up projections in one tensor [2 x ffn, hidden]."""
+    fused_gate_up_bias: str | None = Field(
+        default=None, examples=["model.layers.{layer}.mlp.experts.gate_up_proj_bias"]
+    )
+    """Biases of gate and up in one tensor [2 x ffn]."""
+    gate_up_order: Literal["stacked", "neighbours"] = "stacked"
+    """``stacked``: all gate rows, all up rows; ``neighbours``: for every neuron its gate, its
+    up."""
+    experts_turned: bool = False
+    """Whether matrices of experts that are in one tensor have columns where others have rows:
+    [experts, hidden, ffn]."""
     gate_bias: str = "model.layers.{layer}.mlp.gate_proj.bias"
     """Bias of the gate projection [ffn]."""
     up_bias: str = "model.layers.{layer}.mlp.up_proj.bias"
@@ -86,6 +116,10 @@ class Tensors(Table):
     """Bias of the output head [vocab]."""
     router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
     """Router of a mixture of experts [experts, hidden]."""
+    router_bias: str = "model.layers.{layer}.mlp.router.bias"
+    """Bias of its scores [experts]."""
+    choice_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    """What is added to the experts' weights to choose by [experts]."""
     shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
     """Gate projection of the shared experts [shared experts x ffn, hidden]."""
     shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"
@@ -96,6 +130,12 @@ class Tensors(Table):
         default=None, examples=["model.layers.{layer}.shared_mlp.input_linear.weight"]
     )
     """Gate and up projections of the shared experts in one tensor, gates first."""
+    dense_gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
+    """Gate projection of the layers of a mixture that have one FFN [dense_ffn, hidden]."""
+    dense_up: str = "model.layers.{layer}.mlp.up_proj.weight"
+    """Up projection of those layers [dense_ffn, hidden]."""
+    dense_down: str = "model.layers.{layer}.mlp.down_proj.weight"
+    """Down projection of those layers [hidden, dense_ffn]."""
     shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
     """Router of the shared experts [1, hidden]."""
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
@@ -137,5 +177,5 @@ class Tensors(Table):
     """Bias of the activation predictor [ffn]."""
 
 
-TENSOR_OPTIONS = frozenset({"fused_order", "state_order"})
+TENSOR_OPTIONS = frozenset({"fused_order", "state_order", "gate_up_order", "experts_turned"})
 """Keys of `Tensors` that are not names."""

@@ -19,15 +19,24 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     of them added), with ``_bias`` their biases; ``qkv`` [(heads + 2 kv_heads) head_dim, hidden],
     query rows first, then key, then value, then gates of what is mixed if there are some
     [heads head_dim]; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm`` and ``key_norm`` float32
-    [1, head_dim]; ``output`` [hidden, heads head_dim] and ``output_bias`` float32 [1, hidden];
-    ``down_bias`` float32 [1, hidden]; ``attention_output_norm`` and ``ffn_output_norm`` float32
-    [1, hidden]; ``router`` float32 [experts, hidden] and ``shared_router`` [1, hidden];
+    [1, head_dim], or of all heads; ``sinks`` float32 [1, heads]; ``output`` [hidden,
+    heads head_dim] and ``output_bias`` float32 [1, hidden]; ``down_bias`` float32 [1, hidden], in a
+    mixture [experts, hidden]; ``attention_output_norm`` and ``ffn_output_norm`` float32
+    [1, hidden]; ``router`` float32 [experts, hidden], ``router_bias`` and ``choice_bias`` float32
+    [1, experts], and ``shared_router`` [1, hidden];
     ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored order,
     ``predictor_bias`` float32 [1, ffn] in stored order.  In a mixture every expert has a predictor:
     ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and
     ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one after the other, each in
     stored order.  Layers with a state have what `pi2.plan.weights.states.list_state_tensors` lists
     instead of ``qkv``, ``output`` and theirs.
+
+    With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
+    keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``
+    are norms of both vectors; ``latent_query_out`` [heads (plain + rotated), query_rank] gives
+    queries; ``latent_key`` [heads rank, plain] turns the plain part of a head's query into one of
+    what keys are made of, ``latent_value`` [heads head_dim, rank] what a head has mixed of that
+    into its values.
 
     Rows of query and key (also of their biases and norms) are in an order in which element i of a
     head is rotated with element i + head_dim / 2, whatever the checkpoint's is.

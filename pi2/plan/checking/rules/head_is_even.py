@@ -20,7 +20,7 @@ NEEDS = ("model",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide head_dim by two."""
-    if facts.model.shape.head_dim % 2 == 0:
+    if facts.model.turned_width % 2 == 0:
         return
     yield Finding(
         document="model",

@@ -1,8 +1,9 @@
 """Options of a model's operators agree with each other.
 
 Why: dReLU is an activation of gate and up, so that neurons need a gate; layers with a sliding
-window need its width; layers that are named must exist; experts with biases cannot be stored, and
-norms of outputs have none; what weights shared experts needs some.
+window need its width; layers that are named must exist; shared experts with biases cannot be
+stored, and norms of outputs have none; what weights shared experts needs some; experts fall into
+groups of equal size; latent attention has norms, biases and heads of its own.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
 
@@ -34,11 +35,12 @@ def check(facts: Facts) -> Iterator[Finding]:
                 Origin(document="model", path=("ffn", "activation"), text='activation = "drelu"'),
             ),
         )
-    if model.ffn.bias and model.moe is not None:
+    moe = model.moe
+    if model.ffn.bias and moe is not None and (moe.shared_experts or moe.dense_layers):
         yield Finding(
             document="model",
             path=("ffn", "bias"),
-            message="experts have no biases",
+            message="shared experts and layers that are no mixture have no biases",
             help="remove bias = true",
         )
     if model.moe is not None and model.moe.shared_gate and not model.moe.shared_experts:
@@ -57,6 +59,9 @@ def check(facts: Facts) -> Iterator[Finding]:
         )
     if model.other_rope is not None:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
+    yield from _check_activation(model)
+    yield from _check_mixture(model)
+    yield from _check_latent(model)
     layers = model.attention.window_layers
     if layers is None:
         return
@@ -68,6 +73,77 @@ def check(facts: Facts) -> Iterator[Finding]:
             help="write sliding_window = N, in tokens",
         )
     yield from _find_missing(model, ("attention", "window_layers"), layers)
+
+
+def _check_activation(model: Model) -> Iterator[Finding]:
+    """Look for options of SiLU with another activation."""
+    ffn = model.ffn
+    for key, is_stated in (("slope", ffn.slope != 1.0), ("limit", ffn.limit is not None)):
+        if is_stated and ffn.activation != "silu":
+            yield Finding(
+                document="model",
+                path=("ffn", key),
+                message=f"{key} is an option of silu, but the activation is {ffn.activation}",
+                help=f'write activation = "silu", or remove {key}',
+            )
+    if ffn.up_offset and not ffn.gated:
+        yield Finding(
+            document="model",
+            path=("ffn", "up_offset"),
+            message="without gates there is nothing that ups are multiplied with",
+            help="remove up_offset, or gated = false",
+        )
+
+
+def _check_mixture(model: Model) -> Iterator[Finding]:
+    """Compare groups with experts, and what is said of layers that are no mixture."""
+    moe = model.moe
+    if moe is None:
+        return
+    if moe.experts % moe.groups or moe.active_groups > moe.groups:
+        yield Finding(
+            document="model",
+            path=("moe", "groups"),
+            message=f"{moe.experts} experts in {moe.groups} groups, of which "
+            f"{moe.active_groups} may be active",
+            help="take the numbers from the checkpoint's configuration",
+        )
+    elif moe.groups > 1 and moe.active_experts > moe.active_groups * (moe.experts // moe.groups):
+        yield Finding(
+            document="model",
+            path=("moe", "active_groups"),
+            message=f"{moe.active_groups} groups have fewer than {moe.active_experts} experts",
+            help="take the numbers from the checkpoint's configuration",
+        )
+    if bool(moe.dense_layers) != (moe.dense_ffn is not None):
+        yield Finding(
+            document="model",
+            path=("moe", "dense_layers" if moe.dense_layers else "dense_ffn"),
+            message="dense_layers and dense_ffn are stated together: which layers are no mixture, "
+            "and how many neurons they have",
+        )
+    yield from _find_missing(model, ("moe", "dense_layers"), moe.dense_layers)
+
+
+def _check_latent(model: Model) -> Iterator[Finding]:
+    """Look for options of attention that latent attention does not have."""
+    attention, shape = model.attention, model.shape
+    if attention.latent is None:
+        return
+    others = ("qkv_bias", "head_norm", "sinks", "clip", "sliding_window", "growth")
+    for key in (key for key in others if getattr(attention, key)):
+        yield Finding(
+            document="model",
+            path=("attention", key),
+            message=f"latent attention has no {key}",
+            help=f"remove {key}, or the table [attention.latent]",
+        )
+    if shape.heads != shape.kv_heads:
+        yield Finding(
+            document="model",
+            path=("shape", "kv_heads"),
+            message=f"with latent attention every head has its own key: kv_heads is {shape.heads}",
+        )
 
 
 def _find_missing(

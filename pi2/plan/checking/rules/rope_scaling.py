@@ -24,9 +24,9 @@ NEEDS = ("model",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare kind and factors."""
     model = facts.model
-    yield from _check_rope("rope", model.rope, model.shape.head_dim)
+    yield from _check_rope("rope", model.rope, model.turned_width)
     if model.other_rope is not None:
-        yield from _check_rope("other_rope", model.other_rope, model.shape.head_dim)
+        yield from _check_rope("other_rope", model.other_rope, model.turned_width)
 
 
 def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:

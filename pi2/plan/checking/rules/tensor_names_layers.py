@@ -1,7 +1,8 @@
 """Names of tensors contain ``{layer}``, and ``{expert}``, exactly where there are several.
 
 Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
-all layers or experts would get the same tensor.
+all layers would get the same tensor, and all experts the same predictor.  A part of an FFN without
+``{expert}`` is a tensor of all experts.
 
 Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
 
@@ -21,10 +22,10 @@ SEVERITY = "error"
 NEEDS = ("model",)
 
 _ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"})
-_PER_EXPERT = frozenset(
-    {"gate", "up", "fused_gate_up", "down", "predictor_in", "predictor_out", "predictor_bias"}
-)
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
+_PER_EXPERT = frozenset({"predictor_in", "predictor_out", "predictor_bias"})
+_MAYBE_PER_EXPERT = _BIASES | {"gate", "up", "down", "fused_gate_up", "fused_gate_up_bias"}
+"""Parts of an FFN, which a checkpoint may have for all experts in one tensor."""
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 
@@ -42,6 +43,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         if model.predictor is None and key.startswith("predictor"):
             continue
         found = set(_PLACEHOLDER.findall(name))
+        if model.moe is not None and key in _MAYBE_PER_EXPERT:
+            wanted |= found & {"{expert}"}
         for placeholder in sorted(found - wanted):
             yield Finding(
                 document="model",

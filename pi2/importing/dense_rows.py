@@ -1,0 +1,115 @@
+"""Which rows of a checkpoint's tensors become the dense tensors of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, Raw
+from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.rows import Rows, fill_name, find_rows
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.virtual_tensor import make_zeros
+from pi2.plan.documents.model import Model
+
+_FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+"""Tensors of the store that are several in the checkpoint, one after another."""
+
+
+def find_dense_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int = 0
+) -> list[Rows]:
+    """Rows that follow each other in the dense tensor ``kind`` of a layer, or of the model, but for
+    those of predictors."""
+    latent = model.attention.latent
+    if kind == "down_bias":
+        return [_find_down_biases(tensors, model, layer)]
+    if latent is not None and kind == "latent_key":
+        name = fill_name(model.tensors.latent_out, layer)
+        return [Rows(tensor=_turn_keys(tensors[name], model))]
+    keys: tuple[str, ...] = _FUSED.get(kind, (kind,))
+    if kind in _FUSED and model.attention.output_gate:
+        keys = (*keys, kind.replace("qkv", "query_gate"))
+    if latent is not None and kind in ("qkv", "qkv_bias"):
+        query = "query" if latent.query_rank is None else "latent_query"
+        keys = (query, "latent") if kind == "qkv" else (f"{query}_bias", "latent_bias")
+        if keys[0] == "query_bias":
+            none = Rows(tensor=make_zeros(model.shape.heads * latent.key))
+            return [none, find_rows(tensors, model, keys[1], layer)]
+    return [find_rows(tensors, model, key, layer) for key in keys]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TurnedKeys(SourceTensor):
+    """What turns the plain part of each head's query into a query of what keys are made of:
+    [heads rank, plain], of [heads (plain + value), rank]."""
+
+    whole: SourceTensor
+    head_rows: int
+    """Rows of a head in ``whole``."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        rank, plain = self.whole.shape[1], self.shape[1]
+        rows = range(self.shape[0])[start:stop]
+        first, last = rows.start // rank, -(-rows.stop // rank)
+        found = []
+        for head in range(first, last):
+            origin = head * self.head_rows
+            raw = self.whole.read_raw(origin, origin + plain)
+            # Bytes must become numbers before they can be turned.
+            numbers = self.whole.widen(raw)
+            found.append(np.ascontiguousarray(numbers.T))
+        turned: Raw = np.concatenate(found)[rows.start - first * rank : rows.stop - first * rank]
+        return turned
+
+    def widen(self, raw: Raw) -> F32:
+        return raw.astype(np.float32, copy=False)
+
+
+def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
+    shape, latent = model.shape, model.attention.latent
+    assert latent is not None
+    return _TurnedKeys(
+        file=whole.file,
+        name=whole.name,
+        dtype="F32",
+        shape=(shape.heads * latent.rank, latent.plain),
+        offset=0,
+        size_bytes=whole.size_bytes,
+        whole=whole,
+        head_rows=latent.plain + shape.head_dim,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack(SourceTensor):
+    """Vectors of equal length as the rows of a matrix."""
+
+    parts: tuple[Rows, ...]
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return np.stack([part.read() for part in self.parts])[start:stop]
+
+    def widen(self, raw: Raw) -> F32:
+        return raw.astype(np.float32, copy=False)
+
+
+def _find_down_biases(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> Rows:
+    """Biases of an FFN's output, of a mixture one for each expert [experts, hidden]."""
+    count = model.expert_count
+    if model.moe is None:
+        return find_ffn_rows(tensors, model, "down_bias", layer, 0)
+    parts = tuple(find_ffn_rows(tensors, model, "down_bias", layer, n) for n in range(count))
+    first = parts[0].tensor
+    stack = _Stack(
+        file=first.file,
+        name=first.name,
+        dtype="F32",
+        shape=(count, model.shape.hidden),
+        offset=0,
+        size_bytes=sum(part.size_bytes for part in parts),
+        parts=parts,
+    )
+    return Rows(tensor=stack)

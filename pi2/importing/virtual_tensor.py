@@ -1,0 +1,91 @@
+"""Tensors that a checkpoint does not have as such: one expert's part of a tensor of all experts, a
+matrix whose columns the file has as rows, and zeros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pi2.arrays import F16, F32, U8, Raw
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.weights.layout import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensor(SourceTensor):
+    """What a tensor of all experts, [experts, ...], has of one of them; ``offset`` means nothing
+    here."""
+
+    whole: SourceTensor
+    expert: int
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        found: Raw = self.whole.read_raw(self.expert, self.expert + 1)[0]
+        return found[start:stop]
+
+    def widen(self, raw: Raw) -> F32:
+        return self.whole.widen(raw)
+
+
+def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
+    """The part of ``expert`` of a tensor of all experts."""
+    return ExpertTensor(
+        file=whole.file,
+        name=f"{whole.name}[{expert}]",
+        dtype=whole.dtype,
+        shape=whole.shape[1:],
+        offset=0,
+        size_bytes=whole.size_bytes // whole.shape[0],
+        whole=whole,
+        expert=expert,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedTensor(SourceTensor):
+    """A matrix that the file has turned; ``offset`` means nothing here."""
+
+    stored: SourceTensor
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.stored.read_turned()[start:stop]
+
+    def read_turned(self) -> Raw:
+        return self.stored.read_raw()
+
+    def widen(self, raw: Raw) -> F32:
+        return self.stored.widen(raw)
+
+
+def turn_tensor(stored: SourceTensor) -> SourceTensor:
+    """The transpose of a matrix."""
+    return TurnedTensor(
+        file=stored.file,
+        name=stored.name,
+        dtype=stored.dtype,
+        shape=stored.shape[::-1],
+        offset=0,
+        size_bytes=stored.size_bytes,
+        stored=stored,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroTensor(SourceTensor):
+    """Zeros, which no file has; ``offset`` means nothing here."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return np.zeros((len(range(self.shape[0])[start:stop]), *self.shape[1:]), np.float16)
+
+    def read_turned(self) -> Raw:
+        return np.zeros(self.shape[::-1], np.float16)
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        return None
+
+
+def make_zeros(*shape: int) -> SourceTensor:
+    """Zeros of a shape."""
+    return ZeroTensor(file=Path(), name="zeros", dtype="F16", shape=shape, offset=0, size_bytes=0)

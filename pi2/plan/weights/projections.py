@@ -1,0 +1,54 @@
+"""Sizes of a layer's attention: its matrices and vectors in a store, and what the KV cache keeps of
+a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pi2.plan.weights.layout import fill_groups
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.model import Model
+
+
+def list_projections(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of a layer's matrices, by the kind in their names
+    (`pi2.plan.weights.tensor_names`)."""
+    shape, latent = model.shape, model.attention.latent
+    found = {"qkv": (model.qkv_rows, shape.stored_hidden)}
+    if latent is not None:
+        if latent.query_rank is not None:
+            found["latent_query_out"] = (shape.heads * latent.key, fill_groups(latent.query_rank))
+        found["latent_key"] = (shape.heads * latent.rank, fill_groups(latent.plain))
+        found["latent_value"] = (shape.query, fill_groups(latent.rank))
+    found["output"] = (shape.stored_hidden, shape.stored_query)
+    return found
+
+
+def list_projection_vectors(model: Model) -> Mapping[str, int]:
+    """Lengths of a layer's vectors, float32, that belong to its attention and are no norms of the
+    residual stream."""
+    attention, latent = model.attention, model.attention.latent
+    found = {"qkv_bias": model.qkv_rows} if attention.has_bias else {}
+    if attention.head_norm:
+        found["query_norm"], found["key_norm"] = model.head_norm_widths
+    if attention.sinks:
+        found["sinks"] = model.shape.heads
+    if latent is not None:
+        if latent.query_rank is not None:
+            found["latent_query_norm"] = fill_groups(latent.query_rank)
+        found["latent_norm"] = latent.rank
+    if attention.output_bias:
+        found["output_bias"] = model.shape.stored_hidden
+    return found
+
+
+def list_kept_vectors(model: Model) -> tuple[int, int, int]:
+    """Kinds of vectors that a layer of attention keeps of a token, how many there are of each kind,
+    and the elements of each: keys and values, one for every key head; one vector with latent
+    attention."""
+    latent = model.attention.latent
+    if latent is not None:
+        return 1, 1, latent.kept
+    return 2, model.shape.kv_heads, model.shape.head_dim
