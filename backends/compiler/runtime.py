@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,21 @@ def _time_calls(
     return call
 
 
+class Functions(Protocol):
+    """The functions of a library, wherever they are (`functions.CompiledFunctions`)."""
+
+    def bind(
+        self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
+    ) -> tuple[Callable[..., object], Sequence[object]]:
+        """Return a function, and what comes before the arguments ``given`` in its calls."""
+
+    def make_tensor(self, flat: npt.NDArray[Any]) -> object:
+        """Return what functions take in the place of an array [n]."""
+
+    def close(self) -> None:
+        """Forget the functions."""
+
+
 class Library:
     """A compiled library, and calls of its functions."""
 
@@ -92,14 +107,16 @@ class Library:
         *,
         threads: int | None = None,
         cores: Sequence[int] = (),
+        functions: Functions | None = None,
     ) -> None:
-        """Load ``path``.
+        """Load ``path``, unless its ``functions`` are given.
 
         ``sizes`` says what the symbols in shapes of parameters stand for: what arrays must have
         room for.  Functions with parallel loops run on ``threads``, the calling one included,
         each bound to its one of ``cores``, if there are any; the caller binds itself.
         """
-        self._functions = CompiledFunctions(path, threads, cores)
+        loaded = CompiledFunctions(path, threads, cores) if functions is None else functions
+        self._functions: Functions = loaded
         self._sizes = dict(sizes or {})
         self.signatures = read_signatures(find_signatures(path).read_text())
         self._needs: dict[str, list[Need]] = {}

@@ -12,6 +12,7 @@ import click
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.phone.target import Triple
     from pi2.plan.documents.device import Device
 
 GROUP = "Plan"
@@ -35,12 +36,40 @@ SUFFIX = ".device.toml"
     help=("Folder on the disk to measure, or a neuron store.  [default: the folder of the output]"),
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-def command(output: Path | None, other: str | None, disk: Path | None, force: bool) -> None:
+@click.option(
+    "--rpc", metavar="HOST:PORT", help="Measure kernels on another machine, through TVM's tracker."
+)
+@click.option("--key", default="phone", show_default=True, help="Its key at the tracker.")
+@click.option(
+    "--target",
+    type=click.Choice(["aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu"]),
+    default="aarch64-linux-gnu",
+    show_default=True,
+    help="What the other machine is.",
+)
+@click.option("--features", metavar="LIST", help="Its processor's features, such as neon,dotprod.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=4, show_default=True, help="Its threads."
+)
+def command(
+    output: Path | None,
+    other: str | None,
+    disk: Path | None,
+    force: bool,
+    rpc: str | None,
+    key: str,
+    target: Triple,
+    features: str | None,
+    threads: int,
+) -> None:
     """Measure this machine: memory, pi2's kernels, disk, noise.
 
     Takes less than two minutes; run nothing else meanwhile.  Kernels are compiled first if needed.
     Disk rates are measured on a temporary file of up to 1 GiB, unless --disk names a store.  With
     --compare, shows for each figure whether it agrees with that of another device file.
+
+    With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
+    measured there, by a bundle's `python -m pi2_phone --probe`.
     """
     from pi2.cli.progress import ProgressBar
     from pi2.probing.comparison import compare_devices, write_rows
@@ -50,6 +79,11 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
     if output is None and other is None:
         raise click.UsageError("give -o FILE, --compare OTHER, or both")
     name = _check_output(output, force)
+    if rpc is not None:
+        if output is None or other is not None:
+            raise click.UsageError("--rpc goes with -o FILE, and without --compare")
+        _probe_remote(name, output, rpc, key, target, features, threads)
+        return
     old = None if other is None else _read_device(other)
     place = disk or (output.absolute().parent if output is not None else Path())
     with ProgressBar() as progress:
@@ -71,6 +105,42 @@ def command(output: Path | None, other: str | None, disk: Path | None, force: bo
         click.echo(line, err=True)
     if output is not None:
         _write(output, write_device(device, found.accelerators.notes))
+
+
+def _probe_remote(
+    name: str,
+    output: Path,
+    rpc: str,
+    key: str,
+    target: Triple,
+    features: str | None,
+    threads: int,
+) -> None:
+    """Measure another machine's kernels and write its device file."""
+    from pi2.cli.progress import ProgressBar
+    from pi2.phone.target import ARCHITECTURES, USUAL_FEATURES, parse_features
+    from pi2.probing.document import write_device
+    from pi2.probing.remote import RemoteMachine, measure_remote
+    from pi2.probing.remote_document import make_remote_device
+
+    host, _, port = rpc.rpartition(":")
+    if not host or not port.isdigit():
+        raise click.UsageError("--rpc takes HOST:PORT")
+    names = None if features is None else [item.strip() for item in features.split(",")]
+    architecture = ARCHITECTURES[target]
+    chosen = USUAL_FEATURES[architecture] if names is None else parse_features(names, target)
+    machine = RemoteMachine(
+        host=host,
+        port=int(port),
+        key=key,
+        triple=target,
+        architecture=architecture,
+        features=frozenset(chosen),
+        threads=threads,
+    )
+    with ProgressBar() as progress:
+        steps, step_s = measure_remote(machine, progress)
+    _write(output, write_device(make_remote_device(name, machine, steps, step_s)))
 
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:

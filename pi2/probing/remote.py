@@ -1,0 +1,246 @@
+"""Times of kernels on another machine, through TVM's RPC: `pi2 probe --rpc`.
+
+The cpu backend's executor runs here as always; only its compiled functions are elsewhere, with the
+arrays that they are bound to.  Seconds are those of the other machine's clock.  What lies between
+the calls (the engine, flash) is not measured: a bundle's ``--probe`` measures flash there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi2.backends.compiler.cache import compile_ahead
+from pi2.backends.compiler.runtime import Library
+from pi2.backends.compiler.signature import Parameter
+from pi2.backends.cpu.arrays import measure_arrays
+from pi2.backends.cpu.executor import CpuExecutor
+from pi2.backends.cpu.specification import make_spec
+from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import matrix_bytes
+from pi2.probing import model as synthetic
+from pi2.probing.series import Key
+from pi2.probing.timing import StepFacts
+from pi2.progress import Progress
+
+ROUNDS = 5
+SHAPE = replace(
+    synthetic.SMALL,
+    width=2048,
+    neurons=1024,
+    heads=16,
+    kv_heads=4,
+    head_dim=128,
+    layers=1,
+    arena_neurons=1024,
+    gathered=(64, 256),
+)
+"""About 30 MB of weights, which go through the network once."""
+_KEPT_BYTES = 1 << 16
+"""Larger arrays that are given with calls are sent once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMachine:
+    """Where an RPC tracker is, and what a machine that it knows has."""
+
+    host: str
+    port: int
+    key: str
+    triple: str
+    architecture: str
+    features: frozenset[str]
+    threads: int
+
+
+class Clock:
+    """Adds up what functions take on the other machine."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+class RemoteFunctions:
+    """The functions of a library on another machine, as `CompiledFunctions` has them here."""
+
+    def __init__(self, session: Any, library: Path, clock: Clock) -> None:
+        session.upload(str(library))
+        self._module = session.load_module(library.name)
+        self._device = session.cpu()
+        self._clock = clock
+        self._sent: dict[tuple[int, int], Any] = {}
+
+    def bind(
+        self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
+    ) -> tuple[Callable[..., object], Sequence[object]]:
+        """See `pi2.backends.compiler.functions`."""
+        del given
+        measure = self._module.time_evaluator(name, self._device, number=1, repeat=1)
+
+        def call(*values: object) -> None:
+            sent = [self._send(value) for value in values]
+            self._clock.seconds += float(measure(*tensors, *sent).mean)
+
+        return call, ()
+
+    def make_tensor(self, flat: npt.NDArray[Any]) -> object:
+        """See `pi2.backends.compiler.functions`; the array is copied to the other machine."""
+        import tvm
+
+        return tvm.runtime.tensor(flat, self._device)
+
+    def _send(self, value: object) -> object:
+        if not isinstance(value, np.ndarray):
+            return value
+        place = (value.ctypes.data, value.nbytes)
+        if value.nbytes < _KEPT_BYTES:
+            return self.make_tensor(value)
+        if place not in self._sent:
+            self._sent[place] = self.make_tensor(value)
+        return self._sent[place]
+
+    def close(self) -> None:
+        """Forget what was sent."""
+        self._sent.clear()
+
+
+def measure_remote(
+    machine: RemoteMachine, progress: Progress, *, shape: synthetic.ProbeShape = SHAPE
+) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
+    """Return steps of the engine, and seconds of each on the other machine.
+
+    UserError P342 where TVM's RPC needs packages, or there is no such machine.
+    """
+    model = synthetic.make_model(shape)
+    request = synthetic.make_request(
+        model,
+        threads=machine.threads,
+        features=machine.features,
+        architecture=machine.architecture,
+        progress=progress,
+    )
+    spec = make_spec(request)
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "pi2-kernels.so"
+        compile_ahead(spec, library, machine.triple, progress)
+        session, clock = connect(machine), Clock()
+        session.get_function("runtime.config_threadpool")(1, machine.threads)
+        functions = RemoteFunctions(session, library, clock)
+        calls = Library(library, measure_arrays(request), functions=functions)
+        executor = CpuExecutor(request, spec, calls)
+        try:
+            return _measure(executor, shape, request.bundle.used_bytes, clock, progress)
+        finally:
+            executor.close()
+
+
+def connect(machine: RemoteMachine) -> Any:
+    """Ask the tracker for the machine; UserError P342."""
+    try:
+        # TVM itself would try for minutes.
+        import socket
+
+        from tvm import rpc
+
+        with socket.create_connection((machine.host, machine.port), timeout=5):
+            pass
+        tracker = rpc.connect_tracker(machine.host, machine.port)
+        return tracker.request(machine.key, session_timeout=300)
+    except ImportError as error:
+        raise UserError.of(
+            "P342",
+            f"TVM's RPC cannot be imported: {error}",
+            help="pip install 'pi2[rpc]'",
+        ) from None
+    except (OSError, RuntimeError) as error:
+        problem = str(error).strip().splitlines()
+        raise UserError.of(
+            "P342",
+            f"no machine {machine.key!r} at the tracker {machine.host}:{machine.port}:"
+            f" {problem[-1] if problem else type(error).__name__}",
+            help="start `python -m tvm.exec.rpc_tracker` here, and `python -m tvm.exec.rpc_server"
+            " --tracker HOST:PORT --key KEY` there",
+        ) from None
+
+
+def _measure(
+    executor: CpuExecutor,
+    shape: synthetic.ProbeShape,
+    used_bytes: int,
+    clock: Clock,
+    progress: Progress,
+) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
+    arena = synthetic.make_arena(synthetic.make_model(shape), shape.arena_neurons)
+    tokens = np.arange(synthetic.CHUNK, dtype=np.int32)
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    weights = rows * shape.width + shape.width * shape.heads * shape.head_dim
+
+    def start(count: int) -> None:
+        executor.embed(tokens[:count])
+        executor.begin_ffn(0)
+
+    def norm() -> None:
+        executor.begin_ffn(0)
+        executor.end_ffn(0)
+
+    def gather(count: int) -> Callable[[], None]:
+        slots = np.sort(
+            np.random.default_rng(5).choice(shape.arena_neurons, count, replace=False)
+        ).astype(np.int32)
+        return lambda: executor.add_neurons(0, arena, slots)
+
+    steps: list[tuple[StepFacts, int, Callable[[], object]]] = [
+        (_describe("multiply", shape.vocab, shape), 1, lambda: executor.logits(0)),
+        (_describe("project", rows, shape), 1, lambda: executor.attend(0, 0)),
+        (_describe("norm", shape.width, shape), 1, norm),
+    ]
+    steps += [
+        (_describe("gather", count, shape, read_bytes=count * used_bytes), 1, gather(count))
+        for count in shape.gathered
+    ]
+    for count in (8, 128):
+        dense = 2.0 * 3 * shape.dense_neurons * shape.width * count
+        piece = arena[: shape.dense_neurons]
+        steps += [
+            (
+                _describe("project-many", count, shape, operations=2.0 * count * weights),
+                count,
+                lambda: executor.attend(0, 0),
+            ),
+            (
+                _describe("dense", count, shape, operations=dense),
+                count,
+                lambda piece=piece: executor.add_dense(0, piece),  # type: ignore[misc]
+            ),
+        ]
+    found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
+    for number in range(ROUNDS + 1):
+        for facts, count, run in steps:
+            start(count)
+            clock.seconds = 0.0
+            run()
+            if number:  # the first round makes ready
+                found[facts.key].append(clock.seconds)
+        progress("measuring there", number / ROUNDS)
+    return tuple(facts for facts, _, _ in steps), found
+
+
+def _describe(
+    kernel: Any,
+    size: int,
+    shape: synthetic.ProbeShape,
+    *,
+    read_bytes: int | None = None,
+    operations: float | None = None,
+) -> StepFacts:
+    if kernel == "multiply":
+        read_bytes = matrix_bytes(size, shape.width, "int8")
+    return StepFacts(
+        kernel=kernel, size=size, read_bytes=read_bytes, operations=operations, width=shape.width
+    )
