@@ -33,6 +33,8 @@ _CODES = {"i": 0, "u": 1, "f": 2}
 _WORDS = 8
 """64-bit words of a DLTensor, and of its only length and stride, which follow it."""
 
+_threaded: set[str] = set()
+"""Libraries with threads of their own: one model of each at a time."""
 Call = Callable[..., object]
 Words = ctypes.Array[ctypes.c_int64]
 
@@ -50,6 +52,10 @@ class CompiledFunctions:
         self._library = ctypes.CDLL(str(path))
         self._library.pi2_message.restype = ctypes.c_char_p
         self._workers: list[threading.Thread] = []
+        self._path = str(path)
+        if threads is not None and threads > 1:
+            assert self._path not in _threaded, f"{path} has threads already"
+            _threaded.add(self._path)
         # Also for one: functions with parallel loops call what this sets.
         since = self._library.pi2_start(threads or 1, _SPINS)
         for index in range(1, threads or 1):
@@ -91,6 +97,7 @@ class CompiledFunctions:
             for worker in self._workers:
                 worker.join()
             self._workers = []
+            _threaded.discard(self._path)
 
 
 def _describe_type(dtype: npt.DTypeLike) -> int:

@@ -1,0 +1,140 @@
+"""Libraries that are compiled ahead of time run without TVM, on threads of their own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.backends.compiler.runtime import Library
+from pi2.phone.replacements.functions import CompiledFunctions
+
+pytestmark = pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs lld")
+
+ROWS = 37
+
+
+class Program:
+    """A parallel loop, and one that is not."""
+
+    @property
+    def target(self) -> Any:
+        from pi2.backends.compiler.target import make_target
+
+        return make_target()
+
+    def list_functions(self) -> dict[str, Callable[[Any], None]]:
+        from tvm.tirx.script import builder as T
+
+        from pi2.backends.compiler import vectors as v
+
+        def add(parallel: bool, take: Any) -> None:
+            target = take.take_array("target", "float32", ROWS)
+            source = take.take_given_array("source", "float32")
+            factor = take.take_number("factor", "float32")
+            with T.parallel(ROWS) if parallel else T.serial(ROWS) as row:
+                v.store(target, row, target[row] + source[row] * factor, 1)
+
+        return {"add_parallel": partial(add, True), "add_serial": partial(add, False)}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import platform
+
+    if platform.machine() != "x86_64":
+        pytest.skip("is compiled for x86-64")
+    from pi2.backends.compiler.compile import compile_library
+
+    path = tmp_path_factory.mktemp("ahead") / "library.so"
+    failures = compile_library(Program(), path, lambda label, share: None, "x86_64-linux-gnu")
+    assert not failures, failures
+    return path
+
+
+def align(count: int) -> Any:
+    room = np.zeros(count + 16, np.float32)
+    first = -room.ctypes.data % 64 // 4
+    return room[first : first + count]
+
+
+@pytest.fixture
+def library(compiled: Path, tmp_path: Path) -> Callable[[int], Library]:
+    """Loads a copy of the library: each has state of its own."""
+    made: list[Library] = []
+
+    def load(threads: int) -> Library:
+        path = Path(shutil.copy(compiled, tmp_path / f"{threads}.so"))
+        signatures = compiled.with_suffix(".signatures.json")
+        shutil.copy(signatures, path.with_suffix(".signatures.json"))
+        functions = CompiledFunctions(path, threads)
+        made.append(Library(path, functions=functions))
+        return made[-1]
+
+    return load
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_parallel_loops_do_every_task_once(threads: int, library: Callable[[int], Library]) -> None:
+    loaded = library(threads)
+    target, source = align(ROWS), np.arange(ROWS, dtype=np.float32)
+    views = {"target": loaded.wrap(target)}
+    for name in ("add_parallel", "add_serial"):
+        target[:] = 0
+        call = loaded.bind(name, "source factor", views)
+        for _ in range(2000):
+            call(source, 0.5)
+        np.testing.assert_array_equal(target, source * 1000)
+    loaded.close()
+
+
+def test_a_call_from_another_thread_meanwhile_is_computed_alone(
+    library: Callable[[int], Library],
+) -> None:
+    loaded = library(3)
+    targets = [align(ROWS), align(ROWS)]
+    source = np.ones(ROWS, np.float32)
+    calls = [
+        loaded.bind("add_parallel", "source factor", {"target": loaded.wrap(target)})
+        for target in targets
+    ]
+
+    def repeat(call: Callable[..., object]) -> None:
+        for _ in range(2000):
+            call(source, 1.0)
+
+    threads = [Thread(target=repeat, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for target in targets:
+        np.testing.assert_array_equal(target, 2000)
+    loaded.close()
+
+
+def test_after_closing_functions_run_on_the_callers_thread(
+    library: Callable[[int], Library],
+) -> None:
+    loaded = library(2)
+    target, source = align(ROWS), np.ones(ROWS, np.float32)
+    call = loaded.bind("add_parallel", "source factor", {"target": loaded.wrap(target)})
+    loaded.close()
+    call(source, 2.0)
+    np.testing.assert_array_equal(target, 2)
+
+
+def test_what_a_function_refuses_is_said(library: Callable[[int], Library]) -> None:
+    loaded = library(1)
+    wrong = np.zeros(ROWS, np.float64)
+    tensor = loaded._functions.make_tensor(wrong)
+    given = loaded.signatures["add_serial"].given
+    call, before = loaded._functions.bind("add_serial", [tensor], given)
+    with pytest.raises(RuntimeError, match=r"add_serial: (?s:.*)Mismatched"):
+        call(*before, np.ones(ROWS, np.float32), 1.0)
