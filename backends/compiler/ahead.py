@@ -15,6 +15,8 @@ TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu", "aarch64-linux-android")
 """Machines, by LLVM's names."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 """Number of the system call, by architecture (asm/unistd.h of Linux)."""
+C_LIBRARY = ("memcpy", "memmove", "memset", "preadv", "strlen", "syscall")
+"""Functions of the C library that functions call."""
 OPTIONS = (
     "-shared",
     "-Bsymbolic",  # each library has threads of its own
@@ -39,13 +41,26 @@ def compile_threads(triple: str, folder: Path) -> Path:
     """Write the object file of ``threads.ll`` into ``folder``."""
     code = Path(__file__).with_name("threads.ll").read_text()
     number = _FUTEX[triple.partition("-")[0]]
+    return _compile_text(code.replace("i64 FUTEX", f"i64 {number}"), triple, folder / "threads.o")
+
+
+def compile_stub(triple: str, folder: Path) -> Path:
+    """Write an object file that defines the names of the C library's functions.
+
+    Android's linker finds functions of the C library only for what says that it needs
+    ``libc.so``.  A library of that name, linked of this, is all that the build needs of it.
+    """
+    code = "".join(f"define void @{name}() {{\n  ret void\n}}\n" for name in C_LIBRARY)
+    return _compile_text(code, triple, folder / "stub.o")
+
+
+def _compile_text(text: str, triple: str, output: Path) -> Path:
+    """Compile LLVM's assembly."""
     target = f"{{\\22kind\\22: \\22llvm\\22, \\22mtriple\\22: \\22{triple}\\22}}"
-    text = code.replace("i64 FUTEX", f"i64 {number}")
     # TVM's loader takes the machine from there.
     text += f'\n!llvm.module.flags = !{{!0}}\n!0 = !{{i32 4, !"tvm_target", !"{target}"}}\n'
-    source = folder / "threads.ll"
+    source = output.with_suffix(".ll")
     source.write_text(text)
-    output = folder / "threads.o"
     tvm.runtime.load_module(str(source)).write_to_file(str(output), "o")
     return output
 

@@ -25,7 +25,7 @@ from typing import Protocol
 import tvm
 from tvm import s_tir, tirx
 
-from pi2.backends.compiler.ahead import aim, compile_threads, list_linkers
+from pi2.backends.compiler.ahead import aim, compile_stub, compile_threads, list_linkers
 from pi2.backends.compiler.parameters import Parameters, make_bindable_function
 from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
 
@@ -100,9 +100,19 @@ def compile_library(
             files.append(Path(folder) / f"{name}.o")
             generate(tvm.IRModule({name: function}), target).write_to_file(str(files[-1]), "o")
             report(f"compiled {name}", len(files) / (len(functions) + 1))
+        linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
         if triple is not None:
             files.append(compile_threads(triple, Path(folder)))
-        failures = link(files, output, LINKERS if triple is None else list_linkers(triple))
+            linkers = list_linkers(triple)
+        failures = []
+        if triple is not None and triple.endswith("android"):
+            stub, needed = compile_stub(triple, Path(folder)), Path(folder) / "libc.so"
+            named = [(name, (*options, "-soname", "libc.so")) for name, options in linkers]
+            failures = link([stub], needed, named)
+            files.append(needed)
+            # What is not in the C library's list is found here, not on the phone.
+            linkers = [(name, (*options, "-z", "defs")) for name, options in linkers]
+        failures = failures or link(files, output, linkers)
     if not failures:
         find_signatures(output).write_text(write_signatures(signatures))
         report("linked", 1.0)

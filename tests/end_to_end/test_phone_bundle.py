@@ -129,6 +129,7 @@ def test_without_its_store_it_is_small_and_says_what_is_missing(tmp_path: Path) 
     for library in (bundle / "kernels").glob("*.so"):
         content = library.read_bytes()
         assert int.from_bytes(content[18:20], "little") == 183  # EM_AARCH64
+        assert b"\0libc.so\0" in content  # Android's linker looks there only if it is told
     # Kernels of another architecture are not even opened.
     done = start(bundle, *PROMPT, "--store", str(ROOT / "plans/stores/pi2-demo"))
     assert done.returncode == 2 and "P301" in done.stderr
