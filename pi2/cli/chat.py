@@ -53,6 +53,7 @@ def command(
         model = load(path, set=overrides, memory=memory, progress=progress)
     with model:
         model.keep_prefixes()
+        model.keep_template_process()
         # A model without a chat template is refused before anybody has written anything.
         model.render_chat([{"role": "user", "content": "."}])
         given = {key: value for key, value in options.items() if value is not None}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.diagnostics import UserError
 from pi2.regular_file import read_regular
 from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
+from pi2.sandbox.staying import StayingChild
 from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
@@ -30,6 +31,18 @@ _CPU_S, _CPU_S_PER_MIB = 1.0, 1.0
 """Processor time of a template, and more of it for long conversations."""
 _MEMORY_MIB, _MEMORY_FACTOR = 512, 32
 """Memory of the process, and times the bytes of template and conversation besides."""
+
+
+_STAYING_MIB = 1
+"""Largest conversation for a process that stays."""
+
+
+def make_staying_child() -> StayingChild:
+    """A process for templates that stays."""
+    return StayingChild(
+        "template",
+        Limits(_CPU_S + _CPU_S_PER_MIB * _STAYING_MIB, _MEMORY_MIB + _MEMORY_FACTOR * _STAYING_MIB),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +61,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        child: StayingChild | None = None,
     ) -> str:
         """The prompt, begin token included where the template writes it.
 
         ``add_generation_prompt`` ends it where the model's answer begins; ``variables`` are what
-        else the template reads, such as ``{"enable_thinking": False}``.  Raises `UserError` P608
+        else the template reads, such as ``{"enable_thinking": False}``; ``child`` is a process that
+        stays, for those who render often.  Raises `UserError` P608
         if the template fails, refuses the messages, wants to leave its sandbox, or takes more than
         a second of processor time.
         """
@@ -73,7 +88,11 @@ class ChatTemplate:
             _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)
         )
         try:
-            return run_child("template", request, limits).decode("utf-8", "surrogatepass")
+            if child is not None and size_mib <= _STAYING_MIB:
+                answer = child.run(request)
+            else:
+                answer = run_child("template", request, limits)
+            return answer.decode("utf-8", "surrogatepass")
         except ChildFailed as error:
             raise self._explain(str(error)) from None
 

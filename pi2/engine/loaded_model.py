@@ -21,7 +21,7 @@ from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
-from pi2.engine.chat import Message, read_chat_template
+from pi2.engine.chat import Message, make_staying_child, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.generation import AsyncGeneration, Generation
@@ -41,6 +41,7 @@ from pi2.memory.null_reader import NullReader
 from pi2.memory.pressure import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
+from pi2.sandbox.staying import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text
 from pi2.store.reader import NeuronStore
 
@@ -120,6 +121,7 @@ class LoadedModel:
             make_decoder=self._make_decoder,
         )
         self._driver: Driver | None = None
+        self._template_child: StayingChild | None = None
         self._starting = Lock()
 
     @property
@@ -295,7 +297,10 @@ class LoadedModel:
         settings = self.plan.model.tokenizer
         found = read_chat_template(self.store.path, self.tokenizer, settings, template)
         return found.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            child=self._template_child,
         )
 
     def encode_chat(
@@ -487,6 +492,12 @@ class LoadedModel:
             lambda ids: self.decode([token for token in ids if token not in hidden], special=True)
         )
 
+    def keep_template_process(self) -> None:
+        """Let a process stay that renders chat templates: starting one takes longer than the
+        rendering."""
+        if self._template_child is None:
+            self._template_child = make_staying_child()
+
     def keep_prefixes(self) -> None:
         """Let prompts go on from earlier ones that begin with the same tokens, as the plan's
         ``[serve]`` says; nothing may be under way."""
@@ -601,6 +612,8 @@ class LoadedModel:
         self._scheduler.close()
         if self._driver is not None:
             self._driver.end()
+        if self._template_child is not None:
+            self._template_child.close()
         with self._parts.release:
             self._parts.forward.abandon()
 

@@ -10,14 +10,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 MIB = 1 << 20
-_START_S = 60.0
+START_S = 60.0
 """For the interpreter to start and the processor to be free, at most."""
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TZDIR", "SYSTEMROOT")
 """Variables that the process sees: nobody's passwords are among them."""
-_FAILED = 10
+FAILED = 10
 """Exit status of a process that says itself, on standard output, what went wrong."""
+
+
+_STAYS = "stays"
+"""Argument of a process that does one piece of work after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +39,62 @@ class ChildFailed(Exception):
     """The work was not done; the text says why, and fits after a colon."""
 
 
+def start_child(module: str, limits: Limits, *, stays: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process of ``module``; raises `ChildFailed` if there can be none."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH", "")) if path)
+    settings = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-P", "-X", "utf8", "-m", f"{__package__}.{module}"]
+    numbers = [str(limits.cpu_s), str(limits.memory_mib)]
+    try:
+        return subprocess.Popen(
+            [*command, *numbers, *([_STAYS] if stays else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=known | settings,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ChildFailed(f"no process can be started for it: {error.strerror}") from None
+
+
 def run_child(module: str, request: bytes, limits: Limits) -> bytes:
     """Run ``module`` of this package on ``request`` and return its answer.
 
     Raises `ChildFailed` if it fails, breaks off, or takes more than its ``limits``.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    known = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH", "")) if path)
-    settings = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
-    numbers = [str(limits.cpu_s), str(limits.memory_mib)]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-X", "utf8", "-m", f"{__package__}.{module}", *numbers],
-            input=request,
-            capture_output=True,
-            env=known | settings,
-            timeout=_START_S + 4 * limits.cpu_s,
-            check=False,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"it takes more than {limits.cpu_s:.2g} s") from None
-    except OSError as error:
-        raise ChildFailed(f"no process can be started for it: {error.strerror}") from None
-    if done.returncode == 0:
-        return done.stdout
-    if done.returncode == _FAILED:
-        raise ChildFailed(done.stdout.decode("utf-8", "replace"))
-    if done.returncode in (-signal.SIGPROF, -signal.SIGXCPU):
-        raise ChildFailed(f"it takes more than {limits.cpu_s:.2g} s of processor time")
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    if done.returncode == -signal.SIGABRT and any("allocation" in line for line in lines):
-        raise ChildFailed(_describe_memory(limits))
-    raise ChildFailed(f"it ends the process that it is in (exit status {done.returncode})")
+    with start_child(module, limits) as process:
+        try:
+            answer, errors = process.communicate(request, timeout=START_S + 4 * limits.cpu_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise ChildFailed(f"it takes more than {limits.cpu_s:.2g} s") from None
+    if process.returncode == 0:
+        return answer
+    if process.returncode == FAILED:
+        raise ChildFailed(answer.decode("utf-8", "replace"))
+    raise ChildFailed(describe_end(process.returncode, errors, limits))
+
+
+def describe_end(status: int, errors: bytes, limits: Limits) -> str:
+    """Why a process has ended that did not say it itself."""
+    if status in (-signal.SIGPROF, -signal.SIGXCPU):
+        return f"it takes more than {limits.cpu_s:.2g} s of processor time"
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
+    if status == -signal.SIGABRT and any("allocation" in line for line in lines):
+        return _describe_memory(limits)
+    if status == -signal.SIGKILL:
+        return f"it takes more than {limits.cpu_s:.2g} s"
+    return f"it ends the process that it is in (exit status {status})"
+
+
+def read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+    """So many bytes; None if there are fewer."""
+    data = stream.read(size)
+    return data if len(data) == size else None
 
 
 def _describe_memory(limits: Limits) -> str:
@@ -76,21 +103,50 @@ def _describe_memory(limits: Limits) -> str:
 
 def serve(work: Callable[[bytes], bytes], explain: Callable[[BaseException], str]) -> None:
     """Be such a process: take the limits from the command line, do ``work`` on what comes in, and
-    end.  ``explain`` says why it fails, whatever it raises."""
+    end.  ``explain`` says why it fails, whatever it raises.
+
+    One that stays does so again and again: each request and each answer is preceded by its length,
+    and an answer by whether it has failed, which is the last one then.
+    """
     cpu_s, memory_mib = float(sys.argv[1]), int(sys.argv[2])
     limits = Limits(cpu_s, memory_mib)
-    request = sys.stdin.buffer.read()
+    streams = sys.stdin.buffer, sys.stdout.buffer
+    if sys.argv[3:] != [_STAYS]:
+        request = streams[0].read()
+        _limit(limits)
+        answer, status = _answer(work, explain, limits, request)
+        streams[1].write(answer)
+        streams[1].flush()
+        # What is left of the work could take its time to go.
+        os._exit(status)
     _limit(limits)
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        head = read_exactly(streams[0], 8)
+        data = None if head is None else read_exactly(streams[0], int.from_bytes(head, "little"))
+        if data is None:
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+        answer, status = _answer(work, explain, limits, data)
+        streams[1].write(bytes([status]) + len(answer).to_bytes(8, "little") + answer)
+        streams[1].flush()
+        if status:
+            os._exit(status)
+
+
+def _answer(
+    work: Callable[[bytes], bytes],
+    explain: Callable[[BaseException], str],
+    limits: Limits,
+    request: bytes,
+) -> tuple[bytes, int]:
+    """What is said to a request, and whether it has failed."""
     try:
-        answer, status = work(request), 0
+        return work(request), 0
     except MemoryError:
-        answer, status = _describe_memory(limits).encode(), _FAILED
+        return _describe_memory(limits).encode(), FAILED
     except BaseException as error:  # a library's panic is no Exception
-        answer, status = explain(error).encode("utf-8", "replace"), _FAILED
-    sys.stdout.buffer.write(answer)
-    sys.stdout.buffer.flush()
-    # What is left of the work could take its time to go.
-    os._exit(status)
+        return explain(error).encode("utf-8", "replace"), FAILED
 
 
 def _limit(limits: Limits) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pi2.diagnostics import UserError
+from pi2.engine.answer import TokenScore
 from pi2.serving.calls import Ask, Collected, Delta, Finished, collect, generate
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host, describe_fingerprint
@@ -59,7 +60,7 @@ async def answer_completion(request: Request, service: Service) -> Response:
                 client=find_client(request),
                 max_tokens=body.max_tokens or 16,
                 stop=list_stops(body.stop),
-                alternatives=body.logprobs if body.best_of is None else body.logprobs or 0,
+                alternatives=_count_alternatives(body),
                 ignore_eos=bool(body.ignore_eos),
                 sampling=choose_sampling(body, host.model.plan.model.shape.vocab),
             )
@@ -110,6 +111,7 @@ class _Writer:
         self._asks = asks
         self._each = body.n or 1
         self._scored = body.logprobs is not None
+        self._shows_ids = bool(body.return_token_ids)
         self._echoes = bool(body.echo)
         self._prompt = body.prompt
         self.includes_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -156,14 +158,13 @@ class _Writer:
                 if self._scored:
                     scores = describe_completion_scores(self._model, item.scores, len(echo))
                 reason = "stop" if item.end.reason == "tool_calls" else item.end.reason
-                choices.append(
-                    {
-                        "index": len(choices),
-                        "text": text,
-                        "logprobs": scores,
-                        "finish_reason": reason,
-                    }
-                )
+                choice = {
+                    "index": len(choices),
+                    "text": text,
+                    "logprobs": scores,
+                    "finish_reason": reason,
+                }
+                choices.append(self._add_ids(choice, item.scores))
         return {**self._head, "choices": choices, "usage": self._describe_usage()}
 
     def write_chunks(self, number: int, event: Delta | Finished) -> list[dict[str, Any]]:
@@ -184,8 +185,15 @@ class _Writer:
         if self._scored and event.scores:
             scores = describe_completion_scores(self._model, event.scores, self._lengths[index])
         self._lengths[index] += len(text)
-        chunks.append(self._write_chunk(index, text, scores=scores))
+        chunk = self._write_chunk(index, text, scores=scores)
+        self._add_ids(chunk["choices"][0], event.scores)
+        chunks.append(chunk)
         return chunks
+
+    def _add_ids(self, choice: dict[str, Any], scores: Sequence[TokenScore]) -> dict[str, Any]:
+        if self._shows_ids:
+            choice["token_ids"] = [score.token for score in scores]
+        return choice
 
     def _write_chunk(
         self,
@@ -206,6 +214,12 @@ class _Writer:
     def _describe_usage(self) -> Mapping[str, Any]:
         reused = sum(end.reused_tokens for end in self._ends if end.index == 0)
         return describe_usage(self.prompt_tokens, self.tokens, reused, 0)
+
+
+def _count_alternatives(body: CompletionRequest) -> int | None:
+    """Alternatives of each token; 0 where the tokens themselves are needed."""
+    needed = body.best_of is not None or body.return_token_ids
+    return 0 if body.logprobs is None and needed else body.logprobs
 
 
 def _measure_likelihood(item: Collected) -> float:

@@ -83,6 +83,7 @@ class Host:
                 plan = self.plan
                 model = load(plan.path, set=plan.overrides, memory=plan.memory)
                 model.keep_prefixes()
+                model.keep_template_process()
             except BaseException as error:
                 loop.call_soon_threadsafe(loaded.set_exception, error)
                 return

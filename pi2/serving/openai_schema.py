@@ -213,6 +213,8 @@ class CompletionRequest(Sampled):
     suffix: None = None
     ignore_eos: bool | None = None
     """Not OpenAI's."""
+    return_token_ids: bool | None = None
+    """Not OpenAI's: choices have ``token_ids``."""
 
     @field_validator("logprobs", mode="before")
     @classmethod

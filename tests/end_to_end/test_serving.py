@@ -146,6 +146,9 @@ def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
         model="tiny", prompt="a", n=1, best_of=3, temperature=1, max_tokens=2
     )
     assert len(best.choices) == 1
+    ids = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+    back = httpx2.post(f"{address}/detokenize", json={"tokens": ids.token_ids}).json()
+    assert back["prompt"] == ids.text == plain
 
 
 def test_answers_keep_to_a_json_schema(client: Any) -> None:

@@ -15,7 +15,7 @@ import pi2
 from pi2.caches import find_cache_folder
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.engine.chat import ChatTemplate
+from pi2.engine.chat import ChatTemplate, make_staying_child
 from pi2.engine.loading import read_tokenizer
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
@@ -61,6 +61,34 @@ def test_a_template_that_takes_too_much_is_a_finding(source: str) -> None:
     # Not a limit of speed: without limits these take hours, or all memory.
     assert time.monotonic() - start < 60
     assert after.ru_maxrss - before.ru_maxrss < 64 << 10
+
+
+def test_a_process_that_stays_has_the_same_limits_for_each_template() -> None:
+    def render_there(source: str) -> str:
+        return ChatTemplate(Path("t.jinja"), source, {}).render(HELLO, child=child)
+
+    with make_staying_child() as child:
+        fine = "{{ messages[0].content }}"
+        hostile = [next(iter(kind.values())) for kind in (ENDLESS, GREEDY, FAILING)]
+        for source in [*hostile, "{{ nothing.at.all }}", "{{ raise_exception('no') }}"]:
+            assert render_there(fine) == "Hello"
+            with pytest.raises(UserError) as caught:
+                render_there(source)
+            with pytest.raises(UserError) as alone:
+                render(source)
+            assert caught.value.diagnostics[0].code == "P608"
+            if source == hostile[0]:
+                # A process that stays allows as much as the largest of its requests needs.
+                assert "2 s of processor time" in str(caught.value)
+            elif source != hostile[1]:
+                assert str(caught.value) == str(alone.value)
+        process = child._process
+        assert [render_there(fine) for _ in range(3)] == ["Hello"] * 3
+        assert child._process is not process or process is None
+        process = child._process
+        assert render_there("{{ 1 }}") == "1"
+        assert child._process is process, "it stays"
+    assert child._process is None
 
 
 def test_a_template_sees_no_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
