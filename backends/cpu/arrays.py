@@ -55,6 +55,7 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
     chunk = count_tokens(request)
     return {
         "tokens": chunk,
+        "token_heads": chunk * request.model.shape.heads,
         "logits": min(chunk, LOGIT_ROWS),
         "context": request.context,
         "sequences": request.sequences,

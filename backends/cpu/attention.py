@@ -11,10 +11,10 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec, LatentShape
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
-from pi2.plan.weights.layout import round_up
+from pi2.plan.weights.layout import fill_groups, round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 _WEIGHTS = {
@@ -28,6 +28,11 @@ _WEIGHTS = {
     "output_bias": "output_bias",
     "output_norm": "attention_output_norm",
     "sinks": "sinks",
+    "latent_query_norm": "latent_query_norm",
+    "latent_query_out": "latent_query_out",
+    "latent_norm": "latent_norm",
+    "latent_key": "latent_key",
+    "latent_value": "latent_value",
 }
 """Tensors of a layer by the kernels' names for them."""
 
@@ -98,7 +103,10 @@ class Attention:
         self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
         """Queries, keys and values [tokens, rows]."""
         self._room["qkv"] = space.wrap(self.qkv)
-        for name, *size in (("sums", spec.head_dim), ("tops",), ("totals",)):
+        if spec.latent is not None:
+            self._room |= _make_latent_room(space, spec, spec.latent, tokens)
+        summed = spec.head_dim if spec.latent is None else spec.latent.rank
+        for name, *size in (("sums", summed), ("tops",), ("totals",)):
             array = space.make("float32", spec.heads, SPANS, *size)
             self._room[f"span_{name}"] = space.wrap(array)
 
@@ -108,7 +116,8 @@ class Attention:
             arrays = _make_cache(space, self._spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
             for array in arrays.values():
-                raw = array.view(np.uint8).reshape(self._spec.kv_heads, blocks, -1)
+                heads = self._spec.kv_heads if self._spec.latent is None else 1
+                raw = array.view(np.uint8).reshape(heads, blocks, -1)
                 self._kept[sequence].append(raw)
             return {name: space.wrap(array) for name, array in arrays.items()}
         assert self.states is not None
@@ -182,13 +191,30 @@ class Attention:
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
 
 
+def _make_latent_room(
+    space: Workspace, spec: KernelSpec, latent: LatentShape, tokens: int
+) -> Views:
+    """Return views of what latent attention works with."""
+    vectors, planes = tokens * spec.heads, spec.most_planes
+    room: Views = {}
+    if latent.query_rank:
+        made = fill_groups(latent.query_rank)
+        room |= space.make_activations("made", tokens, made, planes, pairs=spec.isa.pairs)
+        if spec.isa.pairs:
+            room |= space.make_tiles("made", spec.threads, made)
+    room |= space.make_activations("plain", vectors, fill_groups(latent.plain), planes)
+    room |= space.make_activations("found", vectors, fill_groups(latent.rank), planes)
+    room["queries"] = space.wrap(space.make("float32", tokens, spec.heads * latent.key))
+    room["absorbed"] = space.wrap(space.make("float32", vectors, latent.kept))
+    return room
+
+
 def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) -> list[RopeTables]:
     """Return the tables of positions, and those of other layers if they differ."""
-    size = (request.context, spec.head_dim // 2)
+    width = request.model.turned_width
+    size = (request.context, width // 2)
     return [
-        RopeTables(
-            rope, spec.head_dim, (space.make("float32", *size), space.make("float32", *size))
-        )
+        RopeTables(rope, width, (space.make("float32", *size), space.make("float32", *size)))
         for rope in (request.model.rope, request.model.other_rope)
         if rope is not None
     ]
@@ -199,10 +225,12 @@ def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> dict[str, R
     head lie one after the other."""
     vectors = context * spec.kv_heads
     sizes = dict.fromkeys(("keys", "values"), vectors * spec.head_dim)
+    if spec.latent is not None:
+        vectors, sizes = context, {"keys": context * spec.latent.kept}
     arrays = {
         name: space.make(KV_DTYPES[spec.kv], size, segment="kv") for name, size in sizes.items()
     }
     if spec.kv == "int8":
-        for name in ("key_scales", "value_scales"):
+        for name in ("key_scales", "value_scales")[: len(sizes)]:
             arrays[name] = space.make("float16", vectors, segment="kv")
     return arrays

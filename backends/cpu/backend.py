@@ -46,8 +46,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     limits = []
     if rows is not None and rows.output and model.norm.outputs:
         limits.append("cannot divide projections whose results are normalised (norm.outputs)")
-    if model.attention.latent is not None:
-        limits.append("computes no latent attention yet (attention.latent)")
+    if rows is not None and (rows.qkv or rows.output) and model.attention.latent is not None:
+        limits.append("cannot divide the projections of latent attention")
     return limits
 
 

@@ -21,12 +21,13 @@ from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
 )
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import GROUP, round_up
+from pi2.plan.weights.layout import GROUP, fill_groups, round_up
 from pi2.plan.weights.states import describe_state
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Latent, Model
     from pi2.plan.documents.plan import Plan
 
 
@@ -61,8 +62,12 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     ropes = 1 if model.other_rope is None else 2
     # Rows of scales of gathered neurons.
     rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
-    tables = rows + 4 * ropes * plan.kv.context * shape.head_dim + 32 * model.layer_neurons
-    tables += 4 * KV_SPANS * shape.heads * (shape.head_dim + 2)
+    latent = model.attention.latent
+    tables = rows + 4 * ropes * plan.kv.context * model.turned_width + 32 * model.layer_neurons
+    summed = shape.head_dim if latent is None else latent.rank
+    tables += 4 * KV_SPANS * shape.heads * (summed + 2)
+    if latent is not None:
+        activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan))
     tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
     tables += 4 * plan.kv.context if model.attention.growth else 0
     if model.predictor is not None:
@@ -79,12 +84,22 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += chunk % 2 * inputs
         length = shape.stored_hidden + shape.stored_query
         length += 0 if state is None else state.stored_width
+        length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         tables += threads * UNPACKED_ROWS_BYTES * length
     return Need(
         activations + logits + tables,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
         f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}",
     )
+
+
+def _need_latent(model: Model, latent: Latent, planes: int) -> int:
+    """Bytes of latent attention for each token: queries and what they are made of, the plain parts
+    of heads, their queries of what is kept, and what they mix of it."""
+    heads, made = model.shape.heads, fill_groups(latent.query_rank or 0)
+    vectors = made + heads * (fill_groups(latent.plain) + fill_groups(latent.rank))
+    floats = heads * (latent.key + latent.kept)
+    return vectors * (4 + planes) + vectors // GROUP * 8 + 4 * floats
 
 
 def count_chunk_bytes(resolved: ResolvedPlan) -> int:

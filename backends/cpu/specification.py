@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.spec import KernelSpec, LatentShape
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
@@ -86,7 +86,21 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         head_bias=model.head_bias,
         scales=request.bundle.scales,
         output_gate=model.attention.output_gate,
+        latent=_describe_latent(model),
         state=describe_state(model),
+    )
+
+
+def _describe_latent(model: Model) -> LatentShape | None:
+    latent = model.attention.latent
+    if latent is None:
+        return None
+    return LatentShape(
+        rank=latent.rank,
+        query_rank=latent.query_rank or 0,
+        plain=latent.plain,
+        rotated=latent.rotated,
+        epsilon=latent.epsilon,
     )
 
 

@@ -29,7 +29,7 @@ QUERIES_TOGETHER = 4
 """Queries that share one pass over keys and values: their sums and a key fit the registers."""
 SPAN_BLOCKS = 16
 """Fewest blocks of a span: 256 tokens."""
-_NEVER = -1e30
+NEVER = -1e30
 """Score of a masked token: its exponential is 1e-38, which rounds away beside the others."""
 
 
@@ -272,7 +272,7 @@ def _emit_queries(
     totals = T.alloc_buffer((count,), "float32")
     factors = T.alloc_buffer((count,), "float32")
     for index, query in enumerate(queries):
-        v.store(largest, index, v.constant(_NEVER, "float32"), 1)
+        v.store(largest, index, v.constant(NEVER, "float32"), 1)
         v.store(totals, index, v.constant(0.0, "float32"), 1)
         with T.serial(size // lanes * cache.once) as step:
             place = query.result + step * lanes
@@ -305,7 +305,7 @@ def _emit_queries(
             # Not named: TVM's analyzer cannot hold vectors of bool.
             hidden = T.Or(where > v.splat(query.last, 16), where < v.splat(query.first, 16))
             masked = v.let(
-                T.Select(hidden, v.constant(_NEVER, "float32", 16), v.load(scores, index * 16, 16))
+                T.Select(hidden, v.constant(NEVER, "float32", 16), v.load(scores, index * 16, 16))
             )
             top = v.let(T.max(largest[index], v.find_largest(masked, "float32", 16)))
             factor = v.let(v.take_exponential(largest[index] - top, 1))

@@ -46,16 +46,17 @@ class Cache:
         """Return the scores float32 x 16 of a block; ``head`` is kv_head * context."""
         if self.key_scales is None:
             return scores
-        return scores * v.let(_load_scales(self.key_scales, head, block))
+        return scores * v.let(load_scales(self.key_scales, head, block))
 
     def load_value_scales(self, head: v.Expr, block: v.Expr) -> v.Expr | None:
         """Return the scales float32 x 16 of a block's values; None if they have none."""
         if self.value_scales is None:
             return None
-        return v.let(_load_scales(self.value_scales, head, block))
+        return v.let(load_scales(self.value_scales, head, block))
 
 
-def _load_scales(scales: v.Buffer, head: v.Expr, block: v.Expr) -> v.Expr:
+def load_scales(scales: v.Buffer, head: v.Expr, block: v.Expr) -> v.Expr:
+    """Return the scales float32 x 16 of a block; ``head`` is the place of its head's first."""
     place = head + v.wide(block) * KV_BLOCK
     return v.cast(v.load(scales, place, KV_BLOCK), "float32", KV_BLOCK)
 

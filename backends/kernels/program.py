@@ -48,6 +48,12 @@ from pi2.backends.kernels.ffn_block import (
     emit_find_gates,
 )
 from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.latent_block import (
+    emit_latent_attend,
+    emit_latent_mix,
+    emit_latent_output,
+    emit_latent_project,
+)
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
 from pi2.backends.kernels.spec import KernelSpec
@@ -88,7 +94,9 @@ class Program:
             "end_ffn": emit_end_ffn,
             "logits": emit_logits,
         }
-        if not spec.divides_attention:
+        if spec.latent is not None:
+            functions["attend"] = emit_latent_attend
+        elif not spec.divides_attention:
             functions["attend"] = emit_attend
         if spec.has_gathered_ffn:
             functions["add_neurons"] = emit_add_neurons
@@ -127,9 +135,14 @@ class Program:
             bound["state_attend_project"] = partial(emit_state_project, step)
             bound["state_attend_mix"] = partial(emit_state_token, step)
             bound["state_attend_output"] = partial(emit_state_output, step)
-        bound["attend_project"] = partial(emit_attend_project, step)
-        bound["attend_mix"] = partial(emit_attend_mix, step)
-        bound["attend_output"] = partial(emit_attend_output, step)
+        if spec.latent is not None:
+            bound["attend_project"] = partial(emit_latent_project, step)
+            bound["attend_mix"] = partial(emit_latent_mix, step)
+            bound["attend_output"] = partial(emit_latent_output, step)
+        else:
+            bound["attend_project"] = partial(emit_attend_project, step)
+            bound["attend_mix"] = partial(emit_attend_mix, step)
+            bound["attend_output"] = partial(emit_attend_output, step)
         if spec.some_full:
             everything = Schedule(replace(spec, window=None), self.isa).for_step()
             bound["attend_mix_all"] = partial(emit_attend_mix, everything)

@@ -43,6 +43,27 @@ KV_DTYPES: Mapping[KvType, str] = {"fp32": "float32", "fp16": "float16", "int8":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Sizes of latent attention; ``query_rank`` 0 stands for queries that are projected at once."""
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotated: int
+    epsilon: float
+
+    @property
+    def key(self) -> int:
+        """Width of a head's query."""
+        return self.plain + self.rotated
+
+    @property
+    def kept(self) -> int:
+        """Elements that are kept of a token."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """Sizes and choices that the kernels of one model are specialised for.
 
@@ -145,12 +166,15 @@ class KernelSpec:
     """Where the scales of neurons lie."""
     output_gate: bool = False
     """Whether gates of what attention mixes come with queries, keys and values."""
+    latent: LatentShape | None = None
+    """Sizes of latent attention, if the model has it."""
     state: StateShape | None = None
     """Sizes of layers with a state, if there are some."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0 and self.norm_width <= self.hidden, self
-        assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0
+        assert self.latent is not None or self.head_dim % 2 == 0
+        assert self.heads % self.kv_heads == 0
         assert {self.planes, self.chunk_planes} <= {1, 2, 4} and self.threads >= 1
         assert list(self.features) == sorted(set(self.features))
 
@@ -172,6 +196,8 @@ class KernelSpec:
     @property
     def qkv_rows(self) -> int:
         """Rows of the fused query, key and value projection."""
+        if self.latent is not None:
+            return (self.latent.query_rank or self.heads * self.latent.key) + self.latent.kept
         gates = self.heads if self.output_gate else 0
         return (self.heads + 2 * self.kv_heads + gates) * self.head_dim
 
@@ -234,6 +260,8 @@ class KernelSpec:
         values = json.loads(text)
         values["ranks"] = tuple(values["ranks"])
         values["features"] = tuple(values["features"])
+        if values["latent"] is not None:
+            values["latent"] = LatentShape(**values["latent"])
         if values["state"] is not None:
             values["state"] = StateShape(**values["state"])
         return cls(**values)

@@ -1,0 +1,437 @@
+"""The functions of a layer's latent attention, from norm to residual (`kernels.latent`).
+
+They have the names and the order of those of `kernels.attention_block`, and other parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.attention import divide_blocks
+from pi2.backends.kernels.attention_block import emit_add_output
+from pi2.backends.kernels.latent import (
+    Kept,
+    count_heads_together,
+    emit_divide,
+    emit_heads,
+    emit_keep_row,
+    emit_merge_spans,
+)
+from pi2.backends.kernels.matrix import (
+    PARALLEL_BYTES,
+    Matrix,
+    emit_multiply,
+    emit_row,
+    emit_shared,
+    emit_split,
+)
+from pi2.backends.kernels.norms import NormWeights, emit_normalize
+from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
+from pi2.backends.kernels.quantize import emit_quantize
+from pi2.backends.kernels.rows import emit_copy
+from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, LatentShape
+from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.weights.layout import fill_groups, vector_bytes
+
+
+def emit_latent_attend(schedule: Schedule, take: Parameters) -> None:
+    """Add the attention block to x; what keys and values are made of is kept."""
+    block = _take_block(schedule, take, "tokens")
+    block.emit_project()
+    block.emit_keep_and_mix()
+    block.emit_output()
+
+
+def emit_latent_project(schedule: Schedule, take: Parameters) -> None:
+    """Set queries and what is kept of the tokens of several sequences."""
+    _take_block(schedule, take, "tokens").emit_project()
+
+
+def emit_latent_mix(schedule: Schedule, take: Parameters) -> None:
+    """Keep what one of them keeps, and mix what its sequence has kept."""
+    block = _take_block(schedule, take, "token")
+    block.emit_keep(block.tokens, T.int32(0))
+    block.emit_mix(block.tokens)
+
+
+def emit_latent_output(schedule: Schedule, take: Parameters) -> None:
+    """Add what was mixed for all of them to x."""
+    _take_block(schedule, take, "tokens").emit_output()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """The parameters of all functions."""
+
+    schedule: Schedule
+    latent: LatentShape
+    tokens: v.Expr
+    """Their number; in a function for one token, which it is."""
+    position: v.Expr
+    x: v.Buffer
+    before: v.Buffer | None
+    norm: NormWeights | None
+    project: Matrix
+    bias: v.Buffer | None
+    query_norm: v.Buffer | None
+    query_out: Matrix | None
+    norm_weight: v.Buffer
+    to_latent: Matrix
+    to_value: Matrix
+    output: Matrix
+    output_bias: v.Buffer | None
+    output_norm: v.Buffer | None
+    tables: tuple[v.Buffer, v.Buffer]
+    kept: Kept
+    qkv: v.Buffer
+    queries: v.Buffer
+    made: Activations | None
+    """What queries are made of."""
+    plain: Activations
+    """The plain part of queries, [tokens, heads]."""
+    absorbed: v.Buffer
+    """Queries of what is kept [tokens, heads, kept]."""
+    found: Activations
+    """What heads have mixed of it [tokens, heads]."""
+    hidden: Activations
+    mixed: Activations
+    spans: tuple[v.Buffer, v.Buffer, v.Buffer]
+
+    @property
+    def _scale(self) -> float:
+        return self.schedule.spec.score_scale or 1.0 / math.sqrt(self.latent.key)
+
+    def emit_project(self) -> None:
+        """Normalise x; queries of what is kept, and what is to be kept, of all tokens."""
+        spec, isa, latent = self.schedule.spec, self.schedule.isa, self.latent
+        qkv, bias, rows = self.qkv, self.bias, spec.qkv_rows
+
+        def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(qkv, token * rows + row, value if bias is None else value + bias[row], 1)
+
+        def prepare(token: v.Expr) -> None:
+            if self.before is not None:
+                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
+            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
+
+        def normalize(token: v.Expr) -> None:
+            place = v.let(token * rows + (rows - latent.kept))
+            _emit_vector_norm(self, qkv, place, self.norm_weight, latent.rank, qkv, place)
+            if self.made is not None and self.query_norm is not None:
+                start = v.let(token * rows)
+                rank = latent.query_rank
+                target = v.let(token * self.made.length)
+                args = (self.query_norm, rank, self.made.values, target)
+                _emit_vector_norm(self, qkv, start, *args)
+                emit_quantize(self.made, token)
+
+        emit_each_token(self.tokens, prepare)
+        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_qkv)
+        emit_each_token(self.tokens, normalize)
+        if self.made is not None and self.query_out is not None:
+            width = spec.heads * latent.key
+
+            def store_query(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+                v.store(self.queries, token * width + row, value, 1)
+
+            matrix = self.query_out
+            emit_multiply(isa, spec.threads, matrix, self.made, self.tokens, store_query)
+        emit_each_token(self.tokens, self._emit_plain)
+
+        def store_absorbed(vector: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            scaled = value * v.constant(self._scale, "float32")
+            v.store(self.absorbed, vector * latent.kept + row, scaled, 1)
+
+        self._emit_by_head(self.to_latent, latent.rank, self.plain, store_absorbed)
+
+    def _find_query(self, token: v.Expr, head: v.Expr) -> tuple[v.Buffer, v.Expr]:
+        """Where a head's query begins."""
+        key, heads = self.latent.key, self.schedule.spec.heads
+        if self.made is None:
+            return self.qkv, v.let(token * self.schedule.spec.qkv_rows + head * key)
+        return self.queries, v.let((token * heads + head) * key)
+
+    def _emit_plain(self, token: v.Expr) -> None:
+        """Take the plain parts of the queries of ``token``."""
+        size = self.latent.plain
+        lanes = math.gcd(size, 16)
+        with T.serial(self.schedule.spec.heads) as head:
+            source, place = self._find_query(token, head)
+            vector = v.let(token * self.schedule.spec.heads + head)
+            with T.serial(size // lanes * self.hidden.once) as step:
+                part = v.load(source, place + step * lanes, lanes)
+                v.store(self.plain.values, vector * self.plain.length + step * lanes, part, lanes)
+            emit_quantize(self.plain, vector)
+
+    def _emit_by_head(
+        self,
+        matrix: Matrix,
+        rows: int,
+        activations: Activations,
+        finish: Callable[[v.Expr, v.Expr, v.Expr], None],
+    ) -> None:
+        """Multiply ``rows`` rows of a matrix for each head with its vectors of all tokens;
+        ``finish(vector, row of the head, product)`` with vector = token heads + head."""
+        spec, isa, tokens = self.schedule.spec, self.schedule.isa, self.tokens
+
+        def emit_thread(thread: v.Expr) -> None:
+            begin, end = emit_split(thread, spec.threads, spec.heads * rows)
+            with T.serial(end - begin) as step:
+                row = v.let(begin + step)
+                head = v.let(T.floordiv(row, rows))
+                inside = v.let(row - head * rows)
+                with T.serial(tokens) as token:
+                    vector = v.let(token * spec.heads + head)
+
+                    def keep(_token: v.Expr, _row: v.Expr, value: v.Expr) -> None:
+                        finish(vector, inside, value)
+
+                    emit_row(isa, matrix.take_row(row), activations, vector, row, keep)
+
+        read_bytes = spec.heads * rows * vector_bytes(matrix.length, matrix.precision)
+        with T.If(tokens == 1):
+            with T.Then():
+                emit_shared(spec.threads, read_bytes, emit_thread)
+            with T.Else():
+                emit_shared(spec.threads, PARALLEL_BYTES, emit_thread)
+
+    def emit_keep(self, token: v.Expr, offset: v.Expr) -> None:
+        """Turn the rotated parts of queries and key of ``token``, which stands ``offset`` behind
+        the position; keep its row."""
+        spec, latent = self.schedule.spec, self.latent
+        at = v.let(self.position + offset)
+        row = v.let(token * spec.qkv_rows + (spec.qkv_rows - latent.kept))
+        place = v.let(row + latent.rank)
+        self._emit_turn(self.qkv, place, self.qkv, place, at, 1.0)
+        emit_keep_row(self.kept, self.qkv, row, at)
+        with T.serial(spec.heads) as head:
+            source, query = self._find_query(token, head)
+            target = v.let((token * spec.heads + head) * latent.kept + latent.rank)
+            first = v.let(query + latent.plain)
+            self._emit_turn(source, first, self.absorbed, target, at, self._scale)
+
+    def _emit_turn(
+        self,
+        source: v.Buffer,
+        place: v.Expr,
+        target: v.Buffer,
+        result: v.Expr,
+        at: v.Expr,
+        scale: float,
+    ) -> None:
+        """Rotate a vector, of which element i turns with element i + rotated / 2."""
+        half = self.latent.rotated // 2
+        lanes = math.gcd(half, 16)
+        cosines, sines = self.tables
+        with T.serial(half // lanes * self.hidden.once) as step:
+            offset = v.let(step * lanes)
+            cosine = v.let(v.load(cosines, at * half + offset, lanes))
+            sine = v.let(v.load(sines, at * half + offset, lanes))
+            first = v.let(v.load(source, place + offset, lanes))
+            second = v.let(v.load(source, place + half + offset, lanes))
+            factor = v.constant(scale, "float32", lanes)
+            v.store(target, result + offset, (first * cosine - second * sine) * factor, lanes)
+            turned = (second * cosine + first * sine) * factor
+            v.store(target, result + half + offset, turned, lanes)
+
+    def emit_keep_and_mix(self) -> None:
+        """Keep the rows of all tokens, which are of one sequence, and mix for each."""
+        tokens = self.tokens
+        emit_each_token(tokens, lambda token: self.emit_keep(token, token))
+        with T.If(tokens == 1):
+            with T.Then():
+                self.emit_mix(T.int32(0))
+            with T.Else():
+                self._emit_mix_chunk()
+
+    def _list_heads(self, token: v.Expr, first: v.Expr) -> list[v.Expr]:
+        """Vectors of the heads that are computed together."""
+        heads = self.schedule.spec.heads
+        return [
+            v.let(token * heads + first + index) for index in range(count_heads_together(heads))
+        ]
+
+    def emit_mix(self, token: v.Expr) -> None:
+        """Attention of ``token`` alone, at the position."""
+        spec, latent, kept, position = self.schedule.spec, self.latent, self.kept, self.position
+        spans = divide_blocks(spec, position, *self.spans)
+        together = count_heads_together(spec.heads)
+        row_bytes = KV_BLOCK * latent.kept * KV_ELEMENT_BYTES[spec.kv]
+
+        def attend_span(task: v.Expr) -> None:
+            span = v.let(T.floormod(task, spans.count))
+            first = v.let(T.floordiv(task, spans.count) * together)
+            skipped = v.let(span * spans.size)
+            count = v.let(T.min(spans.blocks - skipped, spans.size))
+            sources = [v.let(vector * latent.kept) for vector in self._list_heads(token, first)]
+            places = [v.let((first + index) * SPANS + span) for index in range(together)]
+
+            def finish(index: int, top: v.Expr, total: v.Expr) -> None:
+                v.store(spans.tops, places[index], top, 1)
+                v.store(spans.totals, places[index], total, 1)
+
+            results = [v.let(place * latent.rank) for place in places]
+            begin = v.let(spans.begin + skipped)
+            queries, sums = self.absorbed, spans.sums
+            emit_heads(kept, queries, sources, sums, results, position, begin, count, finish)
+
+        tasks = spec.heads // together * spans.count
+        emit_shared(tasks, v.wide(spans.blocks) * (row_bytes * spec.heads), attend_span)
+        values, length = self.found.values, self.found.length
+        emit_merge_spans(
+            kept, spans, spec.heads, values, lambda head: (token * spec.heads + head) * length
+        )
+
+    def _emit_mix_chunk(self) -> None:
+        """Attention of several tokens of a sequence."""
+        spec, latent, kept, tokens = self.schedule.spec, self.latent, self.kept, self.tokens
+        together = count_heads_together(spec.heads)
+        with T.parallel(tokens * (spec.heads // together)) as task:
+            # Heads outermost: every thread gets early and late tokens alike.
+            token = v.let(T.floormod(task, tokens))
+            vectors = self._list_heads(token, v.let(T.floordiv(task, tokens) * together))
+            last = v.let(self.position + token)
+            blocks = v.let(T.floordiv(last, KV_BLOCK) + 1)
+            results = [v.let(vector * self.found.length) for vector in vectors]
+            sources = [v.let(vector * latent.kept) for vector in vectors]
+            values = self.found.values
+
+            def finish(index: int, _top: v.Expr, total: v.Expr) -> None:
+                emit_divide(kept, values, results[index], total)
+
+            begin = T.int32(0)
+            emit_heads(kept, self.absorbed, sources, values, results, last, begin, blocks, finish)
+
+    def emit_output(self) -> None:
+        """Turn what was mixed into values, project them, and add them to x."""
+        spec = self.schedule.spec
+
+        def quantize(token: v.Expr) -> None:
+            with T.serial(spec.heads) as head:
+                emit_quantize(self.found, v.let(token * spec.heads + head))
+
+        def store_value(vector: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            token = v.let(T.floordiv(vector, spec.heads))
+            inside = (vector - token * spec.heads) * spec.head_dim + row
+            v.store(self.mixed.values, token * spec.width + inside, value, 1)
+
+        emit_each_token(self.tokens, quantize)
+        self._emit_by_head(self.to_value, spec.head_dim, self.found, store_value)
+        emit_add_output(
+            self.schedule,
+            self.output,
+            self.output_bias,
+            self.output_norm,
+            self.x,
+            self.hidden,
+            self.mixed,
+            self.tokens,
+        )
+
+
+def _emit_vector_norm(
+    block: _Block,
+    source: v.Buffer,
+    place: v.Expr,
+    weight: v.Buffer,
+    size: int,
+    target: v.Buffer,
+    result: v.Expr,
+) -> None:
+    """RMSNorm of ``size`` elements at ``place``."""
+    lanes, once = math.gcd(size, 16), block.hidden.once
+    squares = v.Cell(v.constant(0.0, "float32", lanes))
+    with T.serial(size // lanes * once) as step:
+        part = v.let(v.load(source, place + step * lanes, lanes))
+        squares.set(T.fma(part, part, squares.get()))
+    total = v.add_lanes(squares.get(), "float32", lanes) * v.constant(1.0 / size, "float32")
+    mean = total + v.constant(block.latent.epsilon, "float32")
+    factor = v.let(v.constant(1.0, "float32") / T.sqrt(mean))
+    with T.serial(size // lanes * once) as step:
+        part = v.load(source, place + step * lanes, lanes) * v.splat(factor, lanes)
+        part = part * v.load(weight, step * lanes, lanes)
+        v.store(target, result + step * lanes, part, lanes)
+
+
+def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
+    """Declare the parameters; ``number`` names the first: how many tokens, or which."""
+    spec, latent = schedule.spec, schedule.spec.latent
+    assert latent is not None
+    heads, precision = spec.heads, spec.attention
+    tokens = take.take_number(number)
+    position = take.take_number("position")
+    context = take.take_number("context")
+    # Which token it is may be 0, and the context never is.
+    count = tokens if number == "tokens" else context
+    x = schedule.take_rows(take, "x")
+    before = schedule.take_rows(take, "before") if spec.keeps_input else None
+    norm = schedule.take_input_norm(take)
+    project = take_matrix(take, "qkv", spec.qkv_rows, spec.hidden, precision)
+    bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
+    query_norm = query_out = made = None
+    if latent.query_rank:
+        size = fill_groups(latent.query_rank)
+        query_norm = take.take_array("latent_query_norm", "float32", size)
+        query_out = take_matrix(take, "latent_query_out", heads * latent.key, size, precision)
+        made = schedule.take_chunk(take, "made", size, count)
+    queries = take.take_array("queries", "float32", "tokens", heads * latent.key)
+
+    def take_vectors(name: str, width: int) -> Activations:
+        return take_activations(
+            take, name, fill_groups(width), spec.planes, count, rows="token_heads"
+        )
+
+    def take_weights(name: str, rows: int, width: int) -> Matrix:
+        return take_matrix(take, name, heads * rows, fill_groups(width), precision)
+
+    output = take_matrix(take, "output", spec.hidden, spec.width, precision)
+    vector = ("float32", spec.hidden)
+    half = ("float32", "context", latent.rotated // 2)
+    scales = None
+    rows = take.take_array("keys", KV_DTYPES[spec.kv], "context", latent.kept)
+    if spec.kv == "int8":
+        scales = take.take_array("key_scales", "float16", "context")
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
+    each = ("float32", heads, SPANS)
+    return _Block(
+        schedule=schedule,
+        latent=latent,
+        tokens=tokens,
+        position=position,
+        x=x,
+        before=before,
+        norm=norm,
+        project=project,
+        bias=bias,
+        query_norm=query_norm,
+        query_out=query_out,
+        norm_weight=take.take_array("latent_norm", "float32", latent.rank),
+        to_latent=take_weights("latent_key", latent.rank, latent.plain),
+        to_value=take_weights("latent_value", spec.head_dim, latent.rank),
+        output=output,
+        output_bias=take.take_array("output_bias", *vector) if spec.output_bias else None,
+        output_norm=take.take_array("output_norm", *vector) if spec.norm_outputs else None,
+        tables=(take.take_array("cosines", *half), take.take_array("sines", *half)),
+        kept=Kept(shape=latent, kv=spec.kv, rows=rows, scales=scales, once=hidden.once),
+        qkv=take.take_array("qkv", "float32", "tokens", spec.qkv_rows),
+        queries=queries,
+        made=made,
+        plain=take_vectors("plain", latent.plain),
+        absorbed=take.take_array("absorbed", "float32", "token_heads", latent.kept),
+        found=take_vectors("found", latent.rank),
+        hidden=hidden,
+        mixed=schedule.take_chunk(take, "mixed", spec.width, count),
+        spans=(
+            take.take_array("span_sums", *each, latent.rank),
+            take.take_array("span_tops", *each),
+            take.take_array("span_totals", *each),
+        ),
+    )
