@@ -20,8 +20,6 @@ LINKERS = ("ld", "ld.lld", "gcc", "clang")
 EMULATORS = ("qemu-aarch64", "qemu-hexagon")
 """Programs that run kernels of other processors, for tests."""
 
-_LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib", "vendor/lib64")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tvm:
@@ -37,16 +35,6 @@ class Tvm:
     """``libtvm_runtime``: all of TVM that a run needs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenCl:
-    """OpenCL on this machine."""
-
-    loader: Path | None
-    """``libOpenCL``, through which programs find drivers."""
-    drivers: tuple[str, ...]
-    """Libraries that are registered as drivers; PoCL is OpenCL on a processor, for tests."""
-
-
 def detect_tvm() -> Tvm:
     """Find the TVM packages without importing them."""
     return Tvm(
@@ -60,25 +48,6 @@ def detect_tvm() -> Tvm:
 def find_programs(names: Sequence[str]) -> Mapping[str, str | None]:
     """Path of each program, None where it is missing; a ``-static`` build counts as well."""
     return {name: shutil.which(name) or shutil.which(f"{name}-static") for name in names}
-
-
-def detect_opencl(root: Path = Path("/")) -> OpenCl:
-    """Find the OpenCL loader and its registered drivers below ``root``."""
-    # Debian puts libraries one level deeper, by architecture.
-    patterns = ("libOpenCL.so*", "*-linux-gnu*/libOpenCL.so*")
-    loaders = [
-        library
-        for folder in _LIBRARY_FOLDERS
-        for pattern in patterns
-        for library in sorted((root / folder).glob(pattern))
-    ]
-    drivers = []
-    for registration in sorted((root / "etc/OpenCL/vendors").glob("*.icd")):
-        try:
-            drivers.append(registration.read_text(encoding="utf-8", errors="replace").strip())
-        except OSError:
-            continue
-    return OpenCl(loader=loaders[0] if loaders else None, drivers=tuple(drivers))
 
 
 def _read_version(package: str) -> str | None:

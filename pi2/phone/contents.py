@@ -35,7 +35,7 @@ LEFT_OUT = frozenset(
         "pi2.plan.reading.schema_check",
         "pi2.plan.toml.source",
         "pi2.benchmarks.read_kernel",  # compiled by TVM: numpy does it, too
-        "pi2.probing.opencl",
+        "pi2.probing.gpus",
         "pi2.refit",
         "pi2.sharing.resolver",
     }

@@ -168,11 +168,17 @@ def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
     return {**values, **_origin(what, summary.samples), "spread": summary.spread}
 
 
+_NAMES = {"opencl": "OpenCL", "webgpu": "WebGPU", "cuda": "CUDA"}
+_ARCHITECTURES = {"opencl": "opencl", "webgpu": "vulkan", "cuda": "cuda"}
+"""What device documents call a unit that an API reaches."""
+
+
 def _describe_others(found: Measurements) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GPUs by name: ``gpu``, ``gpu2``; a processor that plays one is ``opencl-cpu``."""
+    """GPUs by name: ``gpu``, ``gpu2``; a processor that plays one is ``opencl-cpu`` or
+    ``webgpu-cpu``."""
     counts: Counter[str] = Counter()
     for item in found.accelerators.units:
-        base = "opencl-cpu" if item.facts.is_processor else "gpu"
+        base = f"{item.facts.api}-cpu" if item.facts.is_emulated else "gpu"
         counts[base] += 1
         name = base if counts[base] == 1 else f"{base}{counts[base]}"
         yield name, _describe_unit(item)
@@ -180,9 +186,12 @@ def _describe_others(found: Measurements) -> Iterator[tuple[str, dict[str, Any]]
 
 def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
     facts = item.facts
-    values: dict[str, Any] = {"kind": "gpu", "model": facts.name, "architecture": "opencl"}
-    what = f"OpenCL ({facts.platform}), int4 weights, float32 arithmetic, width 4096"
-    if facts.is_processor:
+    architecture = _ARCHITECTURES[facts.api]
+    if facts.driver.startswith("Metal"):
+        architecture = "metal"
+    values: dict[str, Any] = {"kind": "gpu", "model": facts.name, "architecture": architecture}
+    what = f"{_NAMES[facts.api]} ({facts.driver}), int4 weights, float32 arithmetic, width 4096"
+    if facts.is_emulated:
         values["emulated"] = True
         what = f"emulated by the processor: {what}"
     values["kernels"] = []

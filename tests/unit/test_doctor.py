@@ -17,7 +17,7 @@ from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_f
 from pi2.cli.doctor import command, write_checkup
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
-from pi2.machine.software import OpenCl, Tvm, detect_opencl, detect_tvm, find_programs
+from pi2.machine.software import Tvm, detect_tvm, find_programs
 from pi2.machine.storage import DirectReads
 from pi2.plan.reading.references import find_shipped_folder
 
@@ -215,15 +215,3 @@ def test_programs_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.Monk
         "gcc": None,
         "qemu-aarch64": str(tmp_path / "qemu-aarch64-static"),
     }
-
-
-def test_opencl_with_pocl(tmp_path: Path) -> None:
-    assert detect_opencl(tmp_path) == OpenCl(loader=None, drivers=())
-    loader = tmp_path / "usr/lib/x86_64-linux-gnu/libOpenCL.so.1"
-    registration = tmp_path / "etc/OpenCL/vendors/pocl.icd"
-    for path, text in ((loader, ""), (registration, "libpocl.so.2\n")):
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    opencl = detect_opencl(tmp_path)
-    assert opencl.loader == loader
-    assert opencl.drivers == ("libpocl.so.2",)

@@ -11,26 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.backends.gpu.devices import Survey
+from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.cli.main import run
 from pi2.cli.probe import describe_units
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
-from pi2.machine.software import OpenCl
 from pi2.machine.storage import DirectReads
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
 from pi2.probing.comparison import compare_devices, write_rows
 from pi2.probing.document import describe_unsteady, make_device, write_device
-from pi2.probing.opencl import STEPS as OPENCL_STEPS
-from pi2.probing.opencl import DeviceBench, DeviceFacts
-from pi2.probing.opencl_kernels import write_kernel
+from pi2.probing.gpus import STEPS as GPU_STEPS
+from pi2.probing.gpus import DeviceBench
 from pi2.probing.probe import Measurements, has_time
 from pi2.probing.series import collect_rounds, round_digits, summarise
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
 from pi2.progress import ignore_progress
+from tests.helpers.gpu import require_launcher
 
 MIB = 1 << 20
 STEPS = (
@@ -315,12 +317,22 @@ def test_an_output_that_cannot_be_is_refused_before_measuring(
 
 def make_unit(**changes: Any) -> UnitMeasurements:
     facts = DeviceFacts(
-        name="Adreno (TM) 750", platform="QUALCOMM", is_processor=False, memory_bytes=None
+        api="opencl",
+        number=0,
+        name="Adreno (TM) 750",
+        driver="QUALCOMM",
+        kind="integrated",
+        memory_bytes=None,
+        fp16=True,
+        compute_units=6,
+        max_array_bytes=1 << 30,
+        max_block_threads=1024,
+        shared_bytes=32 << 10,
     )
-    seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in OPENCL_STEPS}
-    seconds[OPENCL_STEPS[0].key] = [1e-4, 1.1e-4, 1.2e-4]
+    seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in GPU_STEPS}
+    seconds[GPU_STEPS[0].key] = [1e-4, 1.1e-4, 1.2e-4]
     return UnitMeasurements(
-        facts=dataclasses.replace(facts, **changes), steps=OPENCL_STEPS, step_s=seconds
+        facts=dataclasses.replace(facts, **changes), steps=GPU_STEPS, step_s=seconds
     )
 
 
@@ -344,7 +356,7 @@ def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path)
     }
     rates = read_rates(device)
     assert rates.dense is not None and rates.dense.name == "gpu"
-    largest = OPENCL_STEPS[1].read_bytes
+    largest = GPU_STEPS[1].read_bytes
     assert rates.dense.bytes_s == pytest.approx(largest / 2.1e-3, rel=1e-3)
     assert 0 < rates.dense.launch_s < 1.1e-4, "what the small matrix takes beside its bytes"
     (line,) = describe_units(device, ())
@@ -352,7 +364,7 @@ def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path)
 
 
 def test_a_processor_that_plays_a_gpu_is_labelled_and_left_alone() -> None:
-    device = make_device_with(make_unit(is_processor=True, name="pthread-haswell"))
+    device = make_device_with(make_unit(kind="processor", name="pthread-haswell"))
     unit = device.units["opencl-cpu"]
     assert unit.emulated and unit.read_bandwidth is not None
     assert unit.read_bandwidth.source.count("emulated by the processor") == 1
@@ -376,19 +388,46 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
     for name in ("dev/kgsl-3d0", "dev/adsprpc-smd", "dev/dri/renderD128"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path)
-    assert [note.split(",")[0] for note in found.notes] == [
-        "an Adreno GPU was found (/dev/kgsl-3d0)",
-        "a Hexagon NPU was found (/dev/adsprpc-smd)",
-    ]
-    assert all("not measured" in note for note in found.notes)
-    (tmp_path / "usr/lib").mkdir(parents=True)
-    (tmp_path / "usr/lib/libOpenCL.so.1").touch()
-    (tmp_path / "etc/OpenCL/vendors").mkdir(parents=True)
-    (tmp_path / "etc/OpenCL/vendors/adreno.icd").write_text("libOpenCL_adreno.so")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path)
-    assert "pip install 'pi2[opencl]'" in found.notes[0]
+    missing = Survey(api="opencl", obstacle="it is not installed", help="pip install it")
+    monkeypatch.setattr("pi2.probing.accelerators.Worker", make_worker(missing))
+    found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path, apis=["opencl"])
+    assert found.notes == (
+        "an Adreno GPU was found (/dev/kgsl-3d0), but not measured: opencl: it is not installed "
+        "(pip install it); published figures can be stated by hand",
+        "a Hexagon NPU was found (/dev/adsprpc-smd), but not measured: published figures can be "
+        "stated by hand",
+    )
+
+
+def make_worker(survey: Survey) -> Any:
+    """A worker that finds ``survey``."""
+
+    class Finding:
+        def __init__(self, *_: object) -> None:
+            self.measured = {step.key: [1e-3] for step in GPU_STEPS}
+
+        def __enter__(self) -> Finding:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def call(self, name: str, *_: object) -> object:
+            return survey if name == "survey" else self.measured
+
+    return Finding
+
+
+def test_a_gpu_that_several_apis_find_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, processor = make_unit().facts, make_unit(kind="processor", name="llvmpipe").facts
+    survey = Survey(api="opencl", devices=(gpu, processor))
+    monkeypatch.setattr("pi2.probing.accelerators.Worker", make_worker(survey))
+    found = measure_accelerators(
+        ignore_progress, rounds=1, root=tmp_path, apis=["webgpu", "opencl"]
+    )
+    assert [item.facts.name for item in found.units] == [gpu.name, "llvmpipe", "llvmpipe"]
 
 
 def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,35 +435,17 @@ def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, *_: object) -> None:
             raise UserError.of("P640", "the measured process was ended by SIGSEGV")
 
-    loader = OpenCl(loader=Path("/usr/lib/libOpenCL.so.1"), drivers=("bad.so",))
-    monkeypatch.setattr("pi2.probing.accelerators.detect_opencl", lambda root: loader)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("pi2.probing.accelerators.Worker", Crashing)
-    found = measure_accelerators(ignore_progress, rounds=1, root=Path("/none"))
+    found = measure_accelerators(ignore_progress, rounds=1, root=Path("/none"), apis=["opencl"])
     assert found.units == ()
     assert found.notes == (
-        "OpenCL device 0 was found, but not measured: the measured process was ended by SIGSEGV",
+        "opencl device 0 was found, but not measured: the measured process was ended by SIGSEGV",
     )
 
 
-def test_kernels_for_opencl_compute_what_numpy_does() -> None:
-    """On whatever OpenCL this machine has; PoCL is the processor itself."""
-    cl = pytest.importorskip("pyopencl", reason="the extra `opencl` is not installed")
-    try:
-        device = cl.get_platforms()[0].get_devices()[0]
-    except (cl.LogicError, IndexError):
-        pytest.skip("no OpenCL driver: Debian's pocl-opencl-icd is one")
-    bench = DeviceBench(cl, cl.Context([device]), device)
-    bench.prepare(OPENCL_STEPS[0])()  # compares the result with numpy's
-    small = dataclasses.replace(OPENCL_STEPS[-1], size=8)
-    bench.prepare(small)()
-
-
-@pytest.mark.parametrize("family", ["generic", "adreno", "mali"])
-def test_kernels_are_scheduled_for_every_family_of_gpus(family: Any) -> None:
-    for tokens in (1, 64):
-        source = write_kernel(tokens, 512, 1024, family, 128)
-        assert "__kernel void" in source.text and source.name in source.text
-        assert sorted(source.parameters) == ["inputs", "outputs", "scales", "weights"]
-        assert 1 < source.items[0] * source.items[1] * source.items[2] <= 128
-        assert source.groups[0] * source.groups[1] > 1
+@pytest.mark.parametrize("api", ["opencl", "webgpu"])
+def test_kernels_that_are_measured_compute_what_numpy_does(api: Api) -> None:
+    """On whatever GPU this machine has; PoCL and lavapipe are the processor itself."""
+    bench = DeviceBench(require_launcher(api), ignore_progress)
+    bench.prepare(GPU_STEPS[0])()  # compares the result with numpy's
+    bench.prepare(dataclasses.replace(GPU_STEPS[-1], tokens=8))()

@@ -112,9 +112,9 @@ class OpenClLaunch:
 
 @dataclass(slots=True)
 class OpenClRecording:
-    """Kernel objects whose numbers are set, with their threads."""
+    """Launches whose numbers are set, with their threads: they hold the arrays."""
 
-    steps: list[tuple[Any, tuple[int, int, int], tuple[int, int, int]]]
+    steps: list[tuple[OpenClLaunch, tuple[int, int, int], tuple[int, int, int]]]
 
 
 class OpenClEvent:
@@ -169,13 +169,13 @@ class OpenClQueue:
             own = launch.copy()
             own.set_numbers(numbers)
             signature = launch.kernel.signature
-            steps.append((own.object, _count_threads(signature, numbers), signature.block))
+            steps.append((own, _count_threads(signature, numbers), signature.block))
         return OpenClRecording(steps)
 
     def replay(self, recording: OpenClRecording) -> None:
         with _explain("a recorded kernel was not started"):
-            for kernel, threads, block in recording.steps:
-                cl.enqueue_nd_range_kernel(self._queue, kernel, threads, block)
+            for launch, threads, block in recording.steps:
+                cl.enqueue_nd_range_kernel(self._queue, launch.object, threads, block)
 
     def wait_for(self, event: OpenClEvent) -> None:
         with _explain("a queue did not wait"):

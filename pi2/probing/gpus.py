@@ -1,0 +1,172 @@
+"""Rates of GPUs, and of processors that play one, through the launchers that compute with them.
+
+Runs in a process of its own: a driver that crashes takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, Raw
+from pi2.backends.gpu.devices import Survey, open_device, survey_api
+from pi2.backends.gpu.images import load_kernels
+from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import GpuSpec, ProductKernels
+from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.gpu.packing import pack_matrix
+from pi2.plan.documents.device import KernelName
+from pi2.plan.weights.layout import matrix_bytes
+from pi2.plan.weights.packing import dequantize, quantize
+from pi2.probing.series import Key
+from pi2.progress import Progress
+
+WIDTH = 4096
+ROWS = (256, 16384)
+"""Rows of matrices for one token: the small one shows what starting a kernel costs."""
+DENSE_ROWS = 3 * 512
+"""Gate, up and down of 512 neurons."""
+TOKENS = 128
+ROUND_S = 0.15
+_LEAST_CALLS = 1
+_SIMILAR = 1e-3
+"""Relative error of a result at which the device's arithmetic counts as right."""
+_CHECKED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitStep:
+    """One product that was measured."""
+
+    kernel: KernelName
+    size: int
+    rows: int
+    tokens: int
+    operations: float | None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of its weights."""
+        return matrix_bytes(self.rows, WIDTH, "int4")
+
+    @property
+    def key(self) -> Key:
+        """Name of the step among the measurements."""
+        return (self.kernel, str(self.size))
+
+
+STEPS = (
+    *(
+        UnitStep(kernel="multiply", size=rows, rows=rows, tokens=1, operations=None)
+        for rows in ROWS
+    ),
+    UnitStep(
+        kernel="dense",
+        size=TOKENS,
+        rows=DENSE_ROWS,
+        tokens=TOKENS,
+        operations=2.0 * DENSE_ROWS * WIDTH * TOKENS,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRecipe:
+    """Makes a `GpuBench` in a process of its own."""
+
+    def __call__(self, progress: Progress) -> GpuBench:
+        return GpuBench(progress)
+
+
+class GpuBench:
+    """The GPUs of this machine."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def survey(self, api: Api) -> Survey:
+        """List the devices of an API, or say why there are none."""
+        return survey_api(api)
+
+    def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:
+        """Seconds of a call of each step on a device, ``rounds`` medians of it.
+
+        Raises `ArithmeticError` if the device computes something else.
+        """
+        bench = DeviceBench(open_device(api, number), self._progress)
+        calls = {step.key: bench.prepare(step) for step in STEPS}
+        found: dict[Key, list[float]] = {key: [] for key in calls}
+        for _ in range(rounds):
+            for key, call in calls.items():
+                found[key].append(_time_calls(call))
+        return found
+
+    def close(self) -> None:
+        """Release nothing: the process ends."""
+
+
+class DeviceBench:
+    """Arrays and kernels of one device."""
+
+    def __init__(self, launcher: Launcher, progress: Progress) -> None:
+        self._launcher = launcher
+        self._product = ProductKernels(length=WIDTH, precision="int4")
+        spec = GpuSpec(target=launcher.facts.target, products=(self._product,))
+        self._kernels = load_kernels(launcher, spec, progress)
+        self._queue = launcher.open_queue()
+
+    def prepare(self, step: UnitStep) -> Callable[[], None]:
+        """A function that runs the step and waits for it; its result was compared with numpy's."""
+        random = np.random.default_rng(5)
+        matrix = random.standard_normal((step.rows, WIDTH), np.float32)
+        weights, scales = quantize(matrix, "int4")
+        inputs = random.standard_normal((step.tokens, WIDTH), np.float32)
+        outputs = np.zeros((step.tokens, step.rows), np.float32)
+        words, tile_scales = pack_matrix(weights, scales, WIDTH, "int4")
+        assert tile_scales is not None
+        sent: dict[str, Raw] = {
+            "matrix_weights": words,
+            "matrix_scales": tile_scales,
+            "inputs": inputs,
+            "outputs": outputs,
+        }
+        arrays = {name: self._launcher.allocate(value.nbytes) for name, value in sent.items()}
+        for name, value in sent.items():
+            self._queue.upload(arrays[name], value)
+        size = 1 if step.tokens == 1 else 64
+        launch = self._launcher.bind(self._kernels[f"{self._product.name}_{size}"], arrays)
+        recording = self._queue.record([(launch, {"rows": step.rows, "tokens": step.tokens})])
+
+        def run() -> None:
+            self._queue.replay(recording)
+            self._queue.submit().wait()
+
+        run()
+        self._queue.download(arrays["outputs"], outputs)
+        self._queue.submit().wait()
+        some = slice(0, None, max(1, step.rows // _CHECKED_ROWS))
+        few = None if scales is None else scales[some]
+        wanted = inputs @ dequantize(weights[some], few, WIDTH, "int4").T
+        _check_product(outputs[:, some], wanted)
+        return run
+
+
+def _check_product(found: F32, wanted: F32) -> None:
+    """Compare some rows with numpy's product."""
+    error = float(np.abs(wanted - found).max() / np.abs(wanted).max())
+    if not error < _SIMILAR:
+        raise ArithmeticError(f"its results differ from the processor's by {error:.1%}")
+
+
+def _time_calls(call: Callable[[], None]) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + ROUND_S
+    while len(times) < _LEAST_CALLS or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
