@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,13 @@ class Run:
     """Share of neurons that were computed; None where all were."""
     active: float | None
     """Share of neurons with a non-zero activation among all, if only some were computed."""
+    replaced: float | None = None
+    """Share of a mixture's routing weight whose experts were replaced by others in memory; None
+    where routing is exact."""
+    left_out: float | None = None
+    """Share whose experts were left out."""
+    read_bytes_token: float | None = None
+    """Bytes of neurons read per token, if only some were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +204,16 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
     counted = model.stats - before
     predictor = model.plan.plan.decode.predictor if mode == "decode" else "none"
     shares = (counted.predicted_share, counted.active_share)
-    return _describe(model, name, predictor, scores, text, shares)
+    found = _describe(model, name, predictor, scores, text, shares)
+    if mode == "prefill":
+        return found
+    tokens = sum(len(window.tokens) - 1 for window in text.windows)
+    return replace(
+        found,
+        replaced=counted.replaced_share,
+        left_out=counted.left_out_share,
+        read_bytes_token=counted.flash_read_bytes / tokens,
+    )
 
 
 def _describe(

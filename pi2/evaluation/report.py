@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pi2.evaluation.evaluation import Evaluation, Run
+from pi2.plan.documents.quantities import approximate_bytes
 
 
 def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def write_markdown(evaluation: Evaluation) -> str:
         "|---|---|---|---|---|---|---|---|---|",
         *(_write_run(run) for run in evaluation.runs),
     ]
+    lines += _describe_routing(evaluation)
     if evaluation.layers:
         lines += [
             "",
@@ -47,6 +49,20 @@ def write_markdown(evaluation: Evaluation) -> str:
         )
         lines.append(_write_row("mean", mean))
     return "\n".join(lines)
+
+
+def _describe_routing(evaluation: Evaluation) -> list[str]:
+    """What runs of a mixture have done to its routing, and what they have read."""
+    lines = []
+    for run in evaluation.runs:
+        if run.replaced is None or run.left_out is None or run.read_bytes_token is None:
+            continue
+        read = approximate_bytes(round(run.read_bytes_token))
+        lines.append(
+            f"{run.name}: {run.replaced:.1%} of the experts' weight replaced by experts in memory, "
+            f"{run.left_out:.1%} left out; {read} read per token"
+        )
+    return ["", *lines] if lines else []
 
 
 def _write_run(run: Run) -> str:

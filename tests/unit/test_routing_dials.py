@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import measure_dials
 import pi2
 from pi2.arrays import F32
+from pi2.cli.main import run as cli
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
@@ -129,6 +131,24 @@ def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
             assert stats.flash_read_bytes < before.flash_read_bytes, (settings, look_ahead)
             assert 0.0 < getattr(stats, share) < 0.8
             assert np.isfinite(logits).all() and np.abs(logits - exact).max() > 1e-4
+
+
+def test_an_evaluation_says_what_dials_cost_and_save(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 12)
+    settings = ["decode.predictor=router", "layers.hot=0.0", "memory.segments.cold=600 KiB"]
+    settings += ["backends.cpu=reference", "experts.prefer_cached=0.5"]
+    options = [part for item in settings for part in ("--set", item)]
+    assert cli(["evaluate", str(plan), "--text", str(text), "--context", "32", *options]) == 0
+    said = capsys.readouterr().out
+    assert "of the experts' weight replaced by experts in memory, 0.0% left out" in said
+    # The tool that compares dials, with two of its settings.
+    monkeypatch.setattr(measure_dials, "DIALS", {"most_reads": [{"most_reads": 0}]})
+    exact, fewer = measure_dials.measure(plan, [text.read_text()], 0.5, 32, 2)
+    assert fewer.read_bytes_token < exact.read_bytes_token and fewer.left_out > 0
+    assert measure_dials.draw([exact, fewer], "svg").startswith(b"<?xml")
 
 
 def test_dials_that_find_nothing_change_no_bit(plan: Path) -> None:

@@ -25,8 +25,9 @@ def check(facts: Facts) -> Iterator[Finding]:
     experts, moe = facts.plan.experts, facts.model.moe
     if not experts.is_lossy:
         return
-    dials = ("prefer_cached", "least_weight", "most_reads")
-    dial = next(name for name in dials if getattr(experts, name) not in (None, 0.0))
+    dial = "prefer_cached" if experts.prefer_cached else "least_weight"
+    if not (experts.prefer_cached or experts.least_weight):
+        dial = "most_reads"
     if facts.plan.decode.predictor != "router":
         yield Finding(
             path=("experts", dial),
