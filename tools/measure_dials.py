@@ -34,7 +34,7 @@ DIALS: Mapping[str, list[Mapping[str, Any]]] = {
     "least_weight, not renormalised": [
         {"least_weight": value, "renormalise": False} for value in (0.1, 0.15, 0.2, 0.25)
     ],
-    "most_reads": [{"most_reads": value} for value in (2, 1, 0)],
+    "most_reads": [{"most_reads": value} for value in (2, 1)],
 }
 """Settings by the name of their dial."""
 
