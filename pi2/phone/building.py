@@ -150,14 +150,15 @@ def list_specs(aimed: ResolvedPlan, store: NeuronStore) -> list[Spec]:
     cpu = replace(here.cpu, features=features, architecture=unit.architecture)
     machine = replace(here, cpu=cpu)
     kernels = make_spec(make_request(aimed, machine, store.tensors))
-    # The phone's processor may have an instruction for checks although kernels may not use it.
-    choices = dict.fromkeys((choose_checks(features), None, _list_checks(unit.architecture)))
+    # Where the features do not tell, the phone's processor may have the instruction for checks.
+    known = choose_checks(features)
+    choices = (known,) if known is not None else (None, _name_checks(unit.architecture))
     name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
     loops = [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
     return [kernels, *loops]
 
 
-def _list_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
+def _name_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
     return "pclmulqdq" if architecture == "x86-64" else "crc32x"
 
 
