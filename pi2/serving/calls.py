@@ -53,6 +53,8 @@ class Ask:
     make_constraint: Callable[[], Constraint] | None = None
     make_reader: Callable[[], AnswerReader] = AnswerReader
     shown_ids: frozenset[int] = frozenset()
+    prompt_text: str | None = None
+    """Text of a conversation, which may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str,
 def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
     facts, model = host.find_chat_facts(), host.model
     prompt = render_prompt(host, conversation)
-    ids = model.encode_text(prompt)
+    ids = host.replay.encode(prompt, model.encode_text)
     has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
     begins_inside = facts.reasoning is not None and prompt.rstrip().endswith(facts.reasoning[0])
     grammar = None
@@ -126,6 +128,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
             begins_inside=begins_inside,
         ),
         shown_ids=facts.shown_ids,
+        prompt_text=prompt,
         **ask,
     )
 
@@ -141,7 +144,7 @@ async def generate(
     tickets = _make_tickets(host, ask, limits)
     events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_follow(host, ticket, number, ask.make_reader(), events, metrics))
+        asyncio.create_task(_follow(host, ask, ticket, number, events, metrics))
         for number, ticket in enumerate(tickets)
     ]
     try:
@@ -195,14 +198,14 @@ def _make_tickets(host: Host, ask: Ask, limits: Limits) -> list[Ticket]:
 
 async def _follow(
     host: Host,
+    ask: Ask,
     ticket: Ticket,
     index: int,
-    reader: AnswerReader,
     events: asyncio.Queue[Delta | Finished | Exception],
     metrics: Metrics,
 ) -> None:
     """Put what comes of a sequence into the queue of its request."""
-    name, start = host.plan.name, time.perf_counter()
+    name, start, reader = host.plan.name, time.perf_counter(), ask.make_reader()
     first_s = None
     called, reasoning_tokens, taken = False, 0, 0
     try:
@@ -226,6 +229,9 @@ async def _follow(
             await events.put(Delta(index, items))
         result, answer = ticket.result, ticket.answer
         assert result is not None and answer is not None
+        if ask.prompt_text is not None and result.finish_reason == "eos":
+            ids = [*ask.prompt_ids, *result.token_ids[:-1]]
+            host.replay.note(ask.prompt_text + result.text, ids)
         reason = _ENDS[result.finish_reason]
         metrics.note_end(name, reason, result, time.perf_counter() - start, ticket)
         await events.put(

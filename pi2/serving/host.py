@@ -18,6 +18,7 @@ from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError
+from pi2.serving.replay import Replay
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -53,6 +54,8 @@ class Host:
         self._model: LoadedModel | None = None
         self._driver: Driver | None = None
         self._thread: Thread | None = None
+        self.replay = Replay()
+        """What was sampled in conversations."""
         self._vocabulary: LLTokenizer | None = None
         self._facts: ChatFacts | UserError | None = None
 

@@ -127,6 +127,21 @@ def test_log_probabilities_are_those_of_the_model(client: Any, plan: Path) -> No
     assert len(text.logprobs.top_logprobs) == len(text.logprobs.tokens) == 3
 
 
+def test_a_conversation_reads_only_what_is_new(client: Any) -> None:
+    end = {"257": 4.0}
+    asked = {"model": "tiny", "temperature": 1, "seed": 3, "logit_bias": end, "max_tokens": 300}
+    first = client.chat.completions.create(messages=HELLO, **asked)
+    assert first.choices[0].finish_reason == "stop"
+    assert first.usage.completion_tokens > 3
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    second = client.chat.completions.create(
+        messages=[*HELLO, said, {"role": "user", "content": "and?"}], **asked
+    )
+    # All but the end token has gone through the model.
+    known = second.usage.prompt_tokens_details.cached_tokens
+    assert known == first.usage.total_tokens - 1
+
+
 def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
     asked = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0}
     plain = client.completions.create(**asked).choices[0].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pi2.serving.answer_reader import AnswerReader, Fragment
+from pi2.serving.replay import Replay
 from pi2.serving.tool_formats import (
     BARE,
     BARS,
@@ -119,3 +120,21 @@ def test_reasoning_is_apart(size: int) -> None:
 def test_the_family_is_known_by_its_template(template: str, expected: ToolFormat) -> None:
     assert find_tool_format(template) is expected
     assert knows_tools(template) == ("tools" in template)
+
+
+def test_a_conversation_that_goes_on_has_the_tokens_that_were_sampled() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(sign) for sign in text]
+
+    replay = Replay()
+    assert replay.encode("ab", encode) == [97, 98]
+    # The model has drawn one token for both letters.
+    replay.note("ab", [1])
+    replay.note("abcd", [1, 2])
+    assert replay.encode("abc", encode) == [1, 99]
+    assert replay.encode("abcde", encode) == [1, 2, 101]
+    assert replay.encode("abcd", encode) == [1, 2]
+    assert replay.encode("xab", encode) == [120, 97, 98]
+    for number in range(64):
+        replay.note(f"other {number}", [number])
+    assert replay.encode("abc", encode) == [97, 98, 99], "only the latest are remembered"
