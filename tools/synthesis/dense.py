@@ -35,6 +35,8 @@ from synthesis.randomness import draw_normals, draw_signs
 _NEXT_LOGIT = 12.0
 _TIED_LOGIT_DEVIATION = 4.0
 _BIAS_DEVIATION = 0.1
+_PROJECTIONS = {"qkv": 0, "output": 1, "state_in": 0, "state_output": 1}
+"""Numbers of projections' random streams; 2 are biases."""
 
 
 def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
@@ -64,6 +66,20 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(normals * np.float32(_BIAS_DEVIATION), None)]
         case "attention_norm_bias" | "ffn_norm_bias" | "output_bias" | "down_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
+        case "state_in" | "state_output":
+            return _draw_projection(blueprint, tensor, layer, kind)
+        case "state_gates":
+            return _quantize(tensor, lambda *rows: _draw_gates(blueprint, tensor, layer, *rows))
+        case "state_convolution":
+            return [(_make_convolution(tensor.rows, tensor.length), None)]
+        case "state_decay":
+            # States forget half of what they keep within one to a hundred tokens.
+            rates = -np.geomspace(1.0, 0.01, tensor.length, dtype=np.float32)
+            return [(rates[None], None)]
+        case "state_norm" | "state_skip":
+            return [(np.ones((1, tensor.length), np.float32), None)]
+        case "state_step" | "state_convolution_bias" | "state_in_bias" | "state_output_bias":
+            return [(np.zeros((1, tensor.length), np.float32), None)]
         case "predictor_in":
             experts = blueprint.model.expert_count
             rows = make_predictor_in(blueprint, layer, tensor.rows // experts)
@@ -77,8 +93,23 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             bias = make_predictor_bias(blueprint)
             return [(_group_by_expert(blueprint, bias).reshape(1, -1), None)]
         case "router":
-            return [(blueprint.draw_router(layer), None)]
+            # Shared experts are not chosen.
+            return [(blueprint.draw_router(layer)[: tensor.rows], None)]
     raise AssertionError(tensor.name)
+
+
+def _draw_gates(
+    blueprint: Blueprint, tensor: DenseTensor, layer: int, first: int, count: int
+) -> F32:
+    """Rows of magnitude 1."""
+    normals = draw_normals((count, tensor.length), *blueprint.key(ATTENTION, layer, 3, first))
+    return normals / np.float32(math.sqrt(tensor.length))
+
+
+def _make_convolution(kernel: int, channels: int) -> F32:
+    """Mostly the token itself, float32 [kernel, channels], the oldest first."""
+    weights = 0.3 ** np.arange(kernel - 1, -1, -1, dtype=np.float32)
+    return np.repeat(weights[:, None], channels, axis=1)
 
 
 def make_predictor_in(blueprint: Blueprint, layer: int, rank: int) -> F32:
@@ -171,12 +202,12 @@ def _draw_projection(
 ) -> TensorPieces:
     """Query, key and value of magnitude 1; an output that disturbs the stream little."""
     deviation = 1 / math.sqrt(tensor.length)
-    if kind == "output":
+    if kind in ("output", "state_output"):
         deviation *= STREAM * OUTPUT_SHARE
     precision = _get_precision(tensor)
     for number, (first, count) in enumerate(_cut(tensor)):
         del first
-        key = blueprint.key(ATTENTION, layer, 0 if kind == "qkv" else 1, number)
+        key = blueprint.key(ATTENTION, layer, _PROJECTIONS[kind], number)
         yield draw_vectors(count, tensor.length, precision, deviation, *key)
 
 
