@@ -637,6 +637,21 @@ MODELS: dict[str, tuple[str, Options]] = {
             "conv_bias": True,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "lfm2-plain": (
         "Lfm2",
         {

@@ -129,7 +129,7 @@ class FeedForward(Waves):
         """
         executor, shares = self._executor, self.shares
         if not self._leaves_out or self._is_whole:
-            self._stream.begin(layer)
+            self._stream.begin(layer, reads_on=0 if self._leaves_out else None)
         owned = self._count_owned(layer)
         others = range(owned, self._neurons)
         for chunk in range(chunks):
@@ -137,7 +137,7 @@ class FeedForward(Waves):
             executor.begin_ffn(layer)
             self._jobs.append(shares.start(layer, owned, self._sequences))
         wanted = self._list_wanted(layer, others, chunks)
-        reads_on = not self._leaves_out or self._is_whole
+        reads_on = int(self._is_whole) if self._leaves_out else None
         for stretch in self._stream.give(layer, wanted, reads_on=reads_on):
             for chunk, jobs in enumerate(self._jobs):
                 if not shares.add(jobs, stretch.bundles, stretch.first):

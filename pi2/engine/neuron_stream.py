@@ -116,15 +116,17 @@ class NeuronStream:
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         """Neurons between two missing ones that are not read with them, at least."""
-        self._reads_on = True
-        """Whether the next layer's neurons are read when this one's are on their way."""
+        self._end = layers
+        """First layer of which it is not sure that all neurons will be wanted: it is not read
+        ahead."""
         self._next_buffer = 0
         self._ahead: deque[_Filling] = deque()
         """What is on its way, in the order in which it will be given."""
 
-    def begin(self, layer: int) -> None:
+    def begin(self, layer: int, *, reads_on: int | None = None) -> None:
         """Make sure that the layer's first pieces from flash are on their way; all its neurons
-        will be wanted."""
+        will be wanted, and all of the ``reads_on`` layers after it; None stands for all layers."""
+        self._set_end(layer, reads_on)
         if not self._ahead:
             self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
 
@@ -132,17 +134,18 @@ class NeuronStream:
         """Give the ``wanted`` neurons of a layer, once more or for the first time; each stretch is
         valid until the next."""
         self.abandon()
-        yield from self.give(layer, [wanted], reads_on=False)
+        yield from self.give(layer, [wanted], reads_on=0)
 
     def give(
-        self, layer: int, wanted: Sequence[range] | None = None, *, reads_on: bool = True
+        self, layer: int, wanted: Sequence[range] | None = None, *, reads_on: int | None = None
     ) -> Iterator[Stretch]:
         """Give the layer's neurons from the first wanted one on, or those that are ``wanted``
         (ascending); each stretch is valid until the next.
 
-        ``reads_on``: whether all neurons of the next layer will be wanted.
+        ``reads_on``: of how many of the next layers all neurons will be wanted; None stands for
+        all layers.
         """
-        self._reads_on = reads_on
+        self._set_end(layer, reads_on)
         pieces, parts = self._divide(layer, wanted)
         yield from parts[0]
         for number, piece in enumerate(pieces):
@@ -162,6 +165,10 @@ class NeuronStream:
             yield from parts[number + 1]
         if not pieces:
             self._fill_buffers([], layer + 1, BUFFERS)
+
+    def _set_end(self, layer: int, reads_on: int | None) -> None:
+        count = self._layers if reads_on is None else reads_on
+        self._end = min(self._layers, layer + 1 + count)
 
     def _divide(
         self, layer: int, wanted: Sequence[range] | None = None
@@ -227,7 +234,7 @@ class NeuronStream:
         while len(self._ahead) < most:
             last = self._ahead[-1].piece if self._ahead else None
             rest = [piece for piece in pieces if last is None or piece.follows(last)]
-            while not rest and self._reads_on and layer < self._layers:
+            while not rest and layer < self._end:
                 # A layer that is all in memory is passed over.
                 rest = [p for p in self._divide(layer)[0] if last is None or p.follows(last)]
                 layer += 1

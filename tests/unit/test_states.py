@@ -160,6 +160,9 @@ def test_larger_than_memory_gives_the_same_bits(delta_plan: Path) -> None:
     with pi2.load(delta_plan, set=little) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
         assert model.stats.flash_read_bytes > 0
+        # Of a prompt, chunks may want all experts of one layer and some of the next.
+        error = measure_error(model.logits(golden.prompt), golden.logits)
+        assert error <= ROUNDING
 
 
 @pytest.mark.parametrize("changes", [{"decode.batch": 2}, CPU], ids=["reference", "cpu"])

@@ -13,6 +13,7 @@ from pi2.importing.families.decoders import (
     describe_granite,
 )
 from pi2.importing.families.mixtures import add_experts, add_shared_experts
+from pi2.importing.families.sigmoid_mixtures import add_dense_layers
 
 _KINDS = {
     "full_attention": "attention",
@@ -116,16 +117,14 @@ def describe_granite_hybrid(config: Config) -> Tables:
             "down": output_name,
         }
         return tables
-    if own < 1 or shared % own:
-        raise config.refuse(
-            f"shared_intermediate_size is {shared}, no multiple of {own}, the neurons of the "
-            "other experts"
-        )
+    if own < 1:
+        raise config.refuse(f"intermediate_size is {own}")
     tables["moe"] = {
         "experts": experts,
         "active_experts": config.read("num_experts_per_tok", int, 2),
-        "shared_experts": shared // own,
+        "shared_experts": -(-shared // own),
     }
+    tables["moe"] |= {"shared_ffn": shared} if shared % own else {}
     tables["tensors"] |= {
         "router": f"{block}.router.layer.weight",
         "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
@@ -214,6 +213,35 @@ def describe_lfm2(config: Config) -> Tables:
     return tables
 
 
+def describe_lfm2_moe(config: Config) -> Tables:
+    """LFM2 with experts behind its first layers, weighted by sigmoids."""
+    tables = _describe_lfm2(config, config.read("intermediate_size", int))
+    dense, ffn = tables["shape"]["ffn"], config.read("moe_intermediate_size", int)
+    if ffn < 1:
+        raise config.refuse(f"moe_intermediate_size is {ffn}")
+    tables["shape"]["ffn"] = ffn
+    tables["moe"] = {
+        "experts": config.read_first(("num_experts", "num_local_experts"), int),
+        "active_experts": config.read("num_experts_per_tok", int, 4),
+        "router": "sigmoid",
+        "choice_bias": config.read("use_expert_bias", bool, True),
+        "normalise_weights": config.read("norm_topk_prob", bool, True),
+        "scaling": config.read("routed_scaling_factor", float, 1.0),
+    }
+    add_dense_layers(tables, dense, range(config.read("num_dense_layers", int, 2)))
+    block = f"{LAYER}.feed_forward"
+    tables["tensors"] |= {
+        "router": f"{block}.gate.weight",
+        "choice_bias": f"{block}.expert_bias",
+    }
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        tables["tensors"] |= {
+            part: f"{block}.experts.{{expert}}.{name}.weight",
+            f"dense_{part}": f"{block}.{name}.weight",
+        }
+    return tables
+
+
 def _describe_lfm2(config: Config, ffn: int) -> Tables:
     """What LFM2 with and without experts share."""
     theta = config.read("theta", float, config.read("rope_theta", float, 1_000_000.0))
@@ -256,6 +284,7 @@ FAMILIES = {
     "bamba": describe_bamba,
     "granitemoehybrid": describe_granite_hybrid,
     "lfm2": describe_lfm2,
+    "lfm2_moe": describe_lfm2_moe,
     "qwen3_5_moe_text": describe_qwen3_5_moe,
     "qwen3_5_text": describe_qwen3_5,
     "qwen3_next": describe_qwen3_next,
