@@ -136,6 +136,7 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.generation_config import read_sampling, write_sampling
     from pi2.importing.leftovers import describe_other_parts
     from pi2.importing.new_model import describe_checkpoint, name_origin, write_model
     from pi2.importing.predictors import announce_predictors
@@ -155,7 +156,8 @@ def command(
     notes = {f"{document.id}.model.toml": write_model(document, origin).encode()}
     plan, refusal = draft_default_plan(document, scales)
     if plan is not None:
-        notes[PLAN] = plan.encode()
+        sampling = read_sampling(open_checkpoint(checkpoint))
+        notes[PLAN] = (plan + ("" if sampling is None else write_sampling(sampling))).encode()
     passages = read_passages(texts)
     rounding = Quantizer(quantizer, statistics, report=errors is not None or bool(texts))
     with ProgressBar() as progress:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,7 @@ class SamplingOptions:
     """Subtracted from the logits of tokens that were generated already."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens, times how often each was generated already."""
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of single tokens, by their ids."""
     seed: int | None = None
     """Start of the random numbers; None draws one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.generation_config import read_sampling, write_sampling
 from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
@@ -321,6 +324,38 @@ def test_the_plan_beside_a_store_runs(
     assert run(["store", "verify", str(output)]) == 0
     with pi2.load(plan, set={"backends.cpu": "reference"}) as model:
         assert np.isfinite(model.logits([1, 5, 9])).all()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "other": 2}',
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ('{"do_sample": true, "temperature": 1}', {"temperature": 1.0}),
+        ('{"temperature": 0.6}', None),
+        ('{"do_sample": true, "temperature": -3}', None),
+        ('{"do_sample": true, "top_p": "high"}', None),
+        ("[1]", None),
+    ],
+)
+def test_the_plan_draws_tokens_as_the_checkpoint_recommends(
+    tmp_path: Path, said: str, expected: dict[str, Any] | None
+) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    (checkpoint / "generation_config.json").write_text(said)
+    found = read_sampling(open_checkpoint(checkpoint))
+    assert (None if found is None else found.model_dump(exclude_unset=True)) == expected
+    if found is not None:
+        text = write_sampling(found)
+        assert tomllib.loads(text)["sampling"] == expected
+    if expected == {"temperature": 1.0}:
+        output = tmp_path / "out"
+        assert run(["convert", str(checkpoint), "-o", str(output)]) == 0
+        plan = tomllib.loads((output / "default.plan.toml").read_text())
+        assert plan["sampling"] == expected
+        assert run(["validate", str(output / "default.plan.toml")]) == 0
 
 
 def test_quantisation_may_be_chosen(tmp_path: Path) -> None:
