@@ -78,6 +78,7 @@ def command(
 
     resolver = LockedReferences(plan.parent)
     resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
+    tokens = fit_context(prompt, tokens, resolved.plan.kv.context)
     inputs = read_inputs(resolved)
     with ProgressBar() as bar:
         result = simulate(
@@ -92,6 +93,23 @@ def command(
     if plot is not None:
         write_plot(plot, result)
     click.echo(json.dumps(result.describe(), indent=2) if as_json else result.summarise())
+
+
+def fit_context(prompt: int, tokens: int, context: int) -> int:
+    """Tokens that fit behind a prompt; UserError P601 where the prompt leaves no room, as in a
+    run."""
+    from pi2.diagnostics import UserError
+
+    room = context - prompt
+    if room < 1:
+        raise UserError.of(
+            "P601",
+            f"{prompt} tokens of prompt leave no room in the plan's context of {context}",
+            help=f"--prompt {context - 1} is the most, or raise kv.context",
+        )
+    if tokens > room:
+        click.echo(f"note: the plan's context ends after {room} tokens", err=True)
+    return min(tokens, room)
 
 
 def write_trace(path: Path, inputs: Description, prompt_tokens: int, seed: int) -> None:

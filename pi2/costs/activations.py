@@ -187,6 +187,21 @@ def draw_tokens(
     )
 
 
+def draw_experts(
+    shares: tuple[float, float, float, float],
+    used: float,
+    grain: int,
+    shape: tuple[int, int],
+    random: np.random.Generator,
+) -> TokenDraws:
+    """Draw where the experts of a token are: ``shares`` of what it uses on the dense unit, among
+    the other hot ones, in the cache, and missing; ``used`` neurons in all, ``grain`` of each."""
+    count = max(round(used / grain), 1)
+    drawn = random.multinomial(count, np.array(shares) / sum(shares), size=shape)
+    dense, hot, cached, missing = np.moveaxis(drawn * (used / count), -1, 0)
+    return TokenDraws(dense=dense, hot=hot, cached=cached, missing=missing)
+
+
 def weigh_hot(hot_share: float) -> F64:
     """Part of each class [CLASSES] that lies within the hottest ``hot_share``."""
     return np.clip(hot_share * CLASSES - np.arange(CLASSES), 0.0, 1.0)

@@ -52,6 +52,8 @@ _MEMORY_TOKENS = 64.0 / log(2.0)
 ABSENT = 0.8
 """Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
 `NeuronCache` ask for 0.55 to 0.95."""
+LONGEST_RUN = 128
+"""Neurons of an expert that a request reads at most."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
 _STEPS = 24
@@ -85,6 +87,8 @@ class LayerActivity:
     """Part of a neuron's activation that the previous token decides."""
     expert_again: float = 0.0
     """The same of an expert's choice."""
+    grain: int = 1
+    """Neurons that are used together: those of an expert, where a router names them."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
@@ -133,8 +137,10 @@ class LayerActivity:
         ``gap`` others between two missing ones are read with them.
 
         A missing neuron begins a read if none of the ``gap`` + 1 before it is missing, too, which
-        are of its own class.
+        are of its own class.  Neurons that are used together lie together.
         """
+        if self.grain > 1:
+            return MergedReads(requests=1.0 / min(self.grain, LONGEST_RUN))
         weights = self._chances * (1.0 - weigh_hot(min(hot + cold, 1.0)))
         if not weights.any():
             return MergedReads()
@@ -249,6 +255,8 @@ def _describe_single(
 ) -> tuple[tuple[LayerActivity, ...], str]:
     constants = constants or Constants()
     chosen = model.active_experts / model.expert_count
+    if mode == "router":
+        return _describe_routing(model, store, constants)
     layers, source = model.shape.layers, "the store's statistics"
     known = find_statistics(model, store)
     if store is None or known is None or read_statistics(store, layers) is None:
@@ -285,6 +293,31 @@ def _describe_single(
             )
         found.append(made[item])
     return tuple(found), source
+
+
+def _describe_routing(
+    model: Model, store: Path | None, constants: Constants
+) -> tuple[tuple[LayerActivity, ...], str]:
+    """Whole experts, of which a text uses some much more often than others, and those of the last
+    token again; weights that were drawn at random have no such habits."""
+    chosen = model.active_experts / model.expert_count
+    synthetic = store is not None and _is_synthetic(store)
+    layer = LayerActivity(
+        named=Hotness(active=chosen, spread=0.0 if synthetic else constants.routing_spread),
+        chosen=1.0,
+        neurons=model.layer_neurons,
+        again=0.0 if synthetic else constants.routing_repeat,
+        grain=model.shape.ffn,
+    )
+    source = "a router's choices, all as likely" if synthetic else "published routing of experts"
+    return (layer,) * model.shape.layers, source
+
+
+def _is_synthetic(store: Path) -> bool:
+    try:
+        return json.loads(read_regular(store / "statistics.json")).get("synthetic") is True
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistics] | None:

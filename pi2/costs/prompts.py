@@ -172,7 +172,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         _time_many(prompts.project, sizes.projection_weights, count) for count in chunks
     )
     share = 1.0
-    if prompts.skips and not description.is_smooth:
+    if prompts.skips and not description.is_smooth and activity.grain == 1:
         # Gates and ups are computed for all tokens, downs where neurons fire.
         parts = sizes.neuron_weights // sizes.hidden
         share = (parts - 1.0 + activity.named.active * activity.fired) / parts

@@ -142,6 +142,8 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None
     stored = read_stored(store)
+    if plan.decode.predictor == "router":
+        return plan.io.merge_gap if stored is None or stored.order == "expert" else None
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
 
 

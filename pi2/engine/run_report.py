@@ -51,7 +51,10 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "load_s": round(model.load_s, 4),
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
-        "cache_hit_rate": _rounded(statistics.hit_rate),
+        # Where every neuron is computed, what is not hot streams by, and no cache is asked.
+        "cache_hit_rate": None
+        if model.plan.plan.decode.predictor == "none"
+        else _rounded(statistics.hit_rate),
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
         "foreseen_share": _rounded(statistics.routing_recall),
@@ -112,6 +115,11 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     computed = f"neurons computed {_percent(run['predicted_share'])}"
     if model.plan.has_whole_unit:
         neurons = f"{computed}, all of the model on {model.plan.sparse_unit}"
+    elif model.plan.plan.decode.predictor == "none":
+        neurons = (
+            f"{computed}, those that are not hot from flash for each token · read from flash "
+            f"{approximate_bytes(run['flash_read_bytes'])}"
+        )
     else:
         neurons = (
             f"{computed}, active {_percent(run['active_share'])} · cache hits "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from math import comb
 
 from pi2.costs.activity import LayerActivity
 from pi2.costs.rates import Rates
@@ -76,12 +77,55 @@ def cost_layer(
     computes the hottest ``dense``."""
     terms = find_terms(rates, sizes, settings, activity, hot=hot, dense=dense)
     counts = _count_neurons(settings, activity, terms, hot=hot, cold=cold, dense=dense)
+    kind = _Kind(sizes=sizes, settings=settings, activity=activity, hot=hot, cold=cold)
+    if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
+        return _cost_counts(kind, terms, counts, find_chance(counts.missing))
+    # A few experts are missing, or none: times of whole numbers, by how often they come.
+    number = max(round(counts.used / activity.grain), 1)
+    share = min(counts.missing / counts.used, 1.0)
+    costs = []
+    for missing in range(number + 1):
+        weight = comb(number, missing) * share**missing * (1.0 - share) ** (number - missing)
+        part = missing / number * counts.used
+        found = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
+        own = replace(
+            counts,
+            missing=part,
+            resident=counts.resident * found,
+            cached=counts.cached * found,
+            hot_weight=counts.hot_weight * found,
+        )
+        costs.append((weight, _cost_counts(kind, terms, own, float(missing > 0))))
+    return LayerCost(
+        **{
+            item.name: sum(weight * getattr(cost, item.name) for weight, cost in costs)
+            for item in fields(LayerCost)
+            if item.name != "hot_bytes"
+        },
+        hot_bytes=costs[0][1].hot_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What a layer's cost depends on beside numbers of neurons."""
+
+    sizes: Sizes
+    settings: Settings
+    activity: LayerActivity
+    hot: float
+    cold: float
+
+
+def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float) -> LayerCost:
+    """Times of numbers of neurons, of which any is missing with a ``chance``."""
+    sizes, settings, activity = kind.sizes, kind.settings, kind.activity
+    hot, cold = kind.hot, kind.cold
     look_up_s = terms.time_look_up(counts.missing, counts.cached, expected=True)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
     missing_s = counts.missing * terms.neuron.seconds
     calls_s = terms.call_s * (counts.resident >= 1.0)
     read_s = wait_s = 0.0
-    chance = find_chance(counts.missing)
     if settings.stream is not None:
         pieces = settings.stream.count_pieces(activity.neurons * (1.0 - hot))
         calls_s += pieces * terms.call_s

@@ -47,4 +47,5 @@ def plan_within_device(wish: Wish) -> PlannedPlan:
         f"{approximate_number(wish.tokens_s, 9)} tokens/s take {approximate_bytes(needed)} of "
         f"memory, the device {wish.device.id!r} has {approximate_bytes(limit)}",
         help=f"the nearest wish is --speed {approximate_number(int(speed * 100) / 100, 9)}tok/s",
+        exit_code=1,
     )

@@ -405,6 +405,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         f"{approximate_number(speed)} are the most",
         help=f"the nearest wishes are {' and '.join(nearest)}",
         notes=[_name_limit(problem, fastest)],
+        exit_code=1,
     )
 
 

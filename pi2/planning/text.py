@@ -136,9 +136,24 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
     if plan.decode.look_ahead != "none":
         yield "Reads begin a layer ahead, so that they are hidden behind more work."
+        if not any(unit.kernels for unit in planned.resolved.device.units.values()):
+            without = _find_without_ahead(planned)
+            yield (
+                "That decides here: "
+                + (f"without it {approximate_number(without)} tokens/s; " if without else "")
+                + "no published figure shows it on such a device (decode.look_ahead)."
+            )
     yield from _describe_memory(planned)
     if plan.kv.type == "int8":
         yield "Keys and values take 8 bits: half of the memory, and of what attention reads."
+
+
+def _find_without_ahead(planned: PlannedPlan) -> float | None:
+    """Tokens per second of the same plan with reads that begin with their layer."""
+    for decision in planned.decisions:
+        if decision.key == "decode.look_ahead":
+            return dict(decision.tokens_s).get("none")
+    return None
 
 
 def _describe_memory(planned: PlannedPlan) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F64, I64
-from pi2.costs.activations import draw_shifts, draw_tokens
+from pi2.costs.activations import TokenDraws, draw_experts, draw_shifts, draw_tokens
 from pi2.costs.description import Description, LayerKind
 from pi2.simulate.layer import LayerSimulation, LayerTimes
 from pi2.simulate.layer_run import CPU_LANE, DENSE_LANE, READ_LANE, LayerWork
@@ -128,22 +128,37 @@ def draw_work(
         missing = every * (1.0 - kind.hot)
         resident = every - every * dense_share - missing
         return TokenWork(resident=resident, cached=none, missing=missing, active=every)
-    drawn = draw_tokens(
-        activity.named,
-        activity.find_hits(kind.hot, kind.cold, settings.policy),
-        dense_share,
-        kind.hot,
-        possible,
-        shape=(len(shifts), kind.count),
-        variation=description.rates.constants.token_variation,
-        random=random,
-        shifts=shifts,
-    )
+    drawn = _draw_neurons(description, kind, shifts, random)
     return TokenWork(
         resident=drawn.hot * simulation.terms.hot_part + drawn.cached,
         cached=drawn.cached,
         missing=drawn.missing,
         active=drawn.dense + drawn.hot + drawn.cached + drawn.missing,
+    )
+
+
+def _draw_neurons(
+    description: Description, kind: LayerKind, shifts: F64, random: np.random.Generator
+) -> TokenDraws:
+    activity, settings = kind.activity, description.settings
+    dense_share = description.find_dense(kind)
+    shape = (len(shifts), kind.count)
+    if activity.grain > 1:
+        used = activity.used
+        missing = min(activity.count_missing(kind.hot, kind.cold, settings.policy), used)
+        dense, hot = (activity.count_within(share) for share in (dense_share, kind.hot))
+        shares = (dense, hot - dense, max(used - hot - missing, 0.0), missing)
+        return draw_experts(shares, used, activity.grain, shape, random)
+    return draw_tokens(
+        activity.named,
+        activity.find_hits(kind.hot, kind.cold, settings.policy),
+        dense_share,
+        kind.hot,
+        activity.neurons * activity.chosen,
+        shape=shape,
+        variation=description.rates.constants.token_variation,
+        random=random,
+        shifts=shifts,
     )
 
 

@@ -135,11 +135,13 @@ class SimulationResult:
             f"decode    {self.tokens_s:.2f} tokens/s over {len(decode.token_s)} tokens; "
             f"ms per token: mean {run['mean_ms']:.1f} · {percentiles}"
         )
+        hits = f"cache hits {run['hit_rate']:.1%}"
+        if self.inputs.settings.predictor == "none":
+            hits = "every neuron is computed, and nothing is put into the cache"
         lines.append(
             f"reads     {approximate_bytes(run['read_bytes_per_token'])} per token; flash busy "
             f"{run['flash_share']:.0%}, computing waits for it "
-            f"{approximate_share(run['waiting_share'])}; "
-            f"cache hits {run['hit_rate']:.1%}"
+            f"{approximate_share(run['waiting_share'])}; {hits}"
         )
         if self.energy is not None:
             lines.append(

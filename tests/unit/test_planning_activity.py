@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi2.costs.activations import CLASSES
+from pi2.costs.activations import CLASSES, Hotness
 from pi2.costs.activity import (
     LayerActivity,
     MergedReads,
@@ -236,3 +236,24 @@ def test_the_demo_model_says_how_many_gates_are_open() -> None:
     assert np.mean([layer.named.active for layer in named]) == pytest.approx(0.176, rel=0.02)
     alone, source = describe_activity(model, "low-rank")
     assert source.startswith("the model's document") and alone[0].named.active == 0.176
+
+
+@pytest.mark.parametrize(
+    ("held", "qwen", "gemma"),
+    [(0.1, 0.546, 0.548), (0.2, 0.752, 0.742), (0.3, 0.864, 0.845), (0.5, 0.958, 0.951)],
+)
+def test_a_cache_of_experts_hits_as_often_as_in_published_traces(
+    held: float, qwen: float, gemma: float
+) -> None:
+    """BigMoeOnEdge: least recently used experts of Qwen3-30B-A3B and Gemma-4-26B-A4B, 6 of 128."""
+    constants = Constants()
+    layer = LayerActivity(
+        named=Hotness(active=6 / 128, spread=constants.routing_spread),
+        chosen=1.0,
+        neurons=128 * 768,
+        again=constants.routing_repeat,
+        grain=768,
+    )
+    hits = 1.0 - layer.count_missing(0.0, held, "lru") / layer.used
+    assert hits == pytest.approx(qwen, abs=0.05)
+    assert hits == pytest.approx(gemma, abs=0.05)

@@ -80,3 +80,14 @@ def test_a_device_without_figures_is_told_what_to_measure(
     assert "P330" in error
     assert "units.cpu.read_bandwidth" in error
     assert "pi2 probe" in error
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["simulate", BAMBOO, "--prompt", "4000", "--tokens", "4"]
+    assert run(command) != 0
+    assert "P601" in capsys.readouterr().err
+    assert run(["simulate", BAMBOO, "--prompt", "2040", "--tokens", "99", "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["tokens"] == 8 and "ends after 8 tokens" in found.err
