@@ -12,12 +12,12 @@ Three dials of the table ``[experts]``, in this order:
 
 The weights of those that compute are the router's, scaled to the sum that they had; or, where
 ``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
-says.
+says, and so are layers without a router: what stands for experts there is one FFN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +43,11 @@ class DialCounters:
 class RoutingDials:
     """Changes the routes of single tokens."""
 
-    def __init__(self, experts: Experts, model: Model, routers: Sequence[F32] | None) -> None:
-        """``routers``: rows [experts, hidden] of each layer, where other experts are preferred."""
+    def __init__(
+        self, experts: Experts, model: Model, routers: Mapping[int, tuple[F32, F32]] | None
+    ) -> None:
+        """``routers``: rows [experts, hidden] and biases [experts] by layer, where other experts
+        are preferred."""
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
@@ -64,12 +67,15 @@ class RoutingDials:
         [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
         ``begun`` how many of these are being read for it.
         """
+        if layer in self._moe.dense_layers:
+            return
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
         for token, row in enumerate(own):
             before = row.copy()
             total = float(row.sum())
             if self._routers is not None:
-                self._prefer(row, self._routers[layer] @ inputs[token], there)
+                rows, bias = self._routers[layer]
+                self._prefer(row, rows @ inputs[token] + bias, there)
             replaced = float(before[row == 0].sum())
             left_out = self._leave_out(row, there, begun)
             counters.weight += total
@@ -120,9 +126,17 @@ def make_dials(
         return None
     routers = None
     if experts.prefer_cached:
-        names = [name_layer_tensor(layer, "router") for layer in range(model.shape.layers)]
-        routers = [
-            np.asarray(tensors[name].weights).view(np.float32).reshape(-1, tensors[name].length)
-            for name in names
-        ]
+        layers = set(range(model.shape.layers)) - set(model.moe.dense_layers)
+        routers = {layer: _read_router(model, tensors, layer) for layer in sorted(layers)}
     return RoutingDials(experts, model, routers)
+
+
+def _read_router(model: Model, tensors: Mapping[str, Tensor], layer: int) -> tuple[F32, F32]:
+    """Rows [experts, hidden] of a layer's router, and biases [experts]."""
+    assert model.moe is not None
+    tensor = tensors[name_layer_tensor(layer, "router")]
+    rows = np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)
+    if not model.moe.router_bias:
+        return rows, np.zeros(len(rows), np.float32)
+    bias = tensors[name_layer_tensor(layer, "router_bias")]
+    return rows, np.asarray(bias.weights).view(np.float32).reshape(-1)[: len(rows)]

@@ -4,6 +4,7 @@ does anything unless it is asked for."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from pi2.cli.main import run as cli
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
+from pi2.plan.checking.rules import dials_need_a_router
 from pi2.plan.documents.plan import Experts
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
@@ -34,7 +36,8 @@ def turn(
     model = make_model({**MIXTURE, "moe": shape})
     rows = np.zeros((EXPERTS, HIDDEN), np.float32)
     rows[:, 0] = SCORES
-    routers = [rows] if "prefer_cached" in settings else None
+    bias = np.zeros(EXPERTS, np.float32)
+    routers = {0: (rows, bias)} if "prefer_cached" in settings else None
     dials = RoutingDials(Experts(**settings), model, routers)
     inputs = np.zeros((1, HIDDEN), np.float32)
     inputs[0, 0] = 1.0
@@ -94,6 +97,48 @@ def test_no_more_experts_are_read_than_the_plan_allows() -> None:
     routes, counters = turn([], chosen=2, most_reads=0)
     np.testing.assert_array_equal(np.flatnonzero(routes), [0])
     assert routes[0] == pytest.approx(1.0) and 0.4 < counters.left_out < 0.5
+
+
+def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
+    model = make_model({**MIXTURE, "moe": {"experts": 3, "active_experts": 1, "router_bias": True}})
+    rows = np.zeros((3, HIDDEN), np.float32)
+    # By rows alone, expert 2 would never come near the others.
+    dials = RoutingDials(
+        Experts(prefer_cached=0.5, keep_best=1),
+        model.model_copy(update={"moe": model.moe.model_copy(update={"active_experts": 2})}),
+        {0: (rows, np.array([1.0, 0.5, 0.4], np.float32))},
+    )
+    routes = np.array([[0.6, 0.4, 0.0]], np.float32)
+    there = np.array([False, False, True])
+    dials.apply(0, np.ones((1, HIDDEN), np.float32), routes, there, DialCounters())
+    assert np.flatnonzero(routes[0]).tolist() == [0, 2]
+
+
+def test_a_layer_without_a_router_is_one_ffn_of_which_nothing_is_left_out() -> None:
+    routes, counters = turn(
+        [], {"dense_layers": [0], "dense_ffn": 192}, chosen=2, most_reads=0, least_weight=0.9
+    )
+    assert np.count_nonzero(routes) == 2 and counters.weight == 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("router", "mixer"), ("router_input", "layer"), ("choice_bias", True), ("groups", 2)],
+)
+def test_preferring_experts_is_refused_where_they_are_chosen_otherwise(
+    key: str, value: object
+) -> None:
+    model = make_model({**MIXTURE, "moe": {"experts": 4, "active_experts": 2, key: value}})
+    facts: Any = SimpleNamespace(
+        plan=SimpleNamespace(
+            experts=Experts(prefer_cached=0.1), decode=SimpleNamespace(predictor="router")
+        ),
+        model=model,
+    )
+    (found,) = dials_need_a_router.check(facts)
+    assert f"({key})" in found.message
+    facts.plan.experts = Experts(least_weight=0.1)
+    assert list(dials_need_a_router.check(facts)) == []
 
 
 @pytest.fixture(scope="module")

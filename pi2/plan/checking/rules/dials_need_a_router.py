@@ -1,8 +1,9 @@
 """The table ``[experts]`` deviates from routing where a router says what is read.
 
 Why: ``prefer_cached``, ``least_weight`` and ``most_reads`` choose among the experts that a router
-names.  With another predictor, or in a model without experts, they do nothing; and scores that are
-of the layer's input, not of the FFN's, are not at hand when experts are preferred.
+names.  With another predictor, or in a model without experts, they do nothing.  ``prefer_cached``
+compares scores, and knows of no others than a plain softmax or sigmoid of the FFN's input: groups
+of experts, biases that only choose, a mixer, and routers of the layer's input are refused.
 
 Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
+from pi2.plan.documents.model import Moe
 
 CODE = "P279"
 SEVERITY = "error"
@@ -42,12 +44,21 @@ def check(facts: Facts) -> Iterator[Finding]:
                 ),
             ),
         )
-    elif moe is not None and experts.prefer_cached and moe.router_input == "layer":
+    elif moe is not None and experts.prefer_cached and (key := _find_other_choice(moe)):
         yield Finding(
             path=("experts", "prefer_cached"),
-            message="experts cannot be preferred: the model's router reads the layer's input",
+            message=f"experts cannot be preferred: the model chooses them otherwise ({key})",
             help="leave prefer_cached out; least_weight and most_reads work",
-            origins=(
-                Origin(document="model", path=("moe", "router_input"), text="it is said here"),
-            ),
+            origins=(Origin(document="model", path=("moe", key), text="it is said here"),),
         )
+
+
+def _find_other_choice(moe: Moe) -> str | None:
+    """The key by which experts are chosen by more than their scores; None if there is none."""
+    others = {
+        "router": moe.router == "mixer",
+        "router_input": moe.router_input == "layer",
+        "choice_bias": moe.choice_bias,
+        "groups": moe.groups > 1,
+    }
+    return next((key for key, differs in others.items() if differs), None)
