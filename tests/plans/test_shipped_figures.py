@@ -323,11 +323,11 @@ class TestPlans:
         "path", [p for p in PLAN_FILES if p.name.endswith("-half.plan.toml")], ids=name_file
     )
     def test_half_of_the_neurons_are_in_memory(self, path: Path) -> None:
+        """As the store has them: an NPU may have them otherwise."""
         resolved = load_plan(path)
-        segments = resolved.plan.memory.segments
-        assert (segments.hot + segments.cold) / count_ffn_bytes(resolved) == pytest.approx(
-            0.5, abs=0.003
-        )
+        hot = sum(layer.hot_neurons for layer in resolved.layers) * resolved.bundle.stride
+        share = (hot + resolved.plan.memory.segments.cold) / count_ffn_bytes(resolved)
+        assert share == pytest.approx(0.5, abs=0.004)
 
     @pytest.mark.parametrize(
         "path", [p for p in PLAN_FILES if p.name.endswith("-60.plan.toml")], ids=name_file
@@ -343,9 +343,11 @@ class TestPlans:
         [p for p in PLAN_FILES if p.parent.name in PHONES and "-as-" not in p.name],
         ids=name_file,
     )
-    def test_phones_have_no_kernels_yet_and_one_reader(self, path: Path) -> None:
+    def test_phones_have_backends_and_one_reader(self, path: Path) -> None:
+        """But mixtures, whose neurons an NPU has no room for within the paper's memory."""
         resolved = load_plan(path)
-        assert set(resolved.plan.backends.values()) == {"null"}
+        wanted = {"null"} if "mixtral" in path.name else {"cpu", "hexagon"}
+        assert set(resolved.plan.backends.values()) == wanted
         assert resolved.plan.io.threads == 1
         assert all(layer.split["npu"] == layer.hot for layer in resolved.layers)
 

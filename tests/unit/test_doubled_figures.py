@@ -24,6 +24,7 @@ FASTER = {"bandwidth.value", "rate", "giga_ops"}
 """Twice as much is never slower, and at most twice as fast."""
 SLOWER = {"latency"}
 NEUTRAL = {"power.value", "frequency", "cores", "queue_depth", "queues", "capacity", "usable"}
+NEUTRAL |= {"own_memory"}
 NOISE = 2e-3
 MATTERS = {
     "units.cpu.read_bandwidth.value",

@@ -187,7 +187,9 @@ def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(
         return [line for line in lines if line.startswith("Assumed: ")]
 
     assert explain() == []
-    (said,) = explain("--set", 'prefill.unit="gpu"', "--set", 'backends.gpu="null"')
+    counted = [f'backends.{kind}="null"' for kind in ("cpu", "gpu", "npu")]
+    settings = [part for item in ('prefill.unit="gpu"', *counted) for part in ("--set", item)]
+    (said,) = explain(*settings)
     assert said == "Assumed: cpu computes prompts; gpu does in pi2's engine."
     resolved = load_half()
 
