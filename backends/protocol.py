@@ -358,6 +358,8 @@ class Backend(Protocol):
     KINDS: tuple[UnitKind, ...]
     """Kinds of units that plans give to it unless somebody says otherwise; none for backends that
     stand in for others."""
+    ONLY_EMULATED: bool
+    """Whether its devices have been emulated so far, wherever it ran."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""

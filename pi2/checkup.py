@@ -74,6 +74,8 @@ class Checkup:
     kernel_cache: Folder
     backends: Mapping[str, Sequence[str]]
     """By backend, what keeps it from running here."""
+    only_emulated: frozenset[str] = frozenset()
+    """Backends whose devices have been emulated so far, wherever pi2 ran."""
     plans: tuple[PlanVerdict, ...]
 
 
@@ -93,6 +95,12 @@ def examine_machine() -> Checkup:
         gpus=survey_devices(),
         kernel_cache=inspect_folder(find_cache_folder("kernels")),
         backends=backends,
+        only_emulated=frozenset(
+            name
+            for name, obstacles in backends.items()
+            if not any("cannot import" in item for item in obstacles)
+            and find_backend(name).ONLY_EMULATED
+        ),
         plans=tuple(
             judge_plan(path, path.relative_to(folder).as_posix(), machine, backends)
             for path in sorted(folder.rglob("*.plan.toml"))

@@ -25,6 +25,7 @@ __all__ = [
 COMPUTES = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
+ONLY_EMULATED = False
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

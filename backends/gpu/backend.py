@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COMPUTES = True
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("gpu",)
+ONLY_EMULATED = True
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

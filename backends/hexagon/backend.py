@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 COMPUTES = True
 NATIVE = False
-# It has run on an emulated NPU only: a plan has to ask for it.
-KINDS: tuple[UnitKind, ...] = ()
+KINDS: tuple[UnitKind, ...] = ("npu",)
+ONLY_EMULATED = True
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

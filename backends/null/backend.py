@@ -32,6 +32,7 @@ __all__ = [
 COMPUTES = False
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
+ONLY_EMULATED = False
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

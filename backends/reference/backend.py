@@ -18,6 +18,7 @@ __all__ = [
     "COMPUTES",
     "KINDS",
     "NATIVE",
+    "ONLY_EMULATED",
     "build",
     "build_unit",
     "count_chunk_bytes",
@@ -31,6 +32,7 @@ __all__ = [
 COMPUTES = True
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
+ONLY_EMULATED = False
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -74,7 +74,10 @@ def write_checkup(checkup: Checkup) -> Iterator[str]:
     yield ""
     yield click.style("Backends", bold=True)
     for name, obstacles in checkup.backends.items():
-        yield from _write(f"  {name}", "; ".join(obstacles) or "can run here", indent=14)
+        said = "; ".join(obstacles) or "can run here"
+        if name in checkup.only_emulated:
+            said += "; its units have been emulated so far, and no real one has run it"
+        yield from _write(f"  {name}", said, indent=14)
     yield ""
     yield click.style("Plans that come with pi2", bold=True)
     yield from write_verdicts(checkup.plans)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
+from pi2.plan.authoring import drafting
 from pi2.plan.authoring.drafting import choose_backends, write_backends
 from pi2.plan.resolve import load_plan
 
@@ -25,8 +26,16 @@ def generate(folder: Path, *command: str) -> str:
     return text
 
 
-def test_a_kind_without_a_backend_makes_a_plan_to_count_with() -> None:
+def test_every_kind_has_a_backend_that_computes() -> None:
     assert choose_backends({"cpu"}) == {"cpu": "cpu"}
+    assert choose_backends({"cpu", "npu"}) == {"cpu": "cpu", "npu": "hexagon"}
+    assert write_backends({"cpu", "npu"}) == 'backends = { cpu = "cpu", npu = "hexagon" }'
+
+
+def test_a_kind_without_a_backend_makes_a_plan_to_count_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafting, "list_usual_backends", lambda: {"cpu": "cpu"})
     assert choose_backends({"cpu", "npu"}) == {"cpu": "null", "npu": "null"}
     assert write_backends({"cpu"}) == 'backends = { cpu = "cpu" }'
     assert write_backends({"cpu", "npu"}).endswith("no backend serves npu yet")
@@ -38,6 +47,6 @@ def test_both_commands_choose_backends_for_the_units_that_they_use(
 ) -> None:
     text = generate(tmp_path, *command)
     if "npu" in re.findall(r"^split = .*", text, re.MULTILINE)[0]:
-        assert "# null counts and computes nothing" in text
+        assert 'backends = { cpu = "cpu", npu = "hexagon" }' in text
     else:
         assert "# The cpu computes everything; `pi2 plan` divides the work with the gpu" in text

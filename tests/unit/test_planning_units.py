@@ -49,8 +49,11 @@ def test_a_plan_for_several_units_validates_and_runs_dry(
 def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: Path) -> None:
     resolved = write(tmp_path, *PHONE)
     assert resolved.plan.memory.units == {}
-    counts = sum(layer.hot_neurons for layer in resolved.layers)
-    assert resolved.needs.hot.bytes == counts * resolved.bundle.stride
+    own = sum(len(layer.own_hot) for layer in resolved.layers)
+    need = count_unit_needs(resolved)["npu"].bytes
+    assert need > 0
+    assert resolved.needs.hot.bytes == own * resolved.bundle.stride + need
+    assert 0 <= resolved.plan.memory.segments.hot - resolved.needs.hot.bytes < MIB
 
 
 def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> None:
