@@ -403,8 +403,8 @@ class Serve(Table):
 
     prefixes: Literal["answers", "prompts", "none"] = "answers"
     """What of earlier prompts is not read again when another one begins with the same tokens:
-    ``prompts`` goes on from whole chunks of prompts alone, and gives bit for bit what is computed
-    without; ``answers`` also from tokens that were generated, so that the next turn of a
+    ``prompts`` goes on from whole chunks of prompts alone, which are bit for bit what reading them
+    again would give; ``answers`` also from tokens that were generated, so that the next turn of a
     conversation reads only what is new: their keys and values are those of generation, which
     leaves out what predictors leave out; ``none`` reads every prompt from its beginning."""
     prefix_cache: Annotated[Bytes, Field(examples=["4 GiB"])] | None = None
