@@ -1,0 +1,74 @@
+"""The command `pi2 serve`, from its first line to its last."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import structlog
+
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+from pi2.cli.main import run
+
+COMMAND = [sys.executable, "-m", "pi2", "serve"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_interrupted(end: signal.Signals) -> None:
+    environment = {**os.environ, "PI2_API_KEY": "secret"}
+    with subprocess.Popen(
+        [*COMMAND, "demo", "--port", "0"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        lines = []
+        while not (
+            found := re.search(r"pi2 serves demo on (http://127\.0\.0\.1:\d+)", "".join(lines))
+        ):
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+        body = {"model": "demo", "prompt": "def ", "max_tokens": 4}
+        url = f"{found[1]}/v1/completions"
+        assert httpx2.post(url, json=body).status_code == 401
+        answer = httpx2.post(url, json=body, headers={"x-api-key": "secret"}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        process.send_signal(end)
+        rest = process.stderr.read()
+        assert process.wait(60) in (130, -end)
+    assert "Traceback" not in rest
+    # One line for each request, and nothing that was said.
+    assert rest.count('"path": "/v1/completions"') + "".join(lines).count("/v1/completions") == 2
+    assert "def " not in rest
+
+
+@pytest.fixture
+def quiet_again() -> Iterator[None]:
+    """The command logs every request; tests that follow do not want that."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("quiet_again")
+def test_what_cannot_be_served_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert run(["serve", "demo", "--port", port]) == 2
+    assert "P681" in capsys.readouterr().err
+    assert run(["serve", "demo", "demo"]) == 2
+    assert "P682" in capsys.readouterr().err
+    assert run(["serve", str(tmp_path / "none.plan.toml")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert run(["serve", "demo", "--max-body", "3"]) == 2
+    assert "P612" in capsys.readouterr().err
