@@ -56,6 +56,11 @@ class Piece:
         alike = (self.slots == np.arange(start, start + count, dtype=np.int32)).all()
         return slice(start, start + count) if alike else None
 
+    def is_same(self, other: Piece) -> bool:
+        """Whether both are the same neurons."""
+        mine, theirs = ((item.layer, item.first, len(item.slots)) for item in (self, other))
+        return mine == theirs
+
     def find_missing(self, shortest: int) -> list[slice]:
         """Stretches to read: the missing neurons, and ``shortest - 1`` others between two of them
         at most."""
@@ -150,11 +155,12 @@ class NeuronStream:
         yield from parts[0]
         for number, piece in enumerate(pieces):
             following = pieces[number + 1 :]
+            if self._ahead and not self._ahead[0].piece.is_same(piece):
+                # All neurons were expected to be wanted, and some experts are not.
+                self.abandon()
             if not self._ahead:
                 self._start(piece)
             filling = self._ahead[0]
-            assert filling.piece.layer == layer
-            assert filling.piece.first == piece.first
             self._finish(filling)
             self._ahead.popleft()
             # The other buffer's content has been used: fill it while this one is computed, with

@@ -169,6 +169,7 @@ _WRAPPED: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "mistral3": {"model_type": "mistral"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
 }

@@ -51,7 +51,22 @@ def describe_other_parts(checkpoint: Checkpoint) -> list[str]:
         count = sum(pattern.search(name) is not None for name in checkpoint.tensors)
         if count:
             found.append(f"left out: {count} tensor{'s' if count > 1 else ''} to {does}")
+    drafting, layers = _count_drafting(checkpoint), checkpoint.config.get("num_hidden_layers")
+    if drafting and type(layers) is int:
+        later = re.compile(r"\.layers\.(\d{1,9})\.")
+        numbers = (later.search(name) for name in checkpoint.tensors)
+        count = sum(match is not None and int(match[1]) >= layers for match in numbers)
+        if count:
+            found.append(
+                f"left out: {count} tensor{'s' if count > 1 else ''} of layers to draft tokens"
+            )
     return found
+
+
+def _count_drafting(checkpoint: Checkpoint) -> int:
+    """Layers after the model's own that predict further tokens, as DeepSeek V3 has them."""
+    stated = checkpoint.config.get("num_nextn_predict_layers")
+    return stated if type(stated) is int and 0 < stated <= 16 else 0
 
 
 def _list_denied(checkpoint: Checkpoint, model: Model) -> Iterator[tuple[str, SourceTensor]]:
@@ -77,8 +92,9 @@ def _find_later_layer(checkpoint: Checkpoint, model: Model) -> SourceTensor | No
     if not found:
         return None
     name = re.compile(re.escape(before) + "([0-9]{1,9})" + re.escape(after))
+    first_unknown = model.shape.layers + _count_drafting(checkpoint)
     matches = (name.fullmatch(candidate) for candidate in sorted(checkpoint.tensors))
-    later = (match[0] for match in matches if match and int(match[1]) >= model.shape.layers)
+    later = (match[0] for match in matches if match and int(match[1]) >= first_unknown)
     return next((checkpoint.tensors[name] for name in later), None)
 
 

@@ -153,6 +153,9 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
             tables["tensors"] |= {
                 key: pattern.replace("model.", longer, 1) for key, pattern in patterns.items()
             }
+            outer = f"language_model.{stated.get('head', Tensors().head)}"
+            if outer in checkpoint.tensors:
+                tables["tensors"]["head"] = outer
             return
     for prefix in _PREFIXES:
         short = embedding.removeprefix(prefix)

@@ -17,6 +17,7 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.generation_config import read_sampling, write_sampling
+from pi2.importing.leftovers import describe_other_parts
 from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
@@ -51,7 +52,7 @@ def test_the_document_is_sound_and_says_everything(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
-        ("llama", {"model_type": "nobody"}, "the family 'nobody' is unknown"),
+        ("llama", {"model_type": "nobody"}, "the family 'nobody' (model_type) is unknown"),
         ("llama", {"model_type": None}, "does not state model_type"),
         ("llama", {"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
         ("llama", {"hidden_act": "mish"}, "the activation 'mish' is unknown"),
@@ -139,6 +140,36 @@ def test_a_part_of_a_head_and_a_scaling_do_not_go_together_in_llama(tmp_path: Pa
     change_config(checkpoint, rope_parameters=rope)
     with pytest.raises(UserError, match=r"P544.*partial_rotary_factor is 0\.5"):
         describe_checkpoint(checkpoint)
+
+
+def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "mixture")
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    norm = "model.layers.{}.input_layernorm.weight"
+    save_file(tensors | {norm.format(2): tensors[norm.format(1)]}, file)
+    change_config(checkpoint, num_nextn_predict_layers=1)
+    assert describe_checkpoint(checkpoint).model.shape.layers == 2
+    assert describe_other_parts(open_checkpoint(checkpoint)) == [
+        "left out: 1 tensor of layers to draft tokens"
+    ]
+    change_config(checkpoint, num_nextn_predict_layers=0)
+    with pytest.raises(UserError, match=r"P537.*the model has 2 layers"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nearest"), [("llama4_text", "'llama'"), ("minimax_m3", "'minimax_m2'")]
+)
+def test_the_nearest_family_of_an_unknown_one_is_named(
+    tmp_path: Path, kind: str, nearest: str
+) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    change_config(checkpoint, model_type=kind)
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert f"(model_type) is unknown; the nearest known one is {nearest}" in str(caught.value)
+    assert "docs/new-model.md" in str(caught.value)
 
 
 def test_a_mixture_whose_experts_a_bias_chooses_has_it(tmp_path: Path) -> None:

@@ -123,6 +123,16 @@ def test_reads_go_on_while_a_piece_is_computed() -> None:
     assert reader.runs[2:] == [(1, 8, 16), (1, 24, 16)]
 
 
+def test_what_was_read_ahead_for_nothing_is_read_as_it_is_wanted() -> None:
+    """All neurons of the next layer were expected to be wanted, and only some experts are."""
+    stream, reader = make_stream(make_cache(8, 4))
+    assert list(stream.give(0))
+    assert reader.runs[-1][0] == 1, "the next layer is on its way"
+    given = [piece.bundles[:, :2].copy() for piece in stream.give(1, [range(20, 30)])]
+    assert np.concatenate(given)[:, 0].tolist() == [1] * 10
+    assert np.concatenate(given)[:, 1].tolist() == list(range(20, 30))
+
+
 def test_a_layer_that_is_all_in_memory_is_passed_over() -> None:
     cache = make_cache(8, 40)
     bring_in(cache, 1, *range(8, 40))

@@ -9,7 +9,9 @@ A module of this folder states the families that it describes in ``FAMILIES``, f
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Mapping
 
@@ -23,6 +25,11 @@ _LIMITS = {
     "max_position_embeddings": 2**40,
 }
 """No model document states more; families may count through layers, and take roots of sizes."""
+
+_SAME_LETTERS = 4
+"""Letters with which similar names begin: a version or a kind of FFN comes after a family's."""
+_SIMILAR = 0.7
+"""Likeness of similar names that begin otherwise."""
 
 Describe = Callable[[Config], Tables]
 """Describes a family: raises `UserError` P544 for options that no model document can state."""
@@ -43,13 +50,31 @@ FAMILIES: Mapping[str, Describe] = load_families()
 """Descriptions of families by ``model_type``."""
 
 
+def find_nearest(kind: str) -> str:
+    """Say which known family has the most similar name, as the end of a sentence: its description
+    is the one to begin with.  Nothing if none is similar."""
+
+    def rate(name: str) -> tuple[int, float]:
+        equal = (ours == theirs for ours, theirs in zip(kind, name, strict=False))
+        same = sum(1 for _ in itertools.takewhile(bool, equal))
+        return same, difflib.SequenceMatcher(None, kind, name).ratio()
+
+    nearest = max(FAMILIES, key=rate)
+    same, ratio = rate(nearest)
+    if same < _SAME_LETTERS and ratio < _SIMILAR:
+        return ""
+    return (
+        f"; the nearest known one is {nearest!r}: where the code differs in names and sizes alone, "
+        f"`pi2 model new` of a copy whose config.json says {nearest!r} is a document to begin with"
+    )
+
+
 def describe_family(config: Config) -> Tables:
     """Tables of the model document; `UserError` P544 if the family or an option is unknown."""
     kind = config.read("model_type", str)
     family = FAMILIES.get(kind)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise config.refuse(f"the family {kind!r} is unknown (known: {known})")
+        raise config.refuse(f"the family {kind!r} (model_type) is unknown{find_nearest(kind)}")
     for key, most in _LIMITS.items():
         if config.has(key) and not 1 <= config.read(key, int) <= most:
             raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{most}")
