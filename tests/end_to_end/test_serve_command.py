@@ -29,7 +29,7 @@ def test_it_serves_until_it_is_interrupted(end: signal.Signals) -> None:
         [*COMMAND, "demo", "--port", "0"], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stderr is not None
-        lines = []
+        lines: list[str] = []
         while not (
             found := re.search(r"pi2 serves demo on (http://127\.0\.0\.1:\d+)", "".join(lines))
         ):
