@@ -31,7 +31,7 @@ ERROR = 1e-4
         # LayerNorm, biases everywhere, learned positions, neurons without gates, found by gates.
         ("webgpu", "opt", "gate", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
-        ("opencl", "smallthinker", "router", "fp32", ERROR),
+        ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],
 )
 def test_golden_models_agree(

@@ -130,6 +130,8 @@ def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
 def test_a_run_stays_within_its_budget(api: Api) -> None:
     plan = require_plan(api)
     arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def ", "--json"]
+    # The kernels of the tests above: compiling others would take most of the time.
+    arguments += ["--set", "kv.type=fp32", "--set", "memory.units.gpu.budget=52MiB"]
     done = subprocess.run(
         [*arguments, "--max-tokens", "8", "--ignore-eos"],
         capture_output=True,
