@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,10 @@ from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
+
+if TYPE_CHECKING:
+    from pi2.engine.generation import GenerationResult
+    from pi2.engine.loaded_model import LoadedModel
 
 GROUP = "Run"
 
@@ -153,6 +157,19 @@ def command(
         else:
             sys.stdout.write("\n")
             click.echo(summarise_run(model, generation.result), err=True)
+            compare_promise(model, generation.result)
+
+
+def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
+    """Say how the run's speed compares with what its probed device promises."""
+    from pi2.planning.promise import LEAST_TOKENS, describe_promise, find_promise
+
+    tokens, speed = len(result.token_ids), result.decode_tokens_s
+    if model.is_dry or tokens < LEAST_TOKENS or speed is None:
+        return
+    cost = find_promise(model.plan, result.prompt_tokens + tokens // 2)
+    if cost is not None:
+        click.echo(describe_promise(cost, speed), err=True)
 
 
 def run_batch(

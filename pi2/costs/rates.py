@@ -115,6 +115,8 @@ class Rates:
     """Source of each rate."""
     figures: tuple[Figure, ...] = ()
     """Figures of the device's document that the rates come from."""
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """How far measurements of a step were apart, as a share: of kernels by name, and of "reads"."""
     constants: Constants = field(default_factory=Constants)
     """What stands in for figures that the device does not state."""
 
@@ -267,6 +269,7 @@ class _Reader:
             ),
             types=self._read_types(bandwidth, norm_s),
             sources=self._sources,
+            spreads=self._read_spreads(),
             constants=constants,
         )
         for item in cpu.kernels:
@@ -275,6 +278,17 @@ class _Reader:
         if self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
         return rates
+
+    def _read_spreads(self) -> dict[str, float]:
+        """The spread of each kernel's largest measurement, and of the middle one of all reads."""
+        found: dict[str, float] = {}
+        for item in sorted(self._cpu.kernels, key=lambda item: item.size):
+            if item.spread is not None:
+                found[item.kernel] = float(item.spread)
+        reads = sorted(float(x.spread) for x in self._device.storage.reads if x.spread is not None)
+        if reads:
+            found["reads"] = reads[len(reads) // 2]
+        return found
 
     def _read_types(
         self, bandwidth: float, norm_s: float

@@ -19,7 +19,9 @@ stand for what varies from token to token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import hypot
 from pathlib import Path
 
 from pi2.costs.activity import PredictorMode
@@ -58,6 +60,25 @@ class Cost:
     """Reading a token's row of the embedding, where it does not stay in memory."""
     faults_s: float = 0.0
     """Reading mapped weights beside the FFN's that did not stay."""
+
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """How far measurements of steps were apart, as shares."""
+
+    @property
+    def spread_tokens_s(self) -> float:
+        """Tokens per second by which a run may differ from ``tokens_s``, by what measurements of
+        its steps differed; 0 where nobody measured them."""
+        steps = {
+            "project": sum(layer.attention_s for layer in self.layers),
+            "predict": sum(layer.predict_s for layer in self.layers),
+            "gather": sum(layer.busy_s for layer in self.layers),
+            "multiply": self.head_s,
+            "reads": sum(layer.wait_s for layer in self.layers),
+        }
+        parts = [
+            seconds / self.token_s * self.spreads.get(name, 0.0) for name, seconds in steps.items()
+        ]
+        return self.tokens_s * hypot(*parts)
 
     @property
     def token_s(self) -> float:
@@ -147,6 +168,7 @@ def cost_description(
         memory_bytes=memory_bytes,
         activity=description.activity_source,
         sources=rates.sources,
+        spreads=rates.spreads,
         predictor=settings.predictor,
         batch=settings.batch,
         power_w=rates.power_w,

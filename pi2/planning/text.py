@@ -201,8 +201,10 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     waits = sum(layer.wait_s for layer in cost.layers)
     together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
     what = "a token" if cost.batch == 1 else "between two of each"
+    spread = cost.spread_tokens_s
+    within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
     yield (
-        f"Predicted: {approximate_number(cost.tokens_s)} tokens/s{together}; "
+        f"Predicted: {approximate_number(cost.tokens_s)}{within} tokens/s{together}; "
         f"{cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
     )
