@@ -1,4 +1,4 @@
-"""Serve plans over HTTP: the interfaces of OpenAI, Anthropic and Ollama, and a page to chat."""
+"""Serve plans over HTTP, for OpenAI and Anthropic clients and browsers."""
 
 from __future__ import annotations
 

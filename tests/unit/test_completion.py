@@ -70,7 +70,7 @@ def test_bash_completes_names_of_documents(tmp_path: Path) -> None:
 
 
 def test_bash_completes_codes_and_keys(tmp_path: Path) -> None:
-    assert set(ask(tmp_path, "pi2", "explain", "P20")) == {"P201", "P202", "P203", "P204"}
+    assert set(ask(tmp_path, "pi2", "explain", "P20")) == {"P201", "P202", "P203", "P204", "P205"}
     assert ask(tmp_path, "pi2", "explain", "p201") == ["P201"]
     assert ask(tmp_path, "pi2", "explain", "kv.con") == ["kv.context"]
     assert "units.*.kind" in ask(tmp_path, "pi2", "explain", "units.")

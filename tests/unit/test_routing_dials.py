@@ -101,6 +101,7 @@ def test_no_more_experts_are_read_than_the_plan_allows() -> None:
 
 def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
     model = make_model({**MIXTURE, "moe": {"experts": 3, "active_experts": 1, "router_bias": True}})
+    assert model.moe is not None
     rows = np.zeros((3, HIDDEN), np.float32)
     # By rows alone, expert 2 would never come near the others.
     dials = RoutingDials(
