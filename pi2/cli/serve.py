@@ -1,4 +1,4 @@
-"""Serve plans over HTTP, for OpenAI and Anthropic clients and browsers."""
+"""Serve plans over HTTP, for OpenAI and Anthropic clients."""
 
 from __future__ import annotations
 
