@@ -154,6 +154,9 @@ def list_chosen(routes: F32) -> I32:
 
 def slice_tensor(tensor: Tensor, part: int, parts: int) -> Tensor:
     """Rows of part ``part`` of ``parts`` equal ones; a tensor of one row is cut in its length."""
+    if parts == 1:
+        # Whole, also where one row is packed into another number of elements.
+        return tensor
     if tensor.rows == 1:
         size = tensor.length // parts
         values = tensor.weights[:, part * size : (part + 1) * size]

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.protocol import StateKeeper
+from pi2.backends.experts import slice_tensor
+from pi2.backends.protocol import StateKeeper, Tensor
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.leftovers import describe_other_parts
@@ -216,3 +217,10 @@ def test_experts_may_lie_in_one_tensor_and_pictures_are_left_out(tmp_path: Path)
     assert len(files) == 4
     for file in files:
         assert (plain / file).read_bytes() == (published / file).read_bytes(), file
+
+
+def test_a_matrix_of_one_row_is_whole() -> None:
+    """Mamba-2 with one head has one step size: 32 elements of 2 bytes."""
+    weights = np.zeros((1, 64), np.uint8)
+    tensor = Tensor(name="gates", rows=1, length=32, precision="fp16", weights=weights)
+    assert slice_tensor(tensor, 0, 1).weights.shape == (1, 64)
