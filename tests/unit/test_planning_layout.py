@@ -205,7 +205,7 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
         for item in phone.storage.reads
     ]
     storage = phone.storage.model_copy(update={"reads": tuple(slow)})
-    memory = int(3.3 * GIB)
+    memory = int(4.0 * GIB)
     one = plan(make_wish(phone, memory_bytes=memory))
     two = plan(make_wish(phone.model_copy(update={"storage": storage}), memory_bytes=memory))
     assert one.resolved.plan.pipeline.phases == 1
