@@ -35,8 +35,16 @@ from synthesis.randomness import draw_normals, draw_signs
 _NEXT_LOGIT = 12.0
 _TIED_LOGIT_DEVIATION = 4.0
 _BIAS_DEVIATION = 0.1
-_PROJECTIONS = {"qkv": 0, "output": 1, "state_in": 0, "state_output": 1}
-"""Numbers of projections' random streams; 2 are biases."""
+_PROJECTIONS = {
+    "qkv": 0,
+    "output": 1,
+    "state_in": 0,
+    "state_output": 1,
+    "latent_query_out": 4,
+    "latent_key": 5,
+    "latent_value": 6,
+}
+"""Numbers of projections' random streams; 2 are biases, 3 gates."""
 
 
 def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
@@ -59,12 +67,16 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "attention_output_norm" | "ffn_output_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]
-        case "qkv" | "output":
+        case "latent_query_norm" | "latent_norm":
+            return [(np.ones((1, tensor.length), np.float32), None)]
+        case "qkv" | "output" | "latent_query_out" | "latent_key" | "latent_value":
             return _draw_projection(blueprint, tensor, layer, kind)
         case "qkv_bias":
             normals = draw_normals((1, tensor.length), *blueprint.key(ATTENTION, layer, 2))
             return [(normals * np.float32(_BIAS_DEVIATION), None)]
         case "attention_norm_bias" | "ffn_norm_bias" | "output_bias" | "down_bias":
+            return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
+        case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
         case "state_in" | "state_output":
             return _draw_projection(blueprint, tensor, layer, kind)
