@@ -96,7 +96,13 @@ class Parts:
         return self._get_layers().feed_forward
 
     def _get_layers(self) -> LayerParts:
-        assert self.layers is not None, "a unit has the model as a whole"
+        """UserError P662 where there are none: somebody wants to look at them."""
+        if self.layers is None:
+            raise UserError.of(
+                "P662",
+                f"{self.resolved.sparse_unit!r} has the whole model and shows none of its layers",
+                help="take a plan whose split gives the neurons to a CPU",
+            )
         return self.layers
 
 
@@ -502,6 +508,9 @@ class LoadedModel:
         """Let prompts go on from earlier ones that begin with the same tokens, as the plan's
         ``[serve]`` says; nothing may be under way."""
         parts, plan = self._parts, self.plan.plan
+        if parts.layers is None:
+            # Keys and values are on the unit, which does not give them out.
+            return
         executor = parts.executor
         if plan.serve.prefixes == "none" or not isinstance(executor, ContextKeeper):
             return

@@ -120,9 +120,19 @@ def test_a_token_is_one_submission(gpu: LoadedModel, monkeypatch: pytest.MonkeyP
     assert len(whole.list_step(1, 1)) == 13 * layers + 3
 
 
+def test_a_server_reads_every_prompt_from_its_beginning(gpu: LoadedModel) -> None:
+    before = gpu._scheduler.prefixes
+    gpu.keep_prefixes()
+    assert gpu._scheduler.prefixes is before
+
+
 def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
     with pytest.raises(UserError, match="does not show") as caught:
         pi2.orchestrator.load(gpu.plan.path, make_observer=lambda executor, request: None)
+    assert caught.value.diagnostics[0].code == "P662"
+    # Such as a trace, which begins when the model is loaded.
+    with pytest.raises(UserError, match="shows none of its layers") as caught:
+        _ = gpu._parts.cache
     assert caught.value.diagnostics[0].code == "P662"
 
 
