@@ -175,11 +175,11 @@ class BlockingReads:
             return 0.0
         fixed_s = self.threads * self.wake_s + self.latency_s
         stream_s = self.stride * self.byte_s
-        if used_from * stream_s < missing * self.neuron_s:
-            return fixed_s + used_from * stream_s  # all of them, in order
         reads = missing * (1.0 - min(missing / used_from, 1.0))
         blocking_s = reads * max(self.neuron_s, self.latency_s / self.threads)
-        return fixed_s + max(blocking_s, missing * stream_s) + missing * self.place_s
+        single_s = max(blocking_s, missing * stream_s) + missing * self.place_s
+        # Or all of them in order, computed where they arrive.
+        return fixed_s + min(single_s, used_from * stream_s)
 
 
 def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:
