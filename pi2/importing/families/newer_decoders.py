@@ -43,6 +43,8 @@ def describe_olmo3(config: Config) -> Tables:
     full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
     if not both.has("full_attention") and not both.has("sliding_attention"):
         full = both if both.has("rope_type") else config.read_table("rope_scaling")
+    # The original code looks for it outside of the two tables.
+    full = full.change({"truncate": both.read("truncate", bool, True)})
     tables["rope"] = scale_rope(config, full, full.read("rope_theta", float, theta), context)
     other = scale_rope(config, local, local.read("rope_theta", float, theta), context)
     chosen = tables["attention"].get("window_layers", list(range(layers)))
