@@ -152,7 +152,7 @@ def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
-    summary = summarise(found.step_s[step.key])
+    summary = summarise(found.step_s[step.key], "less")
     values: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
     values["time"] = _write_seconds(summary.value)
     if step.read_bytes is not None:
@@ -196,7 +196,7 @@ def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
         what = f"emulated by the processor: {what}"
     values["kernels"] = []
     for step in item.steps:
-        summary = summarise(item.step_s[step.key])
+        summary = summarise(item.step_s[step.key], "less")
         origin = {**_origin(what, summary.samples), "spread": summary.spread}
         kernel: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
         kernel |= {"time": _write_seconds(summary.value), "bytes": f"{step.read_bytes} B"}
@@ -236,7 +236,7 @@ def _describe_memory(found: Measurements) -> dict[str, Any]:
 
 def _describe_storage(found: Measurements) -> dict[str, Any]:
     storage = found.storage
-    latency = summarise(found.latency_s)
+    latency = summarise(found.latency_s, "less")
     values: dict[str, Any] = {
         "latency": _write_seconds(latency.value),
         "latency_spread": latency.spread,
@@ -262,7 +262,7 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
 def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str, Any]:
     rates = found.read_bytes_s[spec.key]
     values: dict[str, Any] = {"pattern": spec.pattern, "block": format_bytes(spec.block_bytes)}
-    values["rate"] = _write_rate(summarise(rates).value)
+    values["rate"] = _write_rate(summarise(rates, "more").value)
     if spec.range_bytes is not None:
         values["range"] = format_bytes(spec.range_bytes)
     if spec.depth is not None:
@@ -275,14 +275,14 @@ def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str
         values["overlap"] = round(statistics.median(shares), 3)
         values["overlap_spread"] = round(statistics.stdev(shares), 3) if len(shares) > 1 else 0.0
     engine = "io_uring" if spec.depth is not None else "pread"
-    summary = summarise(rates)
+    summary = summarise(rates, "more")
     return {**values, **_origin(f"{direct} reads, {engine}", summary.samples)} | {
         "spread": summary.spread
     }
 
 
 def _rate(rates: Sequence[float], source: str) -> dict[str, Any]:
-    summary = summarise(rates)
+    summary = summarise(rates, "more")
     return {
         "value": _write_rate(summary.value),
         **_origin(source, summary.samples),

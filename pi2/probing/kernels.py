@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from pi2.backends.host import load_host_loops
@@ -96,22 +97,27 @@ class KernelBench:
             for step in self._steps
         ]
 
-    def measure(self, rounds: int) -> dict[Key, list[float]]:
-        """Seconds per call of each step, ``rounds`` figures of each."""
+    def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
+        """Seconds per call of each step, ``rounds`` figures of each; of ``keys`` alone, and what is
+        measured together with them, if they are given."""
         if self._bound:
             bind_calling_thread(self._bound)
         try:
-            return self._measure(rounds)
+            return self._measure(rounds, keys)
         finally:
             if self._bound:
                 # Threads that read would be bound with it.
                 bind_calling_thread(self._free)
 
-    def _measure(self, rounds: int) -> dict[Key, list[float]]:
-        measures = [(step.key, make_timer(step)) for step in self._steps]
+    def _measure(self, rounds: int, keys: Collection[Key] | None) -> dict[Key, list[float]]:
+        wanted = [step for step in self._steps if keys is None or step.key in keys]
+        measures = [(step.key, make_timer(step)) for step in wanted]
         found = collect_rounds(measures, rounds, ignore_progress, "")
         for _ in range(rounds):
             for item in self._tokens:
+                own = {facts.key for facts in item.list_facts()}
+                if keys is not None and own.isdisjoint(keys):
+                    continue
                 for key, seconds in item.measure().items():
                     found.setdefault(key, []).append(seconds)
         return found

@@ -16,7 +16,7 @@ from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.probing.accelerators import Accelerators, measure_accelerators
 from pi2.probing.kernels import KernelRecipe
 from pi2.probing.model import SMALL
-from pi2.probing.series import Key
+from pi2.probing.series import Key, is_agreed
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
 from pi2.probing.timing import StepFacts
 from pi2.progress import Progress
@@ -28,6 +28,8 @@ UNIT_ROUNDS = 3
 """Rounds over GPUs and NPUs; one where the rest took all the time there is."""
 ROUNDS_S = 80.0
 """No round begins that would end later, so that the whole takes less than two minutes."""
+AGAIN_S = 15.0
+"""Time beyond that in which figures are measured again that no two rounds agree about."""
 USUAL_START_S = 15.0
 """Time to start where all kernels are compiled."""
 STEADY_PIECES = 50
@@ -102,6 +104,9 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
             limit_s = ROUNDS_S - max(start - begun - USUAL_START_S, 0.0)
             if not has_time(time.monotonic() - start, number + 1, limit_s):
                 break
+        while time.monotonic() - start <= limit_s + AGAIN_S:
+            if not _measure_again(found, reads, bench, small):
+                break
         progress("rounds", 1.0)
         late = time.monotonic() - begun > USUAL_START_S + ROUNDS_S
     rates = found["reads"]
@@ -124,6 +129,22 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
 def has_time(passed_s: float, done: int, limit_s: float = ROUNDS_S) -> bool:
     """Whether another round fits after ``done`` of them."""
     return done < LEAST_ROUNDS or passed_s * (done + 1) / done <= limit_s
+
+
+def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, small: Worker) -> bool:
+    """Measure once more what no two rounds agree about; whether there was anything."""
+    steps = {key for key, times in found["steps"].items() if not is_agreed(times, "less")}
+    for worker in (bench, small):
+        own = steps & {step.key for step in worker.call("list_steps")}
+        if own:
+            found.add("steps", worker.call("measure", 1, own))
+    rates = found["reads"]
+    unclear = [
+        spec for spec in reads if spec.key in rates and not is_agreed(rates[spec.key], "more")
+    ]
+    if unclear:
+        found.add("reads", bench.call("measure_reads", unclear, 1))
+    return bool(steps or unclear)
 
 
 class _Rounds(defaultdict[str, dict[Key, list[float]]]):

@@ -46,7 +46,7 @@ def make_remote_device(
 def _describe_step(
     step: StepFacts, seconds: Sequence[float], machine: RemoteMachine
 ) -> dict[str, Any]:
-    found = summarise(seconds)
+    found = summarise(seconds, "less")
     version = importlib.metadata.version("pi2")
     threads = f"{machine.threads} thread" + ("s" if machine.threads > 1 else "")
     values: dict[str, Any] = {
