@@ -90,7 +90,13 @@ class RandomNeurons:
                 product = product + slice_bias(self.bundles, self.layout, index)
             products.append(product)
         model: Any = SimpleNamespace(
-            ffn=SimpleNamespace(activation=self.ffn.activation, threshold=self.ffn.threshold)
+            ffn=SimpleNamespace(
+                activation=self.ffn.activation,
+                threshold=self.ffn.threshold,
+                limit=None,
+                slope=1.0,
+                up_offset=0.0,
+            )
         )
         up: Any = products[1] if self.ffn.gated else None
         values = cast(F64, activate(model, cast(Any, products[0]), up))
