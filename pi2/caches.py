@@ -3,7 +3,7 @@
 ``PI2_CACHE_DIR`` names it; without, it is ``pi2`` in the folder that ``XDG_CACHE_HOME`` names, as a
 rule ``~/.cache``.  Compiled kernels, fetched profiles, what is known of tokenizers, keys and
 values of prompts and the GGUF files of comparisons have a folder each in it.  It can be deleted at
-any time.
+any time.  Downloads that are under way (``downloads``) go there, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 VARIABLE = "PI2_CACHE_DIR"
 
-Kept = Literal["kernels", "profiles", "history", "peers", "prefixes", "tokenizers"]
+Kept = Literal["downloads", "kernels", "profiles", "history", "peers", "prefixes", "tokenizers"]
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:

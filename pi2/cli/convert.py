@@ -12,6 +12,7 @@ import click
 from pi2.cli.options import add_path_option
 from pi2.cli.suggestions import suggest_models
 from pi2.diagnostics import UserError
+from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 GROUP = "Convert"
 
 MIB = 1024 * 1024
-
-
-PLAN = "default.plan.toml"
 
 
 @click.command("convert")
@@ -136,9 +134,8 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.generation_config import read_sampling, write_sampling
     from pi2.importing.leftovers import describe_other_parts
-    from pi2.importing.new_model import describe_checkpoint, name_origin, write_model
+    from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
@@ -153,11 +150,7 @@ def command(
         document, origin = read_model(model), model
     if quantization is not None:
         document = choose_precision(document, quantization)
-    notes = {f"{document.id}.model.toml": write_model(document, origin).encode()}
-    plan, refusal = draft_default_plan(document, scales)
-    if plan is not None:
-        sampling = read_sampling(open_checkpoint(checkpoint))
-        notes[PLAN] = (plan + ("" if sampling is None else write_sampling(sampling))).encode()
+    notes, refusal = write_notes(checkpoint, document, origin, scales)
     passages = read_passages(texts)
     rounding = Quantizer(quantizer, statistics, report=errors is not None or bool(texts))
     with ProgressBar() as progress:
@@ -183,7 +176,7 @@ def command(
         click.echo(write_errors(errors, rounding.errors.list_errors(), cost), err=True)
     if cost is not None:
         click.echo(describe_cost(cost), err=True)
-    if plan is not None:
+    if PLAN in notes:
         click.echo(f"next: pi2 run {output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
@@ -273,6 +266,23 @@ def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -
         ffn=precision, attention=precision, embedding=careful, head=careful, predictor=careful
     )
     return model.model_copy(update={"quantization": chosen})
+
+
+def write_notes(
+    checkpoint: Path, model: Model, origin: str, scales: ScalesPlace = "inline"
+) -> tuple[dict[str, bytes], str]:
+    """What a store has beside the weights: the model document and, if there can be one, a plan for
+    this machine.  Returns them by name, and why there is no plan."""
+    from pi2.importing.checkpoint import open_checkpoint
+    from pi2.importing.generation_config import read_sampling, write_sampling
+    from pi2.importing.new_model import write_model
+
+    notes = {f"{model.id}.model.toml": write_model(model, origin).encode()}
+    plan, refusal = draft_default_plan(model, scales)
+    if plan is not None:
+        sampling = read_sampling(open_checkpoint(checkpoint))
+        notes[PLAN] = (plan + ("" if sampling is None else write_sampling(sampling))).encode()
+    return notes, refusal
 
 
 def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[str | None, str]:

@@ -1,9 +1,12 @@
-"""Plans by name: `pi2 run demo` means the shipped plan of that name, wherever one is."""
+"""Plans by name: `pi2 run demo` means the pulled model or the shipped plan of that name, wherever
+one is."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from pi2.pulled_models import find_model
 
 SHIPPED = Path(__file__).resolve().parents[1] / "plans"
 _NAME = re.compile(r"[\w.-]+")
@@ -18,8 +21,11 @@ def list_shipped_plans() -> dict[str, Path]:
 
 
 def find_plan_path(path: Path) -> Path:
-    """The path itself, or that of the shipped plan that it names if there is no such file."""
+    """The path itself, or the plan of the pulled model, or the shipped plan, that it names if there
+    is no such file."""
     name = str(path)
-    if path.exists() or not _NAME.fullmatch(name) or name.endswith(".toml"):
+    is_file = path.exists() and not path.is_dir()
+    if is_file or not _NAME.fullmatch(name) or name.endswith(".toml"):
         return path
-    return list_shipped_plans().get(name, path)
+    model = find_model(name)
+    return list_shipped_plans().get(name, path) if model is None else model.plan

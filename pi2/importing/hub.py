@@ -1,0 +1,270 @@
+"""Fetches checkpoints from a hub that speaks Hugging Face's protocol, by its own library."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import PICKLED, read_json, unwrap_config
+from pi2.importing.config import Config
+from pi2.importing.families import describe_family
+from pi2.progress import Progress, ignore_progress
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_REFERENCE = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")
+_WEIGHTS = (".safetensors", ".gguf", *PICKLED)
+_SMALL = (".json", ".jinja", ".model")
+_TEMPLATES = "additional_chat_templates"
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """A repository of the hub, and a branch, tag or commit of it."""
+
+    repository: str
+    revision: str
+
+
+def parse_reference(text: str) -> HubReference:
+    """Read ``hf:ORG/NAME[@REV]``; `UserError` P760 if it is something else."""
+    match = _REFERENCE.fullmatch(text)
+    if match is None or ".." in text or "--" in match["repository"]:
+        raise UserError.of(
+            "P760",
+            f"{text!r} is not a model of the hub",
+            help="write hf:ORG/NAME, or hf:ORG/NAME@REVISION",
+        )
+    return HubReference(match["repository"], match["revision"] or "main")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """A commit of a repository."""
+
+    name: str
+    commit: str
+    sizes: Mapping[str, int]
+    """Bytes of the files that a conversion reads, by name."""
+    cached: Path | None = None
+    """Its folder, if the hub's own cache has the files."""
+
+
+def find_repository(reference: HubReference) -> Repository:
+    """Resolve the revision to a commit, and choose the files.
+
+    `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the other settings of the hub's library hold.
+    `UserError`: P761 no such repository or revision, P762 not allowed, P763 not to be reached, P767
+    nothing in it that can be read.
+    """
+    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+
+    name, revision = reference.repository, reference.revision
+    with _explain_errors(reference):
+        if is_offline_mode():
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+            files = {
+                path.relative_to(folder).as_posix(): path.stat().st_size
+                for path in folder.rglob("*")
+                if path.is_file()
+            }
+            chosen = choose_files(reference, files)
+            return Repository(name=name, commit=folder.name, sizes=chosen, cached=folder)
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    files = {item.rfilename: item.size or 0 for item in info.siblings or []}
+    assert info.sha is not None
+    chosen = choose_files(reference, files)
+    cached = _find_cached(name, info.sha, list(chosen))
+    return Repository(name=name, commit=info.sha, sizes=chosen, cached=cached)
+
+
+def choose_files(reference: HubReference, files: Mapping[str, int]) -> dict[str, int]:
+    """The files that a conversion reads, with their sizes: weights in one format, and the small
+    ones.  `UserError` P767 if there are no weights, or several models."""
+    top = {name: size for name, size in files.items() if "/" not in name}
+    small = {
+        name: size
+        for name, size in files.items()
+        if name.endswith(_SMALL)
+        and (name in top or PurePosixPath(name).parent == PurePosixPath(_TEMPLATES))
+    }
+    weights: dict[str, int] = {}
+    for ending in _WEIGHTS:
+        weights = {name: size for name, size in top.items() if name.endswith(ending)}
+        # Mistral's repositories have all weights twice.
+        whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
+        weights = whole or weights
+        if weights and (ending == ".gguf" or "config.json" in top):
+            break
+        weights = {}
+    if not weights:
+        raise UserError.of(
+            "P767",
+            f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
+            help="name a repository with config.json and safetensors files, or with a GGUF model",
+        )
+    names = list(weights)
+    if names[0].endswith(".gguf"):
+        if len(names) > 1 and not all(re.search(r"-of-\d{5}\.gguf$", name) for name in names):
+            raise UserError.of(
+                "P767",
+                f"{reference.repository} has {len(names)} GGUF files",
+                help="download one of them and give it to `pi2 convert`: " + ", ".join(names[:8]),
+            )
+        return weights
+    return {**small, **weights}
+
+
+def fetch_files(
+    repository: Repository,
+    folder: Path,
+    progress: Progress = ignore_progress,
+    *,
+    endpoint: str | None = None,
+) -> Path:
+    """The folder that has the repository's files: the hub's own cache if all are there, else
+    ``folder``, into which they are fetched.  What is whole already is not fetched again, and an
+    unknown family is refused before the weights come.  The library goes on with a file after a cut
+    connection, but begins it again when it is called again.
+    ``endpoint``: the hub's address, else that of `HF_ENDPOINT`.
+
+    `UserError`: P544 unknown family, P761-P763 as `find_repository`, P764 too little space.
+    """
+    from huggingface_hub import hf_hub_download
+
+    if repository.cached is not None:
+        return repository.cached
+    reference = HubReference(repository.name, repository.commit)
+    total, done, is_known = sum(repository.sizes.values()), 0, False
+    bar = _make_bar(lambda count: progress("downloading", min(1.0, (done + count) / max(1, total))))
+    with _explain_errors(reference):
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_space(repository, folder)
+        for name in sorted(repository.sizes, key=lambda name: (name.endswith(_WEIGHTS), name)):
+            if name.endswith(_WEIGHTS) and not is_known:
+                check_family(folder)
+                is_known = True
+            hf_hub_download(
+                repository.name,
+                name,
+                revision=repository.commit,
+                local_dir=folder,
+                endpoint=endpoint,
+                tqdm_class=bar,
+            )
+            done += repository.sizes[name]
+    return folder
+
+
+def check_family(folder: Path) -> None:
+    """`UserError` P544 if ``config.json``, where there is one, tells of an unknown family."""
+    file = folder / "config.json"
+    if file.exists():
+        describe_family(Config(file, unwrap_config(read_json(file))))
+
+
+def _find_cached(name: str, commit: str, files: Sequence[str]) -> Path | None:
+    """The folder of the hub's own cache if it has all the files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [try_to_load_from_cache(name, file, revision=commit) for file in files]
+    config = next((Path(path) for path in found if isinstance(path, str)), None)
+    if config is None or not all(isinstance(path, str) for path in found):
+        return None
+    return next(parent for parent in config.parents if parent.name == commit)
+
+
+def _check_space(repository: Repository, folder: Path) -> None:
+    there = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    needed, free = sum(repository.sizes.values()) - there, shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError.of(
+            "P764",
+            f"{repository.name} needs {needed / _MIB:,.0f} MiB more in {folder}, "
+            f"where {free / _MIB:,.0f} MiB are free",
+            help="free some space, or let PI2_CACHE_DIR name a folder of another disk",
+        )
+
+
+def _make_bar(report: Any) -> Any:
+    """What the hub's library calls with the bytes of a file."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            settings["disable"] = True
+            self.count = settings.get("initial") or 0
+            super().__init__(*args, **settings)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.count += n or 0
+            report(self.count)
+            return None
+
+    return Bar
+
+
+@contextmanager
+def _explain_errors(reference: HubReference) -> Iterator[None]:
+    """Tell the user what the hub's library has met."""
+    import httpx2
+    from huggingface_hub import errors, is_offline_mode
+
+    name, revision = reference.repository, reference.revision
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise UserError.of(
+            "P762",
+            f"{name} is given only to people who have agreed to its terms",
+            help="agree on the model's page, then `hf auth login`, or set HF_TOKEN",
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise UserError.of(
+            "P761",
+            f"the hub has no {name}, or does not show it",
+            help="correct the name; for a private model `hf auth login`, or set HF_TOKEN",
+        ) from None
+    except (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
+        raise UserError.of(
+            "P761", f"{name} has no revision {revision!r}", help="name a branch, tag or commit"
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        cause = error.__cause__
+        offline = is_offline_mode()
+        raise UserError.of(
+            "P763",
+            f"{name} at {revision} is not on this machine, and HF_HUB_OFFLINE is set"
+            if offline
+            else f"the hub does not give {name}: {cause or error}",
+            help="unset HF_HUB_OFFLINE"
+            if offline
+            else "look at the network and HF_ENDPOINT; the same command keeps whole files",
+        ) from None
+    except errors.HfHubHTTPError as error:
+        refused = error.response.status_code in (401, 403)
+        raise UserError.of(
+            "P762" if refused else "P763",
+            f"the hub answers {error.response.status_code} for {name}",
+            help="log in with `hf auth login`, or set HF_TOKEN" if refused else "try again later",
+        ) from None
+    except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
+        raise UserError.of(
+            "P763",
+            f"cannot reach the hub: {str(error) or type(error).__name__}",
+            help="look at the network and HF_ENDPOINT; the same command keeps whole files",
+        ) from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UserError.of(
+            "P764",
+            f"cannot write {error.filename or 'the download'}: {error.strerror or error}",
+            help="free some space; the same command keeps whole files" if full else None,
+        ) from None

@@ -1,0 +1,220 @@
+"""`pi2 pull`, `pi2 list` and `pi2 remove`, against a server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+from huggingface_hub import hf_hub_download
+
+from pi2.cli.main import run
+from pi2.cli.named_plans import find_plan_path
+from pi2.diagnostics import UserError
+from pi2.importing.hub import HubReference, Repository, choose_files, fetch_files, parse_reference
+from pi2.pulled_models import find_models_folder
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.hub import COMMIT, Hub, serve_repository
+from tests.helpers.models import draw_weights, make_model
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    model = make_model()
+    weights = draw_weights(model, 0)
+    folder = write_checkpoint(tmp_path / "checkpoint", model, weights, shards=2)
+    file = folder / "config.json"
+    further = {"hidden_act": "silu", "max_position_embeddings": model.shape.context}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **further}))
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights again")
+    with serve_repository(folder, "org/tiny") as served:
+        yield served
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Folders of the test's own; kernels stay in the cache of all tests."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**kept, "HF_HOME": str(tmp_path / "hf"), "PI2_CACHE_DIR": str(tmp_path / "cache")}
+
+
+def pull(environment: dict[str, str], hub: Hub, *words: str, **more: str) -> tuple[int, str]:
+    """Exit code and messages of the command in a process of its own: the library reads its
+    environment once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pi2", "pull", *words],
+        env={**environment, "HF_ENDPOINT": hub.address, **more},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_pulled_model_is_listed_run_and_removed(
+    hub: Hub,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, said = pull(environment, hub, "hf:org/tiny@v1", "--quantization", "int8")
+    assert code == 0, said
+    assert "next: pi2 run tiny" in said
+    assert not list((tmp_path / "cache/downloads").rglob("*.safetensors"))
+    assert hub.list_ranges("pytorch_model.bin") == []
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "cache"))
+    store = tmp_path / "cache/models/tiny"
+    assert json.loads((store / "source.json").read_bytes()) == {
+        "repository": "org/tiny",
+        "revision": "v1",
+        "commit": COMMIT,
+        "quantization": "int8",
+    }
+    # The weights are those that the checkpoint itself becomes.
+    own = tmp_path / "own"
+    assert run(["convert", str(hub.folder), "-o", str(own), "--quantization", "int8"]) == 0
+    for file in sorted(own.glob("layers/*")):
+        assert (store / "layers" / file.name).read_bytes() == file.read_bytes(), file
+    assert list(own.glob("layers/*"))
+
+    assert find_plan_path(Path("tiny")) == store / "default.plan.toml"
+    assert run(["validate", str(store / "default.plan.toml")]) == 0
+    capsys.readouterr()
+    assert run(["list"]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith("tiny ") and "MiB" in line
+    assert f"org/tiny@{COMMIT[:12]} (v1)" in line
+
+    # A second pull fetches nothing, offline too; another model does not take the name.
+    before = len(hub.asked)
+    code, said = pull(environment, hub, "hf:org/tiny@v1", "--quantization=int8", HF_HUB_OFFLINE="1")
+    assert (code, "is there already" in said, len(hub.asked)) == (0, True, before)
+    code, said = pull(environment, hub, "hf:org/tiny", "--quantization", "fp16")
+    assert (code, "P765" in said) == (2, True)
+    assert (store / "default.plan.toml").exists()
+
+    assert run(["remove", "tiny"]) == 0
+    assert not store.exists()
+    assert run(["remove", "tiny"]) == 2
+    assert "P766" in capsys.readouterr().err
+
+
+def test_a_pulled_model_is_run_by_its_name(
+    hub: Hub, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {name: value for name, value in environment.items() if name != "PI2_CACHE_DIR"}
+    code, said = pull(own, hub, "hf:org/tiny", "--name", "mine", XDG_CACHE_HOME=own["HF_HOME"])
+    assert code == 0, said
+    if "PI2_CACHE_DIR" in os.environ:
+        pytest.skip("PI2_CACHE_DIR names the folder of all tests")
+    assert run(["run", "mine", "--prompt", "hello", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    (hub.folder / second).write_bytes(os.urandom(21 << 20))  # the library writes 10 MiB at a time
+    sizes = {name: (hub.folder / name).stat().st_size for name in ("config.json", first, second)}
+    repository = Repository(name=hub.repository, commit=COMMIT, sizes=sizes)
+    hub.cut = second
+    with pytest.raises(UserError, match="P763"):
+        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+    # Within the command the file goes on where it was, the library tries again and again.
+    assert hub.list_ranges(second)[:3] == [None, *[f"bytes={10 << 20}-"] * 2]
+    hub.cut = None
+    shares: list[float] = []
+    folder = fetch_files(
+        repository,
+        tmp_path / "work",
+        lambda _, share: shares.append(share),
+        endpoint=hub.address,
+    )
+    for name in sizes:
+        assert (folder / name).read_bytes() == (hub.folder / name).read_bytes()
+    # What was whole is not fetched again.
+    assert len(hub.list_ranges(first)) == 1
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_a_disk_without_room_is_said_before_anything_comes(hub: Hub, tmp_path: Path) -> None:
+    repository = Repository(name=hub.repository, commit=COMMIT, sizes={"config.json": 1 << 60})
+    with pytest.raises(UserError, match="P764"):
+        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+    assert hub.asked == []
+
+
+def test_what_the_hubs_own_cache_has_is_converted_offline(
+    hub: Hub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    cache = tmp_path / "hf/hub"
+    for file in hub.folder.iterdir():
+        hf_hub_download(hub.repository, file.name, cache_dir=cache, endpoint=hub.address)
+    asked = len(hub.asked)
+    code, said = pull(environment, hub, "hf:org/tiny", HF_HUB_OFFLINE="1")
+    assert code == 0, said
+    assert len(hub.asked) == asked
+    assert (tmp_path / "cache/models/tiny/source.json").exists()
+    assert len(list(cache.rglob("snapshots/*/*.safetensors"))) == 2
+
+
+def test_an_unknown_family_is_refused_before_the_weights_come(
+    hub: Hub, environment: dict[str, str]
+) -> None:
+    file = hub.folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "unheard"}))
+    code, said = pull(environment, hub, "hf:org/tiny")
+    assert (code, "P544" in said) == (2, True), said
+    assert hub.list_ranges("config.json") == [None]
+    assert hub.list_ranges("of-00002.safetensors") == []
+
+
+def test_what_the_hub_refuses_is_said(hub: Hub, environment: dict[str, str]) -> None:
+    for words, changes, expected in [
+        (["hf:org/other"], {}, "P761"),
+        (["hf:org/tiny@v9"], {}, "P761"),
+        (["hf:org/tiny"], {"HF_HUB_OFFLINE": "1"}, "P763"),
+        (["hf:org/tiny"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "P763"),
+    ]:
+        code, said = pull(environment, hub, *words, **changes)
+        assert (code, f"error[{expected}]" in said) == (2, True), said
+    hub.gated = True
+    code, said = pull(environment, hub, "hf:org/tiny")
+    assert (code, "error[P762]" in said) == (2, True), said
+
+
+def test_a_reference_names_a_repository() -> None:
+    assert parse_reference("hf:a/b.c") == HubReference("a/b.c", "main")
+    assert parse_reference("hf:a/b@refs/pr/1").revision == "refs/pr/1"
+    for text in ("a/b", "hf:b", "hf:a/b@", "hf:a/../b", "hf:a/b@../c", "hf:/a/b"):
+        with pytest.raises(UserError, match="P760"):
+            parse_reference(text)
+
+
+def test_weights_are_taken_in_one_format() -> None:
+    model = HubReference("a/b", "main")
+    known = {"config.json": 1, "model.safetensors": 2, "pytorch_model.bin": 2, "x/y.json": 1}
+    assert set(choose_files(model, known)) == {"config.json", "model.safetensors"}
+    assert set(choose_files(model, {"a.gguf": 1, "README.md": 1})) == {"a.gguf"}
+    for names in (["config.json"], ["a-Q4.gguf", "a-Q8.gguf"], ["x/model.safetensors"]):
+        with pytest.raises(UserError, match="P767"):
+            choose_files(model, dict.fromkeys(names, 1))
+
+
+def test_models_lie_where_data_lies() -> None:
+    assert find_models_folder({"PI2_CACHE_DIR": "/a"}) == Path("/a/models")
+    assert find_models_folder({"XDG_DATA_HOME": "/b"}) == Path("/b/pi2/models")
+    assert find_models_folder({"XDG_DATA_HOME": "b"}).parts[-4:] == (
+        ".local",
+        "share",
+        "pi2",
+        "models",
+    )
