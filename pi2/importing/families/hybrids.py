@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 from pi2.importing.config import Config
@@ -165,6 +166,10 @@ def _add_mamba(config: Config, tables: Tables, is_attention: Callable[[int], boo
     ] or [0.0, math.inf]
     if len(limits) != 2 or not all(type(item) in (int, float) and item >= 0 for item in limits):
         raise config.refuse("time_step_limit is not two numbers")
+    # An integer may be larger than any float.
+    limits = [math.inf if item > sys.float_info.max else float(item) for item in limits]
+    if math.isinf(limits[0]):
+        raise config.refuse("time_step_limit begins with no number that a step can have")
     _add_kinds(config, tables, "mamba", is_attention)
     tables["recurrence"] = {
         "key_heads": groups,
@@ -175,10 +180,10 @@ def _add_mamba(config: Config, tables: Tables, is_attention: Callable[[int], boo
         "convolution_bias": config.read("mamba_conv_bias", bool, True),
         "projection_bias": config.read("mamba_proj_bias", bool, False),
         "norm_groups": groups,
-        "shortest_step": float(limits[0]),
+        "shortest_step": limits[0],
     }
     if math.isfinite(limits[1]):
-        tables["recurrence"]["longest_step"] = float(limits[1])
+        tables["recurrence"]["longest_step"] = limits[1]
     mamba = f"{LAYER}.mamba"
     tables["tensors"] |= {
         "state_order": "mamba",

@@ -97,7 +97,7 @@ def describe_glm4_moe_lite(config: Config) -> Tables:
     kinds = config.read_list("mlp_layer_types")
     if not kinds:
         kinds = ["dense" if layer < first else "sparse" for layer in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+    if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
         raise config.refuse(f"mlp_layer_types is not a list of {layers} kinds of FFN")
     add_dense_layers(tables, dense, [n for n, kind in enumerate(kinds) if kind == "dense"])
     return tables

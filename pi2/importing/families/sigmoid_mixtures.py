@@ -45,7 +45,8 @@ def name_experts(block: str, shared: str) -> Tables:
 
 def add_dense_layers(tables: Tables, ffn: int, layers: range | list[int]) -> None:
     """State the layers that have one FFN of ``ffn`` neurons."""
-    chosen = [layer for layer in layers if 0 <= layer < tables["shape"]["layers"]]
+    # A checkpoint may state any number of them: only those that there are can be gone through.
+    chosen = [layer for layer in range(tables["shape"]["layers"]) if layer in layers]
     if chosen:
         tables["moe"] |= {"dense_layers": chosen, "dense_ffn": ffn}
 
