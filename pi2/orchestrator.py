@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
-from pi2.engine.loaded_model import LayerParts, LoadedModel, Parts
+from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import (
     allocate_gate_rows,
     group_by_expert,
@@ -31,6 +31,7 @@ from pi2.engine.loading import (
     open_reader,
     read_tokenizer,
 )
+from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.routing_dials import RoutingDials, make_dials
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows

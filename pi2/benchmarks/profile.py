@@ -12,7 +12,7 @@ from pi2.engine.share_observer import ShareObserver
 from pi2.memory.observer import ReadObserver, WatchedRun
 
 if TYPE_CHECKING:
-    from pi2.engine.loaded_model import Parts
+    from pi2.engine.parts import Parts
     from pi2.memory.flash import PendingRead
 
 

@@ -23,7 +23,8 @@ from pi2.arrays import F32
 from pi2.backends.observer import ExecutorObserver
 from pi2.benchmarks.profile import observe_parts
 from pi2.benchmarks.workloads import TokenSource
-from pi2.engine.loaded_model import LoadedModel, Parts
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.parts import Parts
 from pi2.engine.share_observer import ShareObserver
 from pi2.memory.flash import PendingRead
 from pi2.memory.observer import ReadObserver, WatchedRun

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, RLock, get_ident
 
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Piece, SequenceResult
 from pi2.engine.prefixes import NoPrefixes, Prefixes
@@ -367,10 +368,10 @@ class Scheduler:
         )
         self._free_ended()
 
-    def _take(self, ticket: Ticket, logits: object) -> None:
+    def _take(self, ticket: Ticket, logits: F32) -> None:
         """Draw a token and put what it makes where the one who waits finds it."""
         answer = _get_answer(ticket)
-        piece = answer.take(logits)  # type: ignore[arg-type]
+        piece = answer.take(logits)
         if answer.reason is not None:
             ticket.result = answer.describe()
         if piece.text or piece.scores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from pi2.serving.requests import (
 )
 from pi2.serving.sse import write_event
 from pi2.serving.tool_formats import ToolCall
+from pi2.serving.typed_events import stream_typed
 
 
 class Message(Tolerant):
@@ -187,7 +188,7 @@ async def answer_messages(request: Request, service: Service) -> Response:
         kept = stack.pop_all()
         return await stream_events(
             request,
-            _stream(request, _Stream(host, ask), events, kept),
+            stream_typed(request, _Stream(host, ask).write, events, kept),
             "anthropic",
             explain=lambda problem: write_event(problem, "error"),
         )
@@ -238,23 +239,6 @@ def write_whole(host: Host, ask: Ask, found: Collected) -> dict[str, Any]:
         **_describe_stop(found.end),
         "usage": _describe_usage(len(ask.prompt_ids), found.end),
     }
-
-
-async def _stream(
-    request: Request,
-    writer: _Stream,
-    events: AsyncGenerator[Delta | Finished, None],
-    kept: AsyncExitStack,
-) -> AsyncGenerator[bytes, None]:
-    async with kept:
-        try:
-            async for event in events:
-                for found in writer.write(event):
-                    yield write_event(found, found["type"])
-                if isinstance(event, Finished):
-                    note_use(request, completion_tokens=event.tokens)
-        finally:
-            await events.aclose()
 
 
 class _Stream:

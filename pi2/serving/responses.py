@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from pi2.serving.requests import (
 )
 from pi2.serving.sse import write_event
 from pi2.serving.tool_formats import ToolCall
+from pi2.serving.typed_events import stream_typed
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
@@ -194,7 +195,7 @@ async def answer_responses(request: Request, service: Service) -> Response:
         kept = stack.pop_all()
         return await stream_events(
             request,
-            _stream(request, writer, events, kept),
+            stream_typed(request, writer.write_events, events, kept),
             "openai",
             explain=lambda problem: write_event(
                 {
@@ -207,23 +208,6 @@ async def answer_responses(request: Request, service: Service) -> Response:
                 "error",
             ),
         )
-
-
-async def _stream(
-    request: Request,
-    writer: _Writer,
-    events: AsyncGenerator[Delta | Finished, None],
-    kept: AsyncExitStack,
-) -> AsyncGenerator[bytes, None]:
-    async with kept:
-        try:
-            async for event in events:
-                for found in writer.write_events(event):
-                    yield write_event(found, found["type"])
-                if isinstance(event, Finished):
-                    note_use(request, completion_tokens=event.tokens)
-        finally:
-            await events.aclose()
 
 
 class _Writer:

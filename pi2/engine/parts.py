@@ -1,0 +1,79 @@
+"""The parts of a loaded model: what the orchestrator has built for a plan."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pi2.backends.protocol import Executor
+from pi2.backends.whole_model import WholeModel
+from pi2.diagnostics import UserError
+from pi2.engine.feed_forward import FeedForward
+from pi2.engine.sequences import Sequences
+from pi2.memory.budget import Budget
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import FlashReader
+from pi2.memory.null_reader import NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.store.reader import NeuronStore
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """What a model consists of that is computed layer by layer."""
+
+    executor: Executor
+    cache: NeuronCache
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts that the orchestrator has built for a plan."""
+
+    resolved: ResolvedPlan
+    store: NeuronStore | None
+    """None where the backend computes nothing."""
+    tokenizer: Tokenizer | None
+    budget: Budget
+    layers: LayerParts | None
+    """None where a unit has the model as a whole."""
+    whole: WholeModel | None = None
+    """None where it is computed layer by layer."""
+    reader: FlashReader | NullReader
+    forward: Sequences
+    load_s: float
+    compute_threads: int
+    lock_fallback: str | None = None
+    """Why memory is not locked, if the plan wants it."""
+    release: ExitStack
+    """Gives back threads, files and memory, the last that was taken first."""
+
+    @property
+    def executor(self) -> Executor:
+        """What computes layer by layer."""
+        return self._get_layers().executor
+
+    @property
+    def cache(self) -> NeuronCache:
+        """The neuron cache of what is computed layer by layer."""
+        return self._get_layers().cache
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The FFNs of what is computed layer by layer."""
+        return self._get_layers().feed_forward
+
+    def _get_layers(self) -> LayerParts:
+        """UserError P662 where there are none: somebody wants to look at them."""
+        if self.layers is None:
+            raise UserError.of(
+                "P662",
+                f"{self.resolved.sparse_unit!r} has the whole model and shows none of its layers",
+                help="take a plan whose split gives the neurons to a CPU",
+            )
+        return self.layers
