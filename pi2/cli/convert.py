@@ -16,6 +16,7 @@ from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
+    from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
     from pi2.plan.documents.model import Model
@@ -269,18 +270,19 @@ def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -
 
 
 def write_notes(
-    checkpoint: Path, model: Model, origin: str, scales: ScalesPlace = "inline"
+    checkpoint: Path | Checkpoint, model: Model, origin: str, scales: ScalesPlace = "inline"
 ) -> tuple[dict[str, bytes], str]:
     """What a store has beside the weights: the model document and, if there can be one, a plan for
     this machine.  Returns them by name, and why there is no plan."""
-    from pi2.importing.checkpoint import open_checkpoint
+    from pi2.importing.checkpoint import Checkpoint, open_checkpoint
     from pi2.importing.generation_config import read_sampling, write_sampling
     from pi2.importing.new_model import write_model
 
     notes = {f"{model.id}.model.toml": write_model(model, origin).encode()}
     plan, refusal = draft_default_plan(model, scales)
     if plan is not None:
-        sampling = read_sampling(open_checkpoint(checkpoint))
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        sampling = read_sampling(opened)
         notes[PLAN] = (plan + ("" if sampling is None else write_sampling(sampling))).encode()
     return notes, refusal
 

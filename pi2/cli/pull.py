@@ -12,6 +12,8 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pi2.importing.checkpoint import Checkpoint
+    from pi2.progress import Progress
     from pi2.pulled_models import PulledModel, Source
 
 GROUP = "Run"
@@ -35,7 +37,8 @@ def command(
 ) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
 
-    The checkpoint lies whole on the disk until it is converted, and is deleted then.  After Ctrl-C
+    A safetensors file is fetched when the conversion needs it, and deleted when nothing in it is
+    left to convert, so that a checkpoint in many files never lies whole on the disk.  After Ctrl-C
     or a failure the same command goes on with the first file that is not whole.  HF_ENDPOINT,
     HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE hold; what the hub's own cache has is not
     fetched again, nor deleted.
@@ -44,7 +47,8 @@ def command(
 
     from pi2.caches import find_cache_folder
     from pi2.cli.progress import ProgressBar
-    from pi2.importing.hub import fetch_files, find_repository, parse_reference
+    from pi2.importing.hub import find_repository, hold_folder, parse_reference
+    from pi2.importing.hub_shards import open_repository
     from pi2.pulled_models import NAME, Source, find_model, find_models_folder
 
     reference = parse_reference(model)
@@ -75,10 +79,11 @@ def command(
         return
     owner = repository.name.replace("/", "--")
     work = find_cache_folder("downloads") / owner / repository.commit
-    with ProgressBar() as progress:
-        checkpoint = fetch_files(repository, work, progress)
-    plan = convert(checkpoint, source, find_models_folder() / chosen, replace=replace)
-    shutil.rmtree(work, ignore_errors=True)
+    with hold_folder(work), ProgressBar() as progress:
+        checkpoint = open_repository(repository, work, progress)
+        output = find_models_folder() / chosen
+        plan = convert(checkpoint, source, output, progress, replace=replace)
+        shutil.rmtree(work, ignore_errors=True)
     announce(chosen, plan)
 
 
@@ -94,10 +99,11 @@ def check_same(model: PulledModel, source: Source) -> None:
         )
 
 
-def convert(checkpoint: Path, source: Source, output: Path, *, replace: bool) -> Path:
+def convert(
+    checkpoint: Checkpoint, source: Source, output: Path, progress: Progress, *, replace: bool
+) -> Path:
     """Make the store ``output``; returns the path of its plan, which may not exist."""
     from pi2.cli.convert import choose_precision, write_notes
-    from pi2.cli.progress import ProgressBar
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import describe_checkpoint, make_id
     from pi2.pulled_models import PLAN, RECORD
@@ -115,10 +121,9 @@ def convert(checkpoint: Path, source: Source, output: Path, *, replace: bool) ->
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError.of("P764", f"cannot make {output.parent}: {error.strerror}") from None
-    with ProgressBar() as progress:
-        manifest = convert_checkpoint(
-            checkpoint, document, output, notes=notes, replace=replace, progress=progress
-        )
+    manifest = convert_checkpoint(
+        checkpoint, document, output, notes=notes, replace=replace, progress=progress
+    )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {source.repository}@{source.commit[:12]}, {size_mib:.1f} MiB", err=True)
     if PLAN not in notes:

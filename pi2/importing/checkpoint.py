@@ -18,6 +18,7 @@ from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.places import check_place, read_place
 from pi2.importing.quantized import decode_weights
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
+from pi2.importing.shards import Shards, StreamedTensor, list_streamed
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
@@ -43,6 +44,8 @@ class Checkpoint:
     tensors: Mapping[str, SourceTensor]
     files: tuple[Path, ...]
     """Weight files."""
+    shards: Shards | None = None
+    """Where weight files come from that need not be there."""
 
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` that lies beside the weights; None if there is none.
@@ -122,9 +125,10 @@ def _open_only_gguf(folder: Path, files: list[Path]) -> Checkpoint:
     return open_gguf(files[0])
 
 
-def open_folder(folder: Path) -> Checkpoint:
+def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     """Read ``config.json`` and the headers of all weight files of a Hugging Face folder.
 
+    ``shards``: where the weight files that the index names come from, if not all are there.
     Raises `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file,
     P533 a tensor that the index names is missing, P536 a tensor twice, P538 an index that names
     files outside the folder.
@@ -138,8 +142,10 @@ def open_folder(folder: Path) -> Checkpoint:
     files = find_weight_files(folder)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
-        check_weights(folder, file)
-        for name, tensor in list_tensors(file).items():
+        if shards is None:
+            check_weights(folder, file)
+        found = list_tensors(file) if shards is None else list_streamed(file, shards)
+        for name, tensor in found.items():
             if name in tensors:
                 raise UserError.of(
                     "P536",
@@ -154,6 +160,7 @@ def open_folder(folder: Path) -> Checkpoint:
         config_file=folder / "config.json",
         tensors=decode_weights(folder / "config.json", stated, divide_stacks(tensors)),
         files=tuple(files),
+        shards=shards,
     )
 
 
@@ -177,12 +184,16 @@ _WRAPPED: dict[str, dict[str, Any]] = {
 because it is the family's default."""
 
 
+_PLAIN = (SourceTensor, StreamedTensor)
+"""Tensors that lie in their file as plain numbers."""
+
+
 def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
     """The tensors with matrices of experts that lie one after the other in one tensor as tensors of
     their own: ``NAME.0``, ``NAME.1`` and so on."""
     divided: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
-        is_stack = type(tensor) is SourceTensor and len(tensor.shape) == 3
+        is_stack = type(tensor) in _PLAIN and len(tensor.shape) == 3
         # A convolution's channel has one row; scales of a matrix may have one, too.
         is_scale = name.endswith(("_scale_inv", "_scale"))
         is_stack = is_stack and (is_scale or (tensor.shape[1] > 1 and tensor.shape[2] > 1))

@@ -33,8 +33,10 @@ from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import Rows
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.shards import Shards, list_files
 from pi2.importing.small_files import keep_old_notes, read_extra_files
-from pi2.importing.state_rows import find_state_rows, read_state_vector
+from pi2.importing.state_rows import find_state_rows, list_vector_sources, read_state_vector
+from pi2.importing.steps import find_most_bytes, plan_steps
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize
@@ -56,7 +58,7 @@ _AHEAD_BYTES = 2**29
 
 
 def convert_checkpoint(
-    checkpoint: Path,
+    checkpoint: Path | Checkpoint,
     model: Model,
     output: Path,
     *,
@@ -72,7 +74,7 @@ def convert_checkpoint(
     progress: Progress = ignore_progress,
 ) -> Manifest:
     """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
-    MLC-LLM, or a GGUF file.
+    MLC-LLM, or a GGUF file; or from one that is open, whose files may come meanwhile.
 
     ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.
     ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
@@ -86,15 +88,16 @@ def convert_checkpoint(
     ``progress`` is called with a label and the share of bytes read.
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
-    that was killed or interrupted goes on where it was when called again.
+    that was killed or interrupted goes on where it was when called again, and so does any whose
+    files come meanwhile: fetching them again would take longer than anything else.
     """
-    source = open_checkpoint(checkpoint)
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     check_checkpoint(source, model)
     found = find_predictors(source, model, predictors)
     order = _choose_order(model, activations)
     files = read_extra_files(source, model, tokenizer, activations, extras or {})
     own = [] if predictors is None else list_predictor_files(predictors)
-    inputs = [*source.files, *own]
+    inputs = [*_describe_files(source), *map(_describe_file, own)]
     chosen = quantizer or Quantizer()
     job = _describe_job(model, order, inputs, stride, scales, chosen)
     with StoreWriter(
@@ -106,10 +109,16 @@ def convert_checkpoint(
         scales=scales,
         replace=replace,
         job=job,
+        keep_failed=source.shards is not None,
     ) as writer:
         conversion = _Conversion(source, model, found, order, chosen, progress)
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
-            conversion.write_layers(writer, pool)
+            if source.shards is not None:
+                conversion.write_streamed(writer, pool, source.shards)
+            # A job that goes on has some of them already.
+            layers = range(model.shape.layers)
+            left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
+            conversion.write_layers(left, writer, pool)
             writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
         for path, content in files.items():
             writer.add_file(path, content)
@@ -141,12 +150,54 @@ class _Conversion:
         self._total_bytes = sum(tensor.size_bytes for tensor in source.tensors.values())
         self._read_bytes = 0
 
-    def write_layers(self, writer: StoreWriter, pool: ThreadPoolExecutor) -> None:
-        """Write the neurons of every layer."""
-        names = [part.name for part in writer.bundle.parts]
+    def write_streamed(self, writer: StoreWriter, pool: ThreadPoolExecutor, shards: Shards) -> None:
+        """Write the neurons of every layer, and set the dense tensors aside, file by file: each
+        file is there only as long as something needs it."""
         layers = range(self._model.shape.layers)
-        # A job that goes on has some of them already.
         left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
+        steps = plan_steps(
+            self._source.files,
+            {layer: self._list_layer_files(layer, writer.bundle) for layer in left},
+            [
+                (tensor, self._list_dense_files(tensor))
+                for tensor in writer.tensors
+                if not writer.has_tensor(tensor)
+            ],
+        )
+        sizes = {step.file: shards.measure(step.file) for step in steps if step.file is not None}
+        shards.reserve(sizes, find_most_bytes(steps, sizes))
+        for step in steps:
+            if step.file is not None:
+                shards.bring(step.file)
+            self.write_layers(step.layers, writer, pool)
+            for tensor in step.tensors:
+                writer.set_tensor_aside(tensor, self.read_dense(tensor, pool))
+            for file in step.done:
+                shards.drop(file)
+
+    def _list_layer_files(self, layer: int, bundle: BundleLayout) -> set[Path]:
+        """Files in which the neurons of a layer lie."""
+        names = [part.name for part in bundle.parts]
+        biases = [f"{bias.name}_bias" for bias in bundle.biases]
+        return list_files(self._find_matrices(layer, [*names, *biases]))
+
+    def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
+        """Files in which a dense tensor lies."""
+        kind, layer = _split_name(tensor)
+        tensors, model = self._source.tensors, self._model
+        if kind.startswith("predictor_"):
+            return list_files([] if self._predictors is None else self._predictors[layer])
+        if kind.startswith("state_") and tensor.precision == "fp32":
+            return list_files(list_vector_sources(tensors, model, kind, layer))
+        if kind.startswith("state_"):
+            return list_files(find_state_rows(tensors, model, kind, layer))
+        return list_files(find_dense_rows(tensors, model, kind, layer))
+
+    def write_layers(
+        self, left: Sequence[int], writer: StoreWriter, pool: ThreadPoolExecutor
+    ) -> None:
+        """Write the neurons of the layers ``left``."""
+        names = [part.name for part in writer.bundle.parts]
         sources = {layer: self._find_matrices(layer, names) for layer in left}
         reading: Future[list[list[Raw]]] | None = None
         for layer, following in zip_longest(left, left[1:]):
@@ -170,8 +221,7 @@ class _Conversion:
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
         """Rows of a dense tensor of the store, quantised."""
-        parts = tensor.name.split(".")
-        kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (tensor.name, 0)
+        kind, layer = _split_name(tensor)
         if kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
         if kind.startswith("state_"):
@@ -363,6 +413,12 @@ class _Conversion:
         self._read_bytes += source.size_bytes
 
 
+def _split_name(tensor: DenseTensor) -> tuple[str, int]:
+    """What a dense tensor is, and of which layer."""
+    parts = tensor.name.split(".")
+    return (parts[2], int(parts[1])) if len(parts) == 3 else (tensor.name, 0)
+
+
 def pad_columns(rows: F32, length: int) -> F32:
     """Rows float32 [n, width] as [n, length]: zeros follow."""
     missing = length - rows.shape[1]
@@ -416,21 +472,31 @@ def _name_order(model: Model, activations: Path | None) -> Order:
     return "expert" if is_routed else "hotness"
 
 
+def _describe_files(source: Checkpoint) -> list[list[str | int]]:
+    """What is equal where the weight files are."""
+    describe = _describe_file if source.shards is None else source.shards.describe
+    return [describe(file) for file in source.files]
+
+
+def _describe_file(file: Path) -> list[str | int]:
+    found = file.stat()
+    return [str(file.resolve()), found.st_size, found.st_mtime_ns]
+
+
 def _describe_job(
     model: Model,
     order: I32,
-    inputs: list[Path],
+    inputs: Sequence[Sequence[str | int]],
     stride: int | None,
     scales: ScalesPlace,
     quantizer: Quantizer,
 ) -> str:
     """A key that is equal where the same call would write the same files."""
-    stats = [(file, file.stat()) for file in inputs]
     fields: dict[str, Any] = {
         "version": version("pi2"),
         "model": describe_weights(model),
         "tensors": model.tensors.model_dump(mode="json"),
-        "inputs": [[str(file.resolve()), at.st_size, at.st_mtime_ns] for file, at in stats],
+        "inputs": inputs,
         "order": hashlib.sha256(order.tobytes()).hexdigest(),
         "stride": stride,
         "scales": scales,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -67,7 +69,7 @@ def find_repository(reference: HubReference) -> Repository:
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     name, revision = reference.repository, reference.revision
-    with _explain_errors(reference):
+    with explain_errors(reference):
         if is_offline_mode():
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
             files = {
@@ -122,45 +124,69 @@ def choose_files(reference: HubReference, files: Mapping[str, int]) -> dict[str,
     return {**small, **weights}
 
 
+def is_weight_file(name: str) -> bool:
+    """Whether a file of a repository has weights."""
+    return name.endswith(_WEIGHTS)
+
+
 def fetch_files(
     repository: Repository,
     folder: Path,
     progress: Progress = ignore_progress,
     *,
+    names: Sequence[str] | None = None,
     endpoint: str | None = None,
 ) -> Path:
     """The folder that has the repository's files: the hub's own cache if all are there, else
     ``folder``, into which they are fetched.  What is whole already is not fetched again, and an
     unknown family is refused before the weights come.  The library goes on with a file after a cut
     connection, but begins it again when it is called again.
-    ``endpoint``: the hub's address, else that of `HF_ENDPOINT`.
+    ``names``: some of the files; ``endpoint``: the hub's address, else that of `HF_ENDPOINT`.
 
     `UserError`: P544 unknown family, P761-P763 as `find_repository`, P764 too little space.
     """
-    from huggingface_hub import hf_hub_download
-
     if repository.cached is not None:
         return repository.cached
-    reference = HubReference(repository.name, repository.commit)
-    total, done, is_known = sum(repository.sizes.values()), 0, False
-    bar = _make_bar(lambda count: progress("downloading", min(1.0, (done + count) / max(1, total))))
-    with _explain_errors(reference):
+    chosen = list(repository.sizes) if names is None else names
+    total, done, is_known = sum(repository.sizes[name] for name in chosen), 0, False
+    with explain_errors(HubReference(repository.name, repository.commit)):
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(repository, folder)
-        for name in sorted(repository.sizes, key=lambda name: (name.endswith(_WEIGHTS), name)):
-            if name.endswith(_WEIGHTS) and not is_known:
-                check_family(folder)
-                is_known = True
-            hf_hub_download(
-                repository.name,
-                name,
-                revision=repository.commit,
-                local_dir=folder,
-                endpoint=endpoint,
-                tqdm_class=bar,
-            )
-            done += repository.sizes[name]
+        check_space(repository, folder, total)
+    for name in sorted(chosen, key=lambda name: (is_weight_file(name), name)):
+        if is_weight_file(name) and not is_known:
+            check_family(folder)
+            is_known = True
+
+        def report(count: int, done: int = done) -> None:
+            progress("downloading", min(1.0, (done + count) / max(1, total)))
+
+        fetch_file(repository, name, folder, report, endpoint)
+        done += repository.sizes[name]
     return folder
+
+
+def fetch_file(
+    repository: Repository,
+    name: str,
+    folder: Path,
+    report: Callable[[int], None],
+    endpoint: str | None = None,
+) -> None:
+    """Fetch one file into ``folder``; ``report`` is told how many of its bytes have come.  Raises
+    as `fetch_files`."""
+    from huggingface_hub import hf_hub_download
+
+    with explain_errors(HubReference(repository.name, repository.commit)):
+        for left in folder.rglob("*.incomplete"):
+            left.unlink()  # the library does not go on with what a call before has left
+        hf_hub_download(
+            repository.name,
+            name,
+            revision=repository.commit,
+            local_dir=folder,
+            endpoint=endpoint,
+            tqdm_class=_make_bar(report),
+        )
 
 
 def check_family(folder: Path) -> None:
@@ -181,9 +207,10 @@ def _find_cached(name: str, commit: str, files: Sequence[str]) -> Path | None:
     return next(parent for parent in config.parents if parent.name == commit)
 
 
-def _check_space(repository: Repository, folder: Path) -> None:
+def check_space(repository: Repository, folder: Path, size_bytes: int) -> None:
+    """`UserError` P764 if files of ``size_bytes`` find no room beside those in ``folder``."""
     there = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-    needed, free = sum(repository.sizes.values()) - there, shutil.disk_usage(folder).free
+    needed, free = size_bytes - there, shutil.disk_usage(folder).free
     if needed > free:
         raise UserError.of(
             "P764",
@@ -191,6 +218,25 @@ def _check_space(repository: Repository, folder: Path) -> None:
             f"where {free / _MIB:,.0f} MiB are free",
             help="free some space, or let PI2_CACHE_DIR name a folder of another disk",
         )
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Let no other process fetch into ``folder`` meanwhile; `UserError` P522 if one does, P764 if
+    the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError.of("P764", f"cannot make {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError.of("P522", f"another process is fetching into {folder}") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _make_bar(report: Any) -> Any:
@@ -212,7 +258,7 @@ def _make_bar(report: Any) -> Any:
 
 
 @contextmanager
-def _explain_errors(reference: HubReference) -> Iterator[None]:
+def explain_errors(reference: HubReference) -> Iterator[None]:
     """Tell the user what the hub's library has met."""
     import httpx2
     from huggingface_hub import errors, is_offline_mode

@@ -44,14 +44,16 @@ class NewModel:
     """The document as TOML, without what has its default value."""
 
 
-def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
-    """Describe the checkpoint at ``path``; ``name`` is the document's id, else the checkpoint's.
+def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> NewModel:
+    """Describe the checkpoint at ``path``, or one that is open; ``name`` is the document's id, else
+    the checkpoint's.
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
     document can state, P533, P534 or P537 where configuration and tensors contradict each
     other.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    place = path.folder if isinstance(path, Checkpoint) else path
     file = checkpoint.config_file
     config = Config(file, checkpoint.config)
     tables = describe_family(config)
@@ -61,15 +63,15 @@ def describe_checkpoint(path: Path, name: str | None = None) -> NewModel:
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
     tables = {
         "schema_version": 2,
-        "name": _find_name(config, path)[:120],
-        "id": name or make_id(_find_name(config, path)),
+        "name": _find_name(config, place)[:120],
+        "id": name or make_id(_find_name(config, place)),
         **tables,
     }
     model = _validate(config, tables)
     says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
     check_checkpoint(checkpoint, model, says=says)
     raise_findings(list(find_leftovers(checkpoint, model, says)))
-    return NewModel(model=model, text=write_model(model, name_origin(path)))
+    return NewModel(model=model, text=write_model(model, name_origin(place)))
 
 
 def name_origin(path: Path) -> str:

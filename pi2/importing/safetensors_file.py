@@ -116,14 +116,31 @@ def list_safetensors(path: Path) -> dict[str, SourceTensor]:
         with open_stream(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
-                raise _bad_file(path, "it is cut, or not a safetensors file")
-            text = file.read(header_bytes)
+            text = file.read(measure_header(path, prefix, size))
     except OSError as error:
         raise _bad_file(path, error.strerror or str(error)) from None
+    return parse_safetensors(path, prefix + text, size)
+
+
+def measure_header(path: Path, prefix: bytes, size: int) -> int:
+    """Bytes of the header that follows the 8 bytes ``prefix`` of a file of ``size`` bytes;
+    `UserError` P532 if it cannot have such a header."""
+    header_bytes: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+        raise _bad_file(path, "it is cut, or not a safetensors file")
+    return header_bytes
+
+
+def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTensor]:
+    """Tensors of a file of ``size`` bytes by name; ``start``: its first 8 bytes and its header.
+
+    `UserError` P532 or P536 says what is wrong with it.
+    """
+    header_bytes = measure_header(path, start[:8], size)
     try:
-        header = json.loads(text, object_pairs_hook=lambda pairs: _reject_twins(path, pairs))
+        header = json.loads(
+            start[8 : 8 + header_bytes], object_pairs_hook=lambda pairs: _reject_twins(path, pairs)
+        )
     except (ValueError, RecursionError):
         raise _bad_file(path, "its header is not JSON") from None
     if not isinstance(header, dict):

@@ -117,13 +117,27 @@ def read_state_vector(
     if model.tensors.state_order == "mamba":
         if kind.startswith("state_convolution"):
             values = values[:, _order_channels(shape)]
-        if kind == "state_step" and shape.projection_bias:
-            # Step sizes come out of the projection with a bias of their own.
+        if kind == "state_step" and _has_step_bias(model):
             bias = tensors[fill_name(model.tensors.state_in_bias, layer)].read()
             values = values + bias[shape.rows :]
         if kind == "state_in_bias":
             values = values[:, _order_mamba(shape)]
     return np.ascontiguousarray(values), tensor
+
+
+def list_vector_sources(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
+) -> list[SourceTensor]:
+    """What `read_state_vector` reads."""
+    keys = [kind]
+    if kind == "state_step" and _has_step_bias(model):
+        keys.append("state_in_bias")
+    return [tensors[fill_name(getattr(model.tensors, key), layer)] for key in keys]
+
+
+def _has_step_bias(model: Model) -> bool:
+    """Whether step sizes come out of the projection with a bias of their own."""
+    return model.tensors.state_order == "mamba" and _describe(model).projection_bias
 
 
 def _describe(model: Model) -> StateShape:

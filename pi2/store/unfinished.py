@@ -63,6 +63,14 @@ class UnfinishedStore:
         self.finished[entry.path] = entry
         self._append(entry.model_dump(mode="json"))
 
+    def drop(self, beginning: str) -> None:
+        """Delete the finished files whose paths have this ``beginning``, which ends a folder's
+        name."""
+        for path in [path for path in self.finished if path.startswith(beginning)]:
+            del self.finished[path]
+        if (self.folder / beginning).exists():
+            shutil.rmtree(self.folder / beginning)
+
     def publish(self) -> None:
         """Make the folder, manifest included, the store."""
         (self.folder / JOURNAL).unlink()

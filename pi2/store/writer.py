@@ -72,10 +72,12 @@ class StoreWriter:
         scales: ScalesPlace = "inline",
         replace: bool = False,
         job: str = "",
+        keep_failed: bool = False,
     ) -> None:
         """``ranks``: rank of the predictor of every layer, None without predictors;
         ``stride``: bytes between neurons, by default the next multiple of 512; ``scales``: where
-        scales lie, in bundles or in files of their own.
+        scales lie, in bundles or in files of their own; ``keep_failed``: a failure, too, leaves
+        what the same job continues.
 
         Raises `UserError` P105 for scales of weights that have none, P521-P523 if the store may not
         or cannot be written.
@@ -99,6 +101,7 @@ class StoreWriter:
         self._synthetic = synthetic
         self._dense = _lay_out_dense(self.tensors)
         self._store = UnfinishedStore(path, job=job, replace=replace)
+        self._keep_failed = keep_failed
         self._published = False
 
     def has_file(self, path: str) -> bool:
@@ -164,9 +167,33 @@ class StoreWriter:
             known.write_rest(plan.size)
             self._record(path, file, rows=neurons, scales_offset=plan.scales_offset)
 
+    def has_tensor(self, tensor: DenseTensor) -> bool:
+        """Whether a dense tensor is written, or set aside."""
+        return self.has_file(DENSE_FILE) or self.has_file(_name_aside(tensor))
+
+    def set_tensor_aside(self, tensor: DenseTensor, pieces: TensorPieces) -> None:
+        """Write a dense tensor to a file of its own until `write_dense` takes it: whoever reads
+        weights need not read them in the order of ``dense.arrow``."""
+        scales = []
+        with self._create(_name_aside(tensor)) as file:
+            for weights, some in pieces:
+                file.write(weights)
+                scales += [] if some is None else [some]
+            for some in scales:
+                file.write(some)
+            assert file.position == tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)
+            self._record(_name_aside(tensor), file)
+
+    def _read_aside(self, tensor: DenseTensor) -> TensorPieces:
+        whole = np.memmap(self._store.folder / _name_aside(tensor), np.uint8, "r")
+        weights, scales = np.split(whole, [tensor.rows * tensor.row_weight_bytes])
+        yield weights, scales.view(np.float16) if len(scales) else None
+
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
-        """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order."""
+        """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order, but for
+        those that were set aside."""
         if self.has_file(DENSE_FILE):
+            self._store.drop(_ASIDE)
             return
         plan = self._dense
         with self._create(DENSE_FILE) as file:
@@ -175,7 +202,8 @@ class StoreWriter:
             for tensor, (weights_offset, scales_offset) in zip(self.tensors, places, strict=True):
                 known.write_before(weights_offset)
                 scales = []
-                for weights, piece_scales in read(tensor):
+                aside = self.has_file(_name_aside(tensor))
+                for weights, piece_scales in self._read_aside(tensor) if aside else read(tensor):
                     file.write(weights)
                     if piece_scales is not None:
                         scales.append(piece_scales)
@@ -186,6 +214,7 @@ class StoreWriter:
                 assert file.position == scales_offset + tensor.rows * tensor.row_scale_bytes
             known.write_rest(plan.size)
             self._record(DENSE_FILE, file, rows=len(self.tensors))
+        self._store.drop(_ASIDE)
 
     def add_file(self, path: str, content: bytes) -> None:
         """Write a small extra file, such as ``tokenizer.json``."""
@@ -238,14 +267,16 @@ class StoreWriter:
     ) -> None:
         if self._published:
             return
-        # An interrupted job can go on later; a failed one would fail again.
-        interrupted = kind is not None and not issubclass(kind, Exception)
+        # An interrupted job can go on later; a failed one would, as a rule, fail again.
+        interrupted = kind is not None and (self._keep_failed or not issubclass(kind, Exception))
         self._store.abandon(keep=interrupted and bool(self._store.finished))
         if isinstance(error, OSError):
             raise explain_os_error(error, self._store.folder) from error
 
     def _create(self, path: str) -> HashedFile:
-        return HashedFile(self._store.folder / path)
+        target = self._store.folder / path
+        target.parent.mkdir(exist_ok=True)
+        return HashedFile(target)
 
     def _record(
         self,
@@ -303,6 +334,14 @@ class StoreWriter:
                 )
             ),
         )
+
+
+_ASIDE = "aside/"
+"""Begins the paths of dense tensors that are set aside."""
+
+
+def _name_aside(tensor: DenseTensor) -> str:
+    return f"{_ASIDE}{tensor.name}"
 
 
 class _PieceFeed:

@@ -71,8 +71,12 @@ def write_checkpoint(
     *,
     dtype: Dtype = "float32",
     shards: int = 1,
+    in_order: bool = False,
 ) -> Path:
-    """Write config.json, weights in ``shards`` files, and tokenizer.json; return ``folder``."""
+    """Write config.json, weights in ``shards`` files, and tokenizer.json; return ``folder``.
+
+    Tensors are dealt out to the files, as cards are, unless they follow each other ``in_order``.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(make_config(model)))
     (folder / "tokenizer.json").write_bytes(make_tokenizer(model.shape.vocab))
@@ -83,7 +87,8 @@ def write_checkpoint(
     names = list(weights)
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[number::shards]
+        first, last = (len(names) * place // shards for place in (number, number + 1))
+        part = names[first:last] if in_order else names[number::shards]
         write_safetensors(folder / file, {name: weights[name] for name in part}, dtype)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}

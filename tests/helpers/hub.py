@@ -93,9 +93,11 @@ def serve_repository(folder: Path, repository: str) -> Iterator[Hub]:
             }
             part, status, start = self.headers.get("Range"), 200, 0
             if part is not None:
-                start = int(part.removeprefix("bytes=").partition("-")[0])
-                status = 206
-                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+                first, _, last = part.removeprefix("bytes=").partition("-")
+                start, status = int(first), 206
+                end = min(int(last or len(content) - 1), len(content) - 1)
+                headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+                content = content[: end + 1]
             self.reply(status, content[start:], headers, cut=name == hub.cut)
 
         def reply(
