@@ -24,7 +24,8 @@ Order of calls for a chunk of T tokens at ``position``::
     logits(first, T)                                head(norm(x[first:]))
 
 Of several sequences (``BuildRequest.sequences``), ``select_sequence`` says whose a chunk is.  A
-step that computes a token each of T of them begins with ``begin_step`` instead of ``embed`` and has
+step that computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that
+follow each other in one, begins with ``begin_step`` instead of ``embed`` and has
 ``attend_step`` instead of ``attend``.  What stands for T = 1 above is about one of its tokens then:
 the one that ``select_token`` names, at first token 0.  Every token is computed as it would be
 alone; weights are read once for all where that is quicker.
@@ -93,7 +94,10 @@ class BuildRequest:
     chunks: int = 1
     """Chunks of a prompt that go through a layer before the next layer begins."""
     sequences: int = 1
-    """Sequences whose keys and values are kept, and that a step may be of."""
+    """Sequences whose keys and values are kept."""
+    step_tokens: int = 1
+    """Most tokens of a step: at least one of each sequence, and more where several of one sequence
+    are verified together."""
     context: int
     """Tokens of a sequence that the KV cache holds."""
     kv_type: KvType = "fp16"
@@ -156,11 +160,12 @@ class Executor(Protocol):
     def select_sequence(self, number: int) -> None:
         """Let ``embed`` and ``attend`` be about sequence ``number``, to begin with 0."""
 
-    # For more than one sequence only:
+    # For steps of more than one token only:
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Set x [T, hidden] of chunk 0 to the embeddings of ``tokens`` [T], the next ones of
-        ``sequences``, different ones, where they stand at ``positions``; select token 0."""
+        ``sequences``, where they stand at ``positions``; select token 0.  Tokens of the same
+        sequence come in the order of their positions, and each sees those before it."""
 
     def attend_step(self, layer: int) -> None:
         """Add the attention block of ``layer`` in a step."""

@@ -204,6 +204,7 @@ def build(
             loan=make_loan(resolved, cache, budget, balance),
             embedding=rows,
             has_states=bool(resolved.model.state_layers),
+            step_tokens=resolved.plan.decode.step_tokens,
         )
         release = cleanup.pop_all()
     return LoadedModel(
@@ -415,6 +416,7 @@ def make_request(
         chunks=count_chunks(resolved),
         context=resolved.plan.kv.context,
         sequences=resolved.plan.decode.batch,
+        step_tokens=resolved.plan.decode.step_tokens,
         kv_type=resolved.plan.kv.type,
         token_type=resolved.plan.decode.activations,
         chunk_type=resolved.plan.prefill.activations,

@@ -58,7 +58,7 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
         "token_heads": chunk * request.model.shape.heads,
         "logits": min(chunk, LOGIT_ROWS),
         "context": request.context,
-        "sequences": request.sequences,
+        "sequences": request.step_tokens,
         "neurons": request.neurons,
         "expert": request.model.shape.ffn,
         "threads": request.threads,
@@ -66,5 +66,5 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
 
 
 def count_tokens(request: BuildRequest) -> int:
-    """Return the tokens that a chunk has room for: a step is one, of a token of each sequence."""
-    return max(request.chunk, request.sequences)
+    """Return the tokens that a chunk has room for: a step is one."""
+    return max(request.chunk, request.step_tokens)

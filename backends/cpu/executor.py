@@ -98,7 +98,7 @@ class CpuExecutor:
         if spec.positions and spec.sequences:
             self._step_positions = [
                 self._bind_positions({"x": space.wrap(row)}, 1)
-                for row in arrays[0].x[: request.sequences]
+                for row in arrays[0].x[: request.step_tokens]
             ]
 
     def _bind_chunk(self, arrays: Arrays) -> ChunkState:
@@ -155,14 +155,14 @@ class CpuExecutor:
         self._neurons.select_token(number)
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        """Set x to the embeddings of a token each of several sequences."""
+        """Set x to the embeddings of tokens of some sequences."""
         self.select_chunk(0)
         self.embed(tokens)
         self._step = sequences, positions
 
     def attend_step(self, layer: int) -> None:
         """Add the attention block of each sequence."""
-        assert self._step is not None and self._attend_step, "built for one sequence"
+        assert self._step is not None and self._attend_step, "built for one token"
         sequences, positions = self._step
         count, context = self._now.tokens, self._attention.context
         if layer == 0:

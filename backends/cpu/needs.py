@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 def need_workspace(resolved: ResolvedPlan) -> Need:
     """Bytes of activations, logits and tables.
 
-    Per token of a chunk, or sequence if there are more of them: 2 d floats (residual, FFN sum); the
+    Per token of a chunk, or of a step if it has more: 2 d floats (residual, FFN sum); the
     inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
     rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
     dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
     an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
-    and for every sequence beyond the first two more and a predictor's inner vector, d floats and
-    33 KiB per thread. On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and the
-    inputs of an even number of tokens. For layers with a state, an input as wide as what they mix,
-    their projections, and two floats for each value head.
+    and for every token of a step beyond the first two more and a predictor's inner vector, d floats
+    and 33 KiB per thread. On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and
+    the inputs of an even number of tokens. For layers with a state, an input as wide as what they
+    mix, their projections, and two floats for each value head.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -68,11 +68,11 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tables += 4 * KV_SPANS * shape.heads * (summed + 2)
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan))
-    tables += (plan.decode.batch - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
     tables += 4 * plan.kv.context if model.attention.growth else 0
     if model.predictor is not None:
         inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
-        tables += (plan.decode.batch - 1) * inner
+        tables += (plan.decode.step_tokens - 1) * inner
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.stored_hidden
     if model.moe is not None:

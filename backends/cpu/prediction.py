@@ -32,7 +32,7 @@ class Prediction:
         self._is_mixture = request.model.moe is not None
         self.wanted: I32 = space.make("int32", neurons)
         """Room for the stored indices of neurons."""
-        rows = request.sequences
+        rows = request.step_tokens
         # Of every token in whole lines.
         self._indices = space.make("int32", rows, round_up(neurons, 16))
         self._found = space.make("int32", rows)

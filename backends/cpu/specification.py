@@ -46,7 +46,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         stride=request.bundle.stride,
         threads=request.threads,
         planes=PLANES[request.token_type],
-        sequences=request.sequences > 1,
+        sequences=request.step_tokens > 1,
         other_qkv=0 if request.rows is None else request.rows.qkv,
         other_output=0 if request.rows is None else request.rows.output,
         other_head=0 if request.rows is None else request.rows.head,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.unknown import list_unknown_neurons
 from pi2.plan.arithmetic.rows import list_matrices
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunk_tokens, count_chunks
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 
@@ -57,7 +57,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
 
     resolved, counts = facts.resolved, facts.neurons or ()
     model = resolved.model
-    chunk = max(resolved.plan.prefill.chunk, resolved.plan.decode.batch)
+    chunk = count_chunk_tokens(resolved.plan)
     stretch = min(model.layer_neurons, STAGED_NEURONS)
     bundle = resolved.bundle
     sizes = DenseSizes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunks
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunk_tokens, count_chunks
 from pi2.plan.arithmetic.units import GraphFacts, UnitFacts, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
@@ -78,7 +78,7 @@ def describe_sizes(facts: UnitFacts) -> UnitSizes:
         stride=whole.stride,
         counts=facts.neurons or (),
         matrices={} if facts.rows is None else list_matrices(model, facts.rows),
-        chunk=max(resolved.plan.prefill.chunk, resolved.plan.decode.batch),
+        chunk=count_chunk_tokens(resolved.plan),
         jobs=count_chunks(resolved),
         stretch=min(model.layer_neurons, STAGED_NEURONS),
         wanted=list_wanted(resolved, facts.unit),

@@ -78,9 +78,9 @@ class NullExecutor(ObservableExecutor):
             shared = np.arange(first, first + self._moe.shared_experts)
             if layer in self._moe.dense_layers:
                 count = self._moe.count_dense(self._request.model.shape.ffn)
-                self._experts = [np.arange(count, dtype=np.int32)] * self._request.sequences
+                self._experts = [np.arange(count, dtype=np.int32)] * self._request.step_tokens
                 return
-            for _ in range(min(self._tokens[self._chunk], self._request.sequences)):
+            for _ in range(min(self._tokens[self._chunk], self._request.step_tokens)):
                 order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
                 self._experts.append(np.concatenate([order, shared]).astype(np.int32))
 

@@ -9,6 +9,7 @@ from pi2.plan.arithmetic.sizes import (
     STAGED_NEURONS,
     STAGING_BUFFERS,
     Need,
+    count_chunk_tokens,
     count_chunks,
 )
 from pi2.plan.arithmetic.units import UnitFacts
@@ -36,7 +37,7 @@ def count_unit_memory(facts: UnitFacts) -> Need:
     stride = resolved.bundle.stride
     if resolved.bundle.scales == "resident":
         stride = resolved.bundle.inline.stride
-    tokens = max(resolved.plan.prefill.chunk, resolved.plan.decode.batch)
+    tokens = count_chunk_tokens(resolved.plan)
     inputs = results = tokens * model.shape.stored_hidden
     for name, (count, length, _) in matrices.items():
         together = tokens if name.startswith("layers.") else min(tokens, LOGIT_ROWS)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from pi2.arrays import F32, I32
+from pi2.arrays import F32, I32, I64
 from pi2.engine.sampling import Bias, Sampler, SamplingOptions
 from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
@@ -137,6 +137,16 @@ class Answer:
     def last_token(self) -> int:
         """The token that comes next through the model."""
         return int(self._ids[self._count - 1])
+
+    @property
+    def ids(self) -> I64:
+        """Tokens of the prompt and of the answer so far [n]; valid until the next one is taken."""
+        return self._ids[: self._count]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return len(self._ids) - self._count
 
     @property
     def made_tokens(self) -> int:

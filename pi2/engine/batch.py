@@ -19,7 +19,9 @@ class BatchResult:
     """In the order of their prompts.  The times of each include what was done for others
     meanwhile."""
     steps: int
-    """Steps, of a token each of the sequences that went on."""
+    """Steps, each of the sequences that went on."""
+    stepped_sequences: int
+    """Sequences of each step, summed up."""
     stepped_tokens: int
     """Tokens that they made: all but the first of each sequence."""
     steps_s: float
@@ -42,7 +44,7 @@ class BatchResult:
     @property
     def mean_sequences(self) -> float | None:
         """Sequences in a step, on average."""
-        return divide(self.stepped_tokens, self.steps)
+        return divide(self.stepped_sequences, self.steps)
 
 
 class BatchGeneration(Iterator[tuple[int, str]]):
@@ -114,6 +116,7 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         return BatchResult(
             sequences=tuple(self.finished[number] for number in range(len(self._tickets))),
             steps=rounds.steps,
+            stepped_sequences=rounds.stepped_sequences,
             stepped_tokens=rounds.stepped_tokens,
             steps_s=rounds.steps_s,
             prefill_s=rounds.prefill_s,

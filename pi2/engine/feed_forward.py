@@ -24,7 +24,7 @@ from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, unite_experts
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.engine.routing_dials import DialCounters
-from pi2.engine.waves import NeuronCounters, Wave, Waves
+from pi2.engine.waves import Wave, Waves
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
@@ -96,8 +96,7 @@ class FeedForward(Waves):
         self._token_neurons = self._neurons if token_neurons is None else token_neurons
         self._wave: Wave | None = None
         self._sequences = 0
-        """Sequences of a step; 0 in a prompt."""
-        self.counters = NeuronCounters()
+        """Tokens of a step; 0 in a prompt."""
         self.dial_counters = DialCounters()
 
     def _count_owned(self, layer: int) -> int:
@@ -109,7 +108,7 @@ class FeedForward(Waves):
         return self._predictor == "none"
 
     def begin_step(self, tokens: int) -> None:
-        """Let what follows be about so many tokens, each of another sequence."""
+        """Let what follows be about so many tokens of one or more sequences."""
         self.shares.check()
         self._tokens = self._sequences = tokens
         self._is_whole = False
@@ -138,7 +137,10 @@ class FeedForward(Waves):
             self._jobs.append(shares.start(layer, owned, self._sequences))
         wanted = self._list_wanted(layer, others, chunks)
         reads_on = int(self._is_whole) if self._leaves_out else None
+        is_step = self._sequences > 0
+        self.counters.touched += owned * is_step
         for stretch in self._stream.give(layer, wanted, reads_on=reads_on):
+            self.counters.touched += len(stretch.bundles) * is_step
             for chunk, jobs in enumerate(self._jobs):
                 if not shares.add(jobs, stretch.bundles, stretch.first):
                     executor.select_chunk(chunk)
@@ -216,6 +218,7 @@ class FeedForward(Waves):
         neurons that has."""
         self._begin_ffn(layer)
         owned = self._count_owned(layer)
+        self.counters.touched += owned
         self._jobs.append(self.shares.start(layer, owned, self._sequences))
         return owned
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.protocol import Executor, LengthAware
+from pi2.backends.protocol import Executor, LengthAware, StateKeeper
 from pi2.diagnostics import UserError
 from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.sequences import Sequences, tell_share
 from pi2.memory.lending import ContextLoan
 from pi2.store.embedding_rows import EmbeddingRows
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Where a sequence may be taken back to."""
+
+    position: int
+    state: F32
+    """Copy of the states of its layers."""
+    tokens: list[int] = field(default_factory=list)
+    """What has come since."""
 
 
 class Forward(Sequences):
@@ -34,6 +46,7 @@ class Forward(Sequences):
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
         has_states: bool = False,
+        step_tokens: int = 1,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
@@ -41,7 +54,7 @@ class Forward(Sequences):
         head, by default the executor; ``loan``: memory of the contexts that is
         lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory; ``has_states``: whether layers keep states, which a step that failed has
-        changed."""
+        changed; ``step_tokens``: most tokens of a step."""
         super().__init__(context=context, sequences=sequences, loan=loan)
         self._executor = executor
         self._rows = rows or WholeRows(executor)
@@ -54,6 +67,14 @@ class Forward(Sequences):
         self._has_states = has_states
         self._interrupted: set[int] = set()
         """Sequences whose states some layers have taken further than others."""
+        self._is_single = max(sequences, step_tokens) == 1
+        """Whether every step is a token of the only sequence."""
+        self._marks: dict[int, _Mark] = {}
+        """Where sequences with states may be taken back to."""
+        self.attended_tokens = 0
+        """Tokens that those of steps have attended to, summed up."""
+        self.steps = 0
+        """Steps so far."""
 
     def abandon(self) -> None:
         """Forget what was begun; the neuron cache keeps its content."""
@@ -63,11 +84,36 @@ class Forward(Sequences):
         """See `pi2.engine.sequences.Sequences`."""
         super().reset(sequence)
         self._interrupted.discard(sequence)
+        self._marks.pop(sequence, None)
 
     def go_on_from(self, sequence: int, position: int) -> None:
         """See `pi2.engine.sequences.Sequences`."""
         self._interrupted.discard(sequence)
+        self._marks.pop(sequence, None)
         super().go_on_from(sequence, position)
+
+    def mark(self, sequence: int) -> None:
+        """See `pi2.engine.sequences.Sequences`."""
+        super().mark(sequence)
+        if self._has_states:
+            assert isinstance(self._executor, StateKeeper), "states cannot be taken back"
+            state = self._executor.read_state(sequence)
+            self._marks[sequence] = _Mark(self.positions[sequence], state)
+
+    def take_back(self, sequence: int, position: int) -> None:
+        """See `pi2.engine.sequences.Sequences`; states go on from the mark once more."""
+        if position == self.positions[sequence]:
+            return
+        super().take_back(sequence, position)
+        if not self._has_states:
+            return
+        assert isinstance(self._executor, StateKeeper)
+        mark = self._marks[sequence]
+        self._executor.put_state(sequence, mark.state)
+        self.positions[sequence] = mark.position
+        kept, mark.tokens = mark.tokens[: position - mark.position], []
+        if kept:
+            self._run_step(np.array(kept, np.int32), [sequence] * len(kept))
 
     def prefill(
         self,
@@ -105,9 +151,8 @@ class Forward(Sequences):
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
-        for sequence in sequences:
-            self._check_room(sequence, 1)
-        self._expect(max(self.positions[sequence] for sequence in sequences) + 1)
+        for sequence in set(sequences):
+            self._check_room(sequence, sequences.count(sequence))
         self._run_step(np.array(tokens, np.int32), sequences)
         logits = self._rows.compute_logits(0)
         if len(logits) == len(sequences):
@@ -166,12 +211,13 @@ class Forward(Sequences):
         return tokens if self._embedding is None else self._embedding.load(tokens)
 
     def _run_step(self, tokens: I32, sequences: Sequence[int]) -> None:
-        """Take a token each of ``sequences`` through every layer."""
+        """Take the next ``tokens`` of ``sequences`` through every layer."""
         executor, feed_forward = self._executor, self._feed_forward
-        positions = [self.positions[sequence] for sequence in sequences]
+        positions = self._find_positions(sequences)
+        self._expect(max(positions) + 1)
         is_dense = feed_forward.decode_is_dense()
         try:
-            if len(self.positions) == 1:
+            if self._is_single:
                 executor.select_chunk(0)
                 self._embed(tokens)
             else:
@@ -180,7 +226,7 @@ class Forward(Sequences):
             for layer in range(self._layers):
                 if not is_dense:
                     feed_forward.prepare_sparse(layer)
-                if len(self.positions) == 1:
+                if self._is_single:
                     self._rows.attend(layer, positions[0])
                 else:
                     self._rows.attend_step(layer)
@@ -194,5 +240,9 @@ class Forward(Sequences):
         except BaseException:
             self._interrupt(sequences)
             raise
-        for sequence in sequences:
+        self.steps += 1
+        self.attended_tokens += sum(positions) + len(positions)
+        for token, sequence in zip(tokens.tolist(), sequences, strict=True):
             self.positions[sequence] += 1
+            if sequence in self._marks:
+                self._marks[sequence].tokens.append(token)

@@ -27,6 +27,8 @@ from pi2.engine.parts import Parts
 from pi2.engine.prefix_files import PrefixFiles
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.speculating import make_speculation
+from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import TokenDecoder
 from pi2.engine.waves import NeuronCounters
@@ -61,6 +63,7 @@ class LoadedModel:
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
             make_decoder=self._make_decoder,
+            speculation=make_speculation(parts),
         )
         self._driver: Driver | None = None
         self._template_child: StayingChild | None = None
@@ -184,7 +187,12 @@ class LoadedModel:
             flash_saved_bytes=self._parts.reader.saved_bytes,
             hot_grown=0 if balance is None else balance.grown,
             hot_shrunk=0 if balance is None else balance.shrunk,
+            speculation=self._count_speculation(),
         )
+
+    def _count_speculation(self) -> SpeculationCounters:
+        found = self._scheduler.speculation
+        return SpeculationCounters() if found is None else found.counters
 
     def _describe_whole(self, neurons: NeuronCounters) -> RunStatistics:
         """Counters of a model that a unit has as a whole: nothing is read, and the unit does not

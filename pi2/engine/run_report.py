@@ -8,6 +8,7 @@ from pi2.engine.answer import SequenceResult
 from pi2.engine.batch import BatchResult
 from pi2.engine.generation import GenerationResult
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.speculation_report import describe_speculation, summarise_speculation
 from pi2.engine.statistics import RunStatistics, read_peak_rss_bytes
 from pi2.engine.unit_report import describe_units, summarise_units
 from pi2.plan.documents.quantities import approximate_bytes
@@ -59,6 +60,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "expert_weight_left_out": _rounded(statistics.left_out_share),
         "foreseen_share": _rounded(statistics.routing_recall),
         "tokens_without_ahead": statistics.tokens_without_ahead,
+        "speculation": describe_speculation(model, statistics.speculation),
         "flash_read_bytes": model.stats.flash_read_bytes,
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
@@ -143,6 +145,8 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         rest = f", and did not pay in {stopped} tokens" if stopped else ""
         named = _percent(run["foreseen_share"])
         lines.append(f"looking ahead named {named} of the experts that computed{rest}")
+    if model.scheduler.speculation is not None:
+        lines.append(summarise_speculation(run["speculation"]))
     lines += summarise_units(run["units"])
     if model.is_dry:
         lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")

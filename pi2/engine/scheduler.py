@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Piece, SequenceResult
 from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.sequences import Sequences
+from pi2.engine.speculation import Speculation
 from pi2.engine.text import TokenDecoder
 
 _PATIENCE_S = 1.0
@@ -71,7 +72,9 @@ class Rounds:
     """What was done for all requests so far."""
 
     steps: int = 0
-    """Steps, of a token each of the sequences that were under way."""
+    """Steps, each of the sequences that were under way."""
+    stepped_sequences: int = 0
+    """Sequences of each step, summed up."""
     stepped_tokens: int = 0
     """Tokens that they made."""
     steps_s: float = 0.0
@@ -84,6 +87,7 @@ class Rounds:
     def __sub__(self, other: Rounds) -> Rounds:
         return Rounds(
             self.steps - other.steps,
+            self.stepped_sequences - other.stepped_sequences,
             self.stepped_tokens - other.stepped_tokens,
             self.steps_s - other.steps_s,
             self.prompt_tokens - other.prompt_tokens,
@@ -138,15 +142,17 @@ class Scheduler:
         piece_tokens: int,
         make_decoder: Callable[[GenerationRequest], TokenDecoder],
         prefixes: Prefixes | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """``context``: tokens that a sequence has room for; ``piece_tokens``: tokens of prompts
         that go through a layer together; ``prefixes``: what knows keys and values of earlier
-        prompts."""
+        prompts; ``speculation``: what guesses tokens, if anything."""
         self._forward = forward
         self._context = context
         self._piece_tokens = piece_tokens
         self._make_decoder = make_decoder
         self.prefixes: Prefixes = prefixes or NoPrefixes(forward)
+        self.speculation = speculation
         self._lock = RLock()
         self._given_back = Condition(self._lock)
         self._borrowers: dict[int, int] = {}
@@ -342,31 +348,75 @@ class Scheduler:
                 self._free_ended()
 
     def _step(self) -> None:
-        """Draw a token of every sequence whose prompt is read."""
-        places = list(self._running)
-        tickets = [self._running[place] for place in places]
-        tokens = [_get_answer(ticket).last_token for ticket in tickets]
+        """Draw tokens of every sequence whose prompt is read: one, and those that were guessed."""
+        running = dict(self._running)
         start = time.perf_counter()
         try:
-            logits = self._forward.step(tokens, places)
+            guesses = self._guess(running)
+            fed = {
+                place: [_get_answer(ticket).last_token, *guesses.get(place, ())]
+                for place, ticket in running.items()
+            }
+            logits = self._forward.step(
+                [token for tokens in fed.values() for token in tokens],
+                [place for place, tokens in fed.items() for _ in tokens],
+            )
         except Exception as error:
-            for ticket in tickets:
+            for ticket in running.values():
                 self._fail(ticket, error)
             self._free_ended()
             return
-        for place, token, ticket, row in zip(places, tokens, tickets, logits, strict=True):
-            self.prefixes.note_token(place, token)
+        kept, first = {}, 0
+        for place, tokens in fed.items():
+            rows = logits[first : first + len(tokens)]
+            kept[place] = self._draw(place, running[place], tokens, rows)
+            first += len(tokens)
+        # The logits are not needed any more.
+        for place, tokens in fed.items():
+            if kept[place] < len(tokens):
+                self._take_back(place, running[place], len(tokens) - kept[place])
+        taken_s = time.perf_counter() - start
+        if self.speculation is not None:
+            self.speculation.note_step(len(running), guesses, kept, taken_s)
+        self.rounds = replace(
+            self.rounds,
+            steps=self.rounds.steps + 1,
+            stepped_sequences=self.rounds.stepped_sequences + len(running),
+            stepped_tokens=self.rounds.stepped_tokens + sum(kept.values()),
+            steps_s=self.rounds.steps_s + taken_s,
+        )
+        self._free_ended()
+
+    def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:
+        """Tokens that may come next, of those places that have a guess."""
+        if self.speculation is None:
+            return {}
+        answers = {place: _get_answer(ticket) for place, ticket in running.items()}
+        guesses = self.speculation.propose(answers)
+        for place in guesses:
+            self._forward.mark(place)
+        return guesses
+
+    def _draw(self, place: int, ticket: Ticket, tokens: Sequence[int], logits: F32) -> int:
+        """Draw from ``logits`` [n, vocab], those after each of ``tokens``, as long as what is drawn
+        is the next one of them; return how many were drawn."""
+        following = [*tokens[1:], None]
+        for number, (row, guess) in enumerate(zip(logits, following, strict=True), 1):
+            self.prefixes.note_token(place, tokens[number - 1])
             try:
                 self._take(ticket, row)
             except Exception as error:
                 self._fail(ticket, error)
-        self.rounds = replace(
-            self.rounds,
-            steps=self.rounds.steps + 1,
-            stepped_tokens=self.rounds.stepped_tokens + len(tokens),
-            steps_s=self.rounds.steps_s + time.perf_counter() - start,
-        )
-        self._free_ended()
+            if ticket.ended or _get_answer(ticket).last_token != guess:
+                return number
+        return len(tokens)
+
+    def _take_back(self, place: int, ticket: Ticket, count: int) -> None:
+        """Forget the last ``count`` tokens that were guessed, and not drawn."""
+        try:
+            self._forward.take_back(place, self._forward.positions[place] - count)
+        except Exception as error:
+            self._fail(ticket, error)
 
     def _take(self, ticket: Ticket, logits: F32) -> None:
         """Draw a token and put what it makes where the one who waits finds it."""
@@ -387,6 +437,8 @@ class Scheduler:
 
     def _give_back(self, place: int, ticket: Ticket) -> None:
         """Let others have the place of what has ended."""
+        if self.speculation is not None:
+            self.speculation.forget(place)
         if ticket.error is None:
             self.prefixes.note_end(place)
         else:

@@ -83,10 +83,30 @@ class Sequences(ABC):
 
     @abstractmethod
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        """Process a token each of some different ``sequences`` with the plan's predictor.
+        """Process ``tokens``, the next ones of ``sequences``, with the plan's predictor.
 
-        Returns their logits [n, vocab], valid until the next call.
+        A sequence that comes several times in a row has several tokens, each of which sees those
+        before it.  Returns their logits [n, vocab], valid until the next call.
         """
+
+    def mark(self, sequence: int) -> None:
+        """Let steps of a sequence that follow be taken back."""
+        assert self.positions[sequence] > 0, "a prompt cannot be taken back"
+
+    def take_back(self, sequence: int, position: int) -> None:
+        """Forget the tokens of a sequence from ``position`` on, which steps have brought since
+        `mark`."""
+        self.positions[sequence] = position
+
+    def _find_positions(self, sequences: Sequence[int]) -> list[int]:
+        """Where the tokens of a step stand."""
+        following: dict[int, int] = {}
+        found = []
+        for sequence in sequences:
+            position = following.get(sequence, self.positions[sequence])
+            found.append(position)
+            following[sequence] = position + 1
+        return found
 
     def _check_room(self, sequence: int, count: int) -> None:
         """UserError P602 if a sequence has no room for ``count`` tokens more."""

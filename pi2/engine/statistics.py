@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pi2.engine.speculation_counters import SpeculationCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class RunStatistics:
     """Neurons that became hot while the model ran."""
     hot_shrunk: int = 0
     """Hot neurons that became cold."""
+    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    """What guessing tokens has brought, where the plan says `decode.speculation`."""
 
     def __sub__(self, other: RunStatistics) -> RunStatistics:
         return RunStatistics(
@@ -70,6 +74,7 @@ class RunStatistics:
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
             hot_grown=self.hot_grown - other.hot_grown,
             hot_shrunk=self.hot_shrunk - other.hot_shrunk,
+            speculation=self.speculation - other.speculation,
         )
 
     @property

@@ -17,7 +17,7 @@ from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.rows import list_matrices, name_head
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunks
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
 from pi2.plan.arithmetic.units import describe_unit, list_wanted
 from pi2.plan.documents.backends import find_unit_backend
 from pi2.progress import Progress
@@ -93,7 +93,7 @@ def _build_unit(
         wanted=list_wanted(resolved, name),
         graphs=None if settings is None else settings.graphs,
         matrices=_cut_matrices(resolved, name, build),
-        chunk=max(plan.prefill.chunk, plan.decode.batch),
+        chunk=count_chunk_tokens(plan),
         jobs=count_chunks(resolved),
         stretch=min(model.layer_neurons, STAGED_NEURONS),
         process="same" if settings is None else settings.process,

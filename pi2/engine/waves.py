@@ -35,6 +35,8 @@ class NeuronCounters:
     """Those of them that looking ahead had named."""
     without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
+    touched: int = 0
+    """Neurons that steps have used, those of several tokens of a step once."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class Waves:
         self.balance = balance
         self._separate_scales = separate_scales
         self._tokens = 1
+        self.counters = NeuronCounters()
 
     def _select_tokens(self) -> Iterator[int]:
         """Let the executor's calls be about one token of a step after the other."""
@@ -119,6 +122,7 @@ class Waves:
         if self.balance is None and cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
+            self.counters.touched += len(indices) * cache.granule
             return Wave(
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
@@ -130,6 +134,7 @@ class Waves:
             # Below the hot ones lie those of a dense unit that is lost.
             end = min(above + free - below, end) if below < free else free
         found = cache.look_up(layer, indices[:end])
+        self.counters.touched += end * cache.granule
         if self.balance is not None:
             self.balance.note(layer, indices[:end], len(found.resident_slots))
         pending = None

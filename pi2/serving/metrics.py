@@ -126,6 +126,7 @@ class _ModelCollector(Collector):
             for name, model, _ in models:
                 family.add_metric([name], getattr(model.stats, field))
             yield family
+        yield from self._collect_speculation()
         segments = GaugeMetricFamily(
             "pi2:memory_segment_bytes", "The plan's segments.", labels=["model_name", "segment"]
         )
@@ -140,3 +141,34 @@ class _ModelCollector(Collector):
             "Highest resident memory of the process.",
             value=read_peak_rss_bytes(),
         )
+
+    def _collect_speculation(self) -> Iterator[Metric]:
+        """Give what guessing has brought to the models whose plans let them guess."""
+        found = [
+            (host.plan.name, host.model.stats.speculation)
+            for host in self._hosts
+            if host.is_loaded and host.model.scheduler.speculation is not None
+        ]
+        counters = {
+            "vllm:spec_decode_num_drafts": ("Guesses of one token or more.", "drafts"),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens guessed.", "draft_tokens"),
+            "vllm:spec_decode_num_accepted_tokens": ("Those kept.", "accepted_tokens"),
+            "pi2:spec_decode_drafted_tokens": ("Tokens of steps with guesses.", "drafted_tokens"),
+            "pi2:spec_decode_drafted_bytes": ("Bytes these touched.", "drafted_bytes"),
+            "pi2:spec_decode_plain_tokens": ("Tokens of other steps.", "plain_tokens"),
+            "pi2:spec_decode_plain_bytes": ("Bytes these touched.", "plain_bytes"),
+        }
+        for key, (text, field) in counters.items():
+            family = CounterMetricFamily(key, text, labels=["model_name"])
+            for name, counts in found:
+                family.add_metric([name], getattr(counts, field))
+            yield family
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens kept, by their place in the guess.",
+            labels=["model_name", "position"],
+        )
+        for name, counts in found:
+            for position, count in enumerate(counts.accepted_by_position):
+                places.add_metric([name, str(position)], count)
+        yield places

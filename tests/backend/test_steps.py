@@ -100,7 +100,7 @@ def test_every_sequence_gets_what_it_gets_alone(name: str, backend: ModuleType) 
     # In float32 nothing but the order of additions differs; 16-bit activations round, and so does
     # an int8 cache, to the other side now and then.
     most = 1e-6 if backend is reference else 3e-3 if name == "odd" else 3e-4
-    request = dataclasses.replace(model.request, sequences=3)
+    request = dataclasses.replace(model.request, sequences=3, step_tokens=4)
     together, alone = backend.build(request), [backend.build(request) for _ in PROMPTS]
     positions = [len(ids) for ids in PROMPTS]
     for number, ids in enumerate(PROMPTS):
@@ -120,4 +120,35 @@ def test_every_sequence_gets_what_it_gets_alone(name: str, backend: ModuleType) 
             assert measure_error(row, expected) < most, (name, mode, number)
             positions[number] += 1
     assert together.count_active() == sum(executor.count_active() for executor in alone)
+    together.close()
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_sequence_in_a_step_see_those_before_them(
+    name: str, backend: ModuleType
+) -> None:
+    model = RandomModel(**MODELS[name])
+    most = 1e-6 if backend is reference else 3e-3 if name == "odd" else 3e-4
+    request = dataclasses.replace(model.request, sequences=2, step_tokens=4)
+    together, alone = backend.build(request), [backend.build(request) for _ in range(2)]
+    ids, other = PROMPTS[0], PROMPTS[2]
+    for executor, number, own in (
+        (together, 0, ids),
+        (together, 1, other),
+        (alone[0], 0, ids),
+        (alone[1], 1, other),
+    ):
+        executor.select_sequence(number)
+        prefill(executor, model, own)
+    # The second time, what the first has left behind from the second token on does not count.
+    for tokens in ([11, 22, 33], [11, 44, 55]):
+        places = [5, 6, 7, 9]
+        found = step(together, model, [*tokens, 66], [0, 0, 0, 1], places, "gate")
+        expected = [
+            step(alone[0], model, [token], [0], [5 + number], "gate")[0]
+            for number, token in enumerate(tokens)
+        ]
+        expected.append(step(alone[1], model, [66], [1], [9], "gate")[0])
+        assert measure_error(found, np.stack(expected)) < most
     together.close()

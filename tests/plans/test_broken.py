@@ -99,6 +99,8 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "graph-of-three-tokens.plan.toml": ("P276", 11, 25),
     "graphs-beyond-own-memory.plan.toml": ("P277", 11, 1),
     "graphs-of-no-npu.plan.toml": ("P276", 11, 1),
+    "guesses-of-a-whole-unit.plan.toml": ("P281", 31, 1),
+    "guesses-of-long-positions.plan.toml": ("P322", 46, 15),
     "kinds-of-too-few-layers.model.toml": ("P275", 17, 9),
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),

@@ -56,6 +56,8 @@ def compute_digest(resolved: ResolvedPlan) -> str:
     # Plans without them have the digests that they had before there were such keys.
     if plan["memory"]["lock"] == "none":
         del plan["memory"]["lock"]
+    if plan["decode"]["speculation"] is None:
+        del plan["decode"]["speculation"]
     sparsity = plan.pop("sparsity")
     if sparsity is not None and resolved.thresholds is not None:
         found = resolved.thresholds

@@ -30,7 +30,8 @@ class DenseShare:
     unit: str
     """Name of the unit in the device."""
     shares: tuple[float, ...]
-    """Share of the layer's neurons that it computes in steps of 1, 2, ... sequences."""
+    """Share of the layer's neurons that it computes in steps of 1, 2, ... sequences, or tokens that
+    are verified together."""
     by_sequences: tuple[int, ...]
     """Neurons that it computes in steps of 1, 2, ... sequences."""
 
@@ -249,7 +250,7 @@ def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLa
             hot=hot,
             hot_neurons=round(hot * model.layer_neurons),
             dense=_find_dense_share(
-                [split, *(_choose_split(split, table, n) for n in range(2, plan.decode.batch + 1))],
+                [_choose_split(split, table, n + 1) for n in range(plan.decode.step_tokens)],
                 {name for name in device.units if name != sparse},
                 model.layer_neurons,
             ),

@@ -253,8 +253,8 @@ def count_kv_token_bytes(model: Model, kind: KvType) -> int:
 
 
 def count_chunk_tokens(plan: Plan) -> int:
-    """Tokens that activations have room for: a chunk's, or one of each sequence."""
-    return max(plan.prefill.chunk, plan.decode.batch)
+    """Tokens that activations have room for: a chunk's, or those of a step."""
+    return max(plan.prefill.chunk, plan.decode.step_tokens)
 
 
 def reads_embedding(plan: Plan, model: Model) -> bool:
@@ -289,13 +289,16 @@ def _need_kv(plan: Plan, model: Model) -> Need:
 
 def _need_state(plan: Plan, model: Model) -> Need:
     """States: per layer that has one and sequence, the convolution's earlier tokens and the
-    recurrent state, float32."""
+    recurrent state, float32; twice where tokens are guessed, which may have to be taken back."""
     layers, batch, each = len(model.state_layers), plan.decode.batch, count_state_bytes(model)
     if not layers:
         return Need(0, "nothing, every layer keeps keys and values")
     several = "" if batch == 1 else f"{batch} sequences x "
+    copies = 1 if plan.decode.speculation is None else 2
+    several += "" if copies == 1 else "2 (with a copy) x "
     return Need(
-        batch * layers * each, f"{several}{layers} layers of {approximate_bytes(each)} each"
+        copies * batch * layers * each,
+        f"{several}{layers} layers of {approximate_bytes(each)} each",
     )
 
 

@@ -292,6 +292,29 @@ class Prefill(Table):
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 
 
+class Speculation(Table):
+    """Tokens that are guessed, and verified together: what all of them need is read once.
+
+    Every token is still drawn from the model's own logits, with the random number that it has
+    without speculation; a guess is kept where it is the token that was drawn.  So the text is the
+    same, greedy or not, but for rounding.
+    """
+
+    drafts: Literal["prompt", "resident"] = "prompt"
+    """Who guesses: ``prompt`` takes what came after the last tokens where they stood before, in the
+    prompt or in the answer; ``resident`` the model itself, with the neurons that are in memory
+    alone, so that nothing is read."""
+    tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """Maximum number of tokens that are guessed at once.  A step has at most one more, or as many
+    as ``decode.batch``: with more sequences under way less is guessed."""
+    match: Annotated[int, Field(ge=1, le=16)] = 3
+    """Number of last tokens that must have come before, in this order, with ``prompt``."""
+    when: Literal["pays", "always"] = "pays"
+    """``pays`` speculates as long as steps with guesses touch fewer bytes for each token that is
+    kept, and take less time for it, than steps without, and tries again now and then;
+    ``always`` whenever there is a guess."""
+
+
 class Decode(Table):
     """How tokens are generated."""
 
@@ -324,6 +347,14 @@ class Decode(Table):
     its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
     that storage is never idle. Earlier predictions find slightly fewer active neurons; with
     ``router`` only reads begin early, and what they miss is read in time."""
+    speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
+    """Tokens that are guessed and verified together; absent generates them one by one."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens that go through the model in a step."""
+        drafts = 0 if self.speculation is None else self.speculation.tokens
+        return max(self.batch, 1 + drafts)
 
 
 class Experts(Table):

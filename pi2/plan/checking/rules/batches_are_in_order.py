@@ -24,7 +24,7 @@ NEEDS = ("plan",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Look at the numbers of every table."""
-    layers, batch = facts.plan.layers, facts.plan.decode.batch
+    layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
     yield from _check_table(layers.batches, ("layers", "batches"), batch)
     for number, override in enumerate(layers.overrides):
         path: KeyPath = ("layers", "overrides", number, "batches")

@@ -1,12 +1,14 @@
-"""Sequences that generate at the same time compute their positions in one way.
+"""Tokens that are generated at the same time compute their positions in one way.
 
 Why: the positions of LongRoPE are computed otherwise in a sequence that is longer than the model's
-original context; several sequences at a time share one table of them.
+original context; several sequences at a time, or tokens that are verified together, share one
+table of them.
 
 Example: ``decode.batch = 4`` and a context of 8,192 tokens for a model whose original context has
 4,096.
 
-Fix: set ``kv.context`` to the original context at most, or ``decode.batch = 1``.
+Fix: set ``kv.context`` to the original context at most, or ``decode.batch = 1`` without
+``decode.speculation``.
 """
 
 from __future__ import annotations
@@ -22,19 +24,22 @@ NEEDS = ("plan", "model")
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare the context with those up to which short sequences go."""
-    batch, context = facts.plan.decode.batch, facts.plan.kv.context
-    if batch == 1:
+    decode, context = facts.plan.decode, facts.plan.kv.context
+    if decode.step_tokens == 1:
         return
+    batch, guesses = decode.batch, decode.batch == 1
     for table in ("rope", "other_rope"):
         rope = getattr(facts.model, table)
         if rope is None or rope.kind != "longrope" or context <= rope.original_context:
             continue
         original = f"original_context = {rope.original_context}"
         yield Finding(
-            path=("decode", "batch"),
-            message=f"the plan generates {batch} sequences at a time, and the model's positions "
+            path=("decode", "speculation" if guesses else "batch"),
+            message=f"the plan generates {f'{batch} sequences' if batch > 1 else 'several tokens'} "
+            "at a time, and the model's positions "
             f"differ between sequences of up to {rope.original_context} tokens and longer ones",
-            help=f"write batch = 1, or set kv.context to {rope.original_context} at most",
+            help=("remove it" if guesses else "write batch = 1")
+            + f", or set kv.context to {rope.original_context} at most",
             origins=(
                 Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),
                 Origin(document="model", path=(table, "original_context"), text=original),

@@ -1,0 +1,27 @@
+"""Speculation as a plan wants it."""
+
+from __future__ import annotations
+
+from pi2.backends.protocol import StateKeeper
+from pi2.engine.drafting import PromptLookup
+from pi2.engine.forward import Forward
+from pi2.engine.parts import Parts
+from pi2.engine.speculation import Speculation
+from pi2.engine.step_bytes import StepBytes
+
+
+def make_speculation(parts: Parts) -> Speculation | None:
+    """Make what guesses tokens; None where the plan wants none, or states cannot be copied."""
+    plan, forward = parts.resolved.plan, parts.forward
+    settings = plan.decode.speculation
+    if settings is None or not isinstance(forward, Forward):
+        return None
+    if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
+        return None
+    return Speculation(
+        PromptLookup(settings.match),
+        tokens=settings.tokens,
+        step_tokens=plan.decode.step_tokens,
+        count_bytes=StepBytes(parts, forward).count,
+        always=settings.when == "always",
+    )

@@ -1,0 +1,462 @@
+"""Guessed tokens change nothing but how many steps a text takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32, I32, I64
+from pi2.engine.answer import GenerationRequest
+from pi2.engine.drafting import PromptLookup
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback
+from pi2.engine.sampling import SamplingOptions
+from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.sequences import Sequences
+from pi2.engine.speculation import Speculation
+from pi2.engine.speculation_counters import SpeculationCounters
+from pi2.engine.text import TokenDecoder
+from tests.helpers.goldens import (
+    EXACT,
+    UNROUNDED,
+    convert_golden,
+    copy_checkpoint,
+    read_golden,
+)
+from tests.helpers.goldens import write_plan as write_golden_plan
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+ALWAYS = {"decode.speculation": {"when": "always", "tokens": 4}}
+
+
+class Prophet:
+    """Guesses what will come, with a mistake in every third token."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab: int, wrong_every: int = 3) -> None:
+        """``texts``: whole sequences, prompts and answers."""
+        self._texts = [list(text) for text in texts]
+        self._vocab = vocab
+        self._wrong_every = wrong_every
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        known = ids.tolist()
+        whole = next(text for text in self._texts if text[: len(known)] == known)
+        return [
+            (token + 1) % self._vocab if number % self._wrong_every == 0 else token
+            for number, token in enumerate(whole[len(known) : len(known) + most], len(known))
+        ]
+
+    def forget(self, place: int) -> None: ...
+
+
+def foretell(model: LoadedModel, texts: Sequence[Sequence[int]], wrong_every: int = 3) -> None:
+    """Let guesses be those of a prophet."""
+    decode = model.plan.plan.decode
+    assert decode.speculation is not None
+    model.scheduler.speculation = Speculation(
+        Prophet(texts, model.plan.model.shape.vocab, wrong_every),
+        tokens=decode.speculation.tokens,
+        step_tokens=decode.step_tokens,
+        count_bytes=lambda: 0,
+        always=True,
+    )
+
+
+def count_guesses(model: LoadedModel) -> SpeculationCounters:
+    return model.stats.speculation
+
+
+FAMILIES = {
+    **dict.fromkeys(("deepseek-v2", "gemma2", "granite-hybrid", "lfm2"), "reference"),
+    **dict.fromkeys(("mixtral", "mistral-window", "qwen3-next"), "cpu"),
+}
+"""Latent attention, windows of some layers and of all, three kinds of state, a mixture."""
+
+
+@pytest.mark.parametrize(("name", "backend"), FAMILIES.items())
+def test_a_golden_model_says_what_its_reference_says(
+    tmp_path: Path, name: str, backend: str
+) -> None:
+    golden = read_golden(name)
+    made = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)
+    plan = write_golden_plan(tmp_path, made, {"backends": {"cpu": backend}})
+    settings: dict[str, Any] = {**UNROUNDED, **ALWAYS}
+    if made.moe is not None:
+        settings["decode.predictor"] = "router"
+    with pi2.load(plan, set=settings) as model:
+        foretell(model, [[*golden.prompt, *golden.greedy]])
+        result = model.generate(
+            golden.prompt, max_tokens=32, temperature=0.0, ignore_eos=True
+        ).result
+        counters = count_guesses(model)
+    assert list(result.token_ids) == golden.greedy
+    assert 0 < counters.accepted_tokens < counters.draft_tokens
+
+
+ANSWER: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+PROMPTS = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6], [17, 99])
+SPARSE: dict[str, dict[str, Any]] = {
+    "dense": {"decode.predictor": "none"},
+    "gates": {"decode.predictor": "gate"},
+    "predictors": {},
+    "ahead, from flash": {
+        "decode.look_ahead": "layer",
+        "layers.hot": 0.1,
+        "memory.segments.cold": "1 MiB",
+        "cache.fill": False,
+    },
+    "lent by the context": {"kv.lend": True, "cache.rebalance": 4},
+}
+DRAWN: dict[str, Any] = {
+    "temperature": 1.3,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("drawing", [{"temperature": 0.0}, DRAWN], ids=["greedy", "drawn"])
+def test_the_text_is_the_same_however_neurons_are_found(
+    tmp_path: Path, name: str, drawing: dict[str, Any]
+) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(plan, set=SPARSE[name]) as model:
+        alone = model.generate(PROMPTS[0], **ANSWER, **drawing).result
+        plain_steps = model.scheduler.rounds.steps
+    with pi2.load(plan, set={**SPARSE[name], **ALWAYS}) as model:
+        foretell(model, [[*PROMPTS[0], *alone.token_ids]])
+        result = model.generate(PROMPTS[0], **ANSWER, **drawing).result
+        assert model.scheduler.rounds.steps < plain_steps
+        cache = model._parts.cache
+        assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
+    assert (result.token_ids, result.text) == (alone.token_ids, alone.text)
+
+
+def test_experts_of_a_mixture_are_read_once_for_all_guesses(tmp_path: Path) -> None:
+    plan = make_mixture_plan(tmp_path, "drelu")
+    settings = {
+        "decode.predictor": "router",
+        "backends.cpu": "reference",
+        "memory.budget": "2 GiB",
+        "memory.segments.workspace": "16 MiB",
+        "memory.segments.cold": "700 KiB",
+        "memory.segments.predictor": "1 MiB",
+    }
+    with pi2.load(plan, set=settings) as model:
+        alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
+        touched = model._parts.feed_forward.counters.touched
+    with pi2.load(plan, set={**settings, **ALWAYS}) as model:
+        foretell(model, [[5, 6, 7, *alone.token_ids]], wrong_every=1000)
+        result = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
+        assert model._parts.feed_forward.counters.touched < 0.8 * touched
+    assert result.token_ids == alone.token_ids
+
+
+def test_several_sequences_share_the_room_of_a_step(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    options = {**ANSWER, "temperature": 1.0, "seed": 3}
+    with pi2.load(plan, set={"decode.batch": 3}) as model:
+        alone = model.generate_batch(PROMPTS, **options).result.sequences
+    with pi2.load(plan, set={"decode.batch": 3, **ALWAYS}) as model:
+        whole = [[*ids, *item.token_ids] for ids, item in zip(PROMPTS, alone, strict=True)]
+        foretell(model, whole)
+        most, step = 0, model._parts.forward.step
+
+        def watch(tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+            nonlocal most
+            most = max(most, len(tokens))
+            return step(tokens, sequences)
+
+        model._parts.forward.step = watch
+        result = model.generate_batch(PROMPTS, **options).result
+        assert count_guesses(model).accepted_tokens > 0
+    assert most == 5, "a token each, and guesses of some of them"
+    assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
+
+
+class OnlyEven:
+    """A grammar of even tokens, which ends with the tenth."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def find_bias(self) -> F32:
+        bias = np.full(288, -np.inf, np.float32)
+        bias[::2] = 0.0
+        return bias
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def test_grammars_scores_stops_and_limits_see_only_tokens_that_were_drawn(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    made: list[OnlyEven] = []
+
+    def make() -> OnlyEven:
+        made.append(OnlyEven())
+        return made[-1]
+
+    def ask(model: LoadedModel, stop: Sequence[str], most: int) -> Ticket:
+        request = model.describe_request(
+            PROMPTS[0],
+            max_tokens=most,
+            stop=stop,
+            alternatives=2,
+            make_constraint=make,
+            ignore_eos=True,
+            frequency_penalty=0.5,
+            temperature=0.8,
+            seed=5,
+        )
+        ticket = Ticket(request)
+        model.scheduler.submit(ticket)
+        while not ticket.ended:
+            model.scheduler.drive()
+        assert ticket.error is None
+        return ticket
+
+    with pi2.load(plan) as model:
+        whole = ask(model, (), 24)
+        assert whole.result is not None
+        ids, text = whole.result.token_ids, whole.result.text
+        cases = [((), 24), ((), 7), ((text[6:8],), 24)]
+        plain = [ask(model, stop, most) for stop, most in cases]
+    made.clear()
+    with pi2.load(plan, set=ALWAYS) as model:
+        foretell(model, [[*PROMPTS[0], *ids]])
+        guessed = [ask(model, stop, most) for stop, most in cases]
+        assert count_guesses(model).accepted_tokens > 5
+    for one, other, grammar in zip(plain, guessed, made, strict=True):
+        assert one.result is not None and other.result is not None
+        assert one.result.token_ids == other.result.token_ids
+        assert grammar.taken == list(other.result.token_ids)
+        assert one.result.finish_reason == other.result.finish_reason
+        assert one.result.text == other.result.text
+        scores = [
+            [score for piece in ticket.pieces for score in piece.scores] for ticket in (one, other)
+        ]
+        assert [score.token for score in scores[0]] == [score.token for score in scores[1]]
+        assert np.allclose(
+            [score.log_probability for score in scores[0]],
+            [score.log_probability for score in scores[1]],
+            atol=1e-4,
+        )
+
+
+def test_an_answer_may_fill_the_context_to_its_last_token(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    options: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "temperature": 0.0}
+    with pi2.load(plan) as model:
+        alone = model.generate(PROMPTS[0], **options).result
+    with pi2.load(plan, set=ALWAYS) as model:
+        foretell(model, [[*PROMPTS[0], *alone.token_ids]], wrong_every=1000)
+        result = model.generate(PROMPTS[0], **options).result
+    assert result.finish_reason == alone.finish_reason == "context"
+    assert result.token_ids == alone.token_ids
+
+
+# Chances.
+
+CHANCES = np.array(
+    [
+        [0.5, 0.3, 0.1, 0.1],
+        [0.1, 0.2, 0.3, 0.4],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.7, 0.1, 0.1, 0.1],
+    ]
+)
+"""Chances of every token after every token."""
+
+
+class Chain(Sequences):
+    """A model whose next token depends on the last one alone."""
+
+    def __init__(self) -> None:
+        super().__init__(context=64, sequences=1)
+
+    def abandon(self) -> None: ...
+
+    def prefill(
+        self,
+        tokens: I32,
+        *,
+        all_logits: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+        end: int = 0,
+        sequence: int = 0,
+    ) -> F32:
+        self.positions[sequence] += len(tokens)
+        return self._look_up(tokens[-1:].tolist())
+
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        for sequence in sequences:
+            self.positions[sequence] += 1
+        return self._look_up(tokens)
+
+    def _look_up(self, tokens: Sequence[int]) -> F32:
+        return np.log(CHANCES[list(tokens)]).astype(np.float32)
+
+
+class Stubborn:
+    """Guesses the same tokens, whatever has come."""
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        return [2, 0, 0][:most]
+
+    def forget(self, place: int) -> None: ...
+
+
+def draw_texts(count: int) -> Counter[tuple[int, ...]]:
+    """Texts of four tokens after token 0, drawn while the same is guessed over and over."""
+    scheduler = Scheduler(
+        Chain(),
+        context=64,
+        piece_tokens=8,
+        make_decoder=lambda request: TokenDecoder(lambda ids: ""),
+        speculation=Speculation(
+            Stubborn(), tokens=3, step_tokens=4, count_bytes=lambda: 0, always=True
+        ),
+    )
+    found: Counter[tuple[int, ...]] = Counter()
+    for seed in range(count):
+        request = GenerationRequest(
+            prompt_ids=[0],
+            max_tokens=4,
+            stop=(),
+            stop_ids=frozenset(),
+            sampling=SamplingOptions(temperature=1.0, seed=seed),
+        )
+        ticket = Ticket(request)
+        scheduler.submit(ticket)
+        while not ticket.ended:
+            scheduler.drive()
+        assert ticket.result is not None
+        found[ticket.result.token_ids] += 1
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.counters.accepted_tokens > count / 4
+    return found
+
+
+def measure_distance(found: Counter[tuple[int, ...]]) -> float:
+    """Chi squared of texts, divided by their degrees of freedom: about 1 where chances are those
+    of the model."""
+    count, total = sum(found.values()), 0.0
+    for text in np.ndindex(4, 4, 4, 4):
+        chance = float(np.prod([CHANCES[a, b] for a, b in zip((0, *text), text, strict=False)]))
+        total += (found[text] - count * chance) ** 2 / (count * chance)
+    return total / 255
+
+
+def test_texts_are_drawn_as_often_as_the_model_says() -> None:
+    found = draw_texts(4000)
+    # One in a million of right ones is above: the standard deviation is 0.09.
+    assert measure_distance(found) < 1.45
+    # Were guesses kept a little more often than they are drawn, it would show.
+    favoured = Counter(found)
+    for text, count in found.items():
+        if text[1] != 2 and count > 4:
+            moved = count // 4
+            favoured[text] -= moved
+            favoured[text[0], 2, *text[2:]] += moved
+    assert measure_distance(favoured) > 2
+
+
+# What is guessed.
+
+
+def propose(ids: Sequence[int], match: int = 2, most: int = 3) -> list[int]:
+    return PromptLookup(match).propose(0, np.array(ids, np.int64), most)
+
+
+def test_what_came_after_the_last_tokens_is_guessed() -> None:
+    assert propose([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5]
+    assert propose([1, 2, 3, 4, 5, 9, 1]) == []
+    assert propose([1]) == []
+    assert propose([7, 7, 7]) == [7]
+    # The longest match counts, then the latest.
+    assert propose([8, 1, 2, 3, 5, 1, 2, 4, 8, 1, 2]) == [3, 5, 1]
+    assert propose([5, 1, 2, 3, 6, 1, 2, 4, 7, 1, 2]) == [4, 7, 1]
+
+
+def test_an_index_that_grows_finds_what_a_new_one_finds() -> None:
+    draw = np.random.default_rng(3)
+    ids = draw.integers(0, 4, 200)
+    growing = PromptLookup(3)
+    for end in range(1, 200, 3):
+        known = ids[:end]
+        assert growing.propose(0, known, 5) == PromptLookup(3).propose(0, known, 5)
+    growing.forget(0)
+    assert growing.propose(0, np.array([1, 2, 3]), 4) == []
+
+
+# Whether it pays.
+
+
+def feed(payback: Payback, steps: int, *, kept: int, size: int, seconds: float) -> list[bool]:
+    """Steps as they are wanted, of which those with guesses keep ``kept`` tokens, touch ``size``
+    bytes and take ``seconds``; those without touch 100 bytes and take a second."""
+    found = []
+    for _ in range(steps):
+        drafted = payback.wants_draft()
+        found.append(drafted)
+        if drafted:
+            payback.note(drafted=True, tokens=kept, touched_bytes=size, seconds=seconds)
+        else:
+            payback.note(drafted=False, tokens=1, touched_bytes=100, seconds=1.0)
+    return found
+
+
+def test_guessing_goes_on_while_it_saves_bytes_and_time() -> None:
+    found = feed(Payback(), 200, kept=3, size=200, seconds=2.0)
+    assert found[:PLAIN_STEPS] == [False] * PLAIN_STEPS
+    assert found[PLAIN_STEPS : PLAIN_STEPS + REFRESH_STEPS] == [True] * REFRESH_STEPS
+    assert not found[PLAIN_STEPS + REFRESH_STEPS], "steps without guesses stay known"
+    assert sum(found) > 180
+
+
+@pytest.mark.parametrize(("kept", "size", "seconds"), [(1, 150, 0.5), (2, 250, 1.0), (2, 150, 2.5)])
+def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
+    kept: int, size: int, seconds: float
+) -> None:
+    payback = Payback()
+    found = feed(payback, 1000, kept=kept, size=size, seconds=seconds)
+    first = PLAIN_STEPS + TRIAL_STEPS
+    assert all(found[PLAIN_STEPS:first])
+    assert not any(found[first : first + FIRST_REST])
+    assert all(found[first + FIRST_REST : first + FIRST_REST + TRIAL_STEPS])
+    assert sum(found) <= 6 * TRIAL_STEPS, "each rest is longer than the one before"
+
+
+def test_what_rests_is_taken_up_only_for_more_than_it_takes_to_go_on() -> None:
+    slight: dict[str, Any] = {"kept": 2, "size": 196, "seconds": 1.5}
+    assert sum(feed(Payback(), 400, **slight)) > 350
+    payback = Payback()
+    feed(payback, PLAIN_STEPS + TRIAL_STEPS, kept=1, size=300, seconds=3.0)
+    assert not payback.is_on
+    assert sum(feed(payback, 400, **slight)) < 50
+    feed(payback, 600, kept=4, size=200, seconds=2.0)
+    assert payback.is_on
+
+
+def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    settings = {"decode.speculation": {"match": 1, "when": "always"}}
+    with pi2.load(plan, set=settings) as model:
+        result = model.generate([5, 6, 7, 8] * 4, **ANSWER, temperature=0.0).result
+        counters = result.statistics.speculation
+    assert counters.drafted_bytes > 0
+    assert counters.drafted_tokens >= counters.drafted_steps
+    assert counters.draft_tokens >= counters.accepted_tokens
+    assert sum(counters.accepted_by_position) == counters.accepted_tokens
+    assert counters.drafted_tokens + counters.plain_tokens == len(result.token_ids) - 1
