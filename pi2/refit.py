@@ -12,6 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.memory.context import describe_context
 from pi2.plan.arithmetic.fitting import Shortage, find_room, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.documents.plan import Plan
@@ -59,6 +60,8 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = [_describe("budget", memory.budget, budget_bytes)]
     runtime_bytes = memory.segments.runtime
+    if resolved.count_units() == 0:  # of what drivers take, the plan knows more
+        runtime_bytes = min(runtime_bytes, count_runtime(resolved.model, budget_bytes))
     if find_room(resolved, budget_bytes, runtime_bytes) < count_ffn_bytes(resolved):
         resolved, savings = _save_memory(resolved)
         overrides |= {key: value for key, value, _ in savings}

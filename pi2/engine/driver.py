@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from threading import Event, Thread
 
@@ -59,6 +58,8 @@ async def stream_pieces(driver: Driver, ticket: Ticket) -> AsyncGenerator[Piece,
 
     Whoever stops iterating gives the request up.  Raises what the request fails with.
     """
+    import asyncio  # with TLS it takes 4 MiB, which runs that only generate do without
+
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
 

@@ -7,12 +7,13 @@ from math import ceil
 from pi2.costs.settings import POSITION
 from pi2.memory.context import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import NEURON_TABLE_BYTES
-from pi2.plan.documents.model import Model
-
-RUNTIME_BYTES = 81 << 20
-"""Python and libraries of a run with the cpu backend whose kernels are compiled already: resident
-set of the demo model's run, less what its segments hold."""
+from pi2.plan.arithmetic.runtime import count_libraries
+from pi2.plan.arithmetic.sizes import (
+    LOGIT_ROWS,
+    STAGED_NEURONS,
+    STAGING_BUFFERS,
+    count_chunk_tokens,
+)
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
@@ -22,7 +23,8 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
-    fixed = sum(needs[name].bytes for name in ("attention", "kv", "predictor", "hot", "workspace"))
+    names = ("attention", "kv", "state", "predictor", "hot", "workspace")
+    fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     lent = count_lent_bytes(resolved, tokens)
@@ -31,9 +33,27 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
         cold = 0  # everything streams by; nothing is put there
     share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
-    return ceil(count_runtime(resolved.model) + fixed + cold - untouched)
+    libraries = count_libraries(resolved.model, _measure_tokenizer(resolved))
+    return ceil(libraries + fixed + cold - untouched)
 
 
-def count_runtime(model: Model) -> int:
-    """Bytes of Python, the libraries, and the tables that the neuron cache keeps."""
-    return RUNTIME_BYTES + NEURON_TABLE_BYTES * model.shape.layers * model.layer_neurons
+def _count_untouched(resolved: ResolvedPlan) -> int:
+    """Bytes of the workspace that generating does not use: logits of more than one token of a
+    chunk, and staging where every neuron is resident."""
+    plan, model = resolved.plan, resolved.model
+    if resolved.has_whole_unit:
+        return 0
+    rows = min(count_chunk_tokens(plan), LOGIT_ROWS) - min(plan.decode.batch, LOGIT_ROWS)
+    untouched = 4 * rows * model.shape.vocab
+    if all(layer.hot_neurons == model.layer_neurons for layer in resolved.layers):
+        staged = min(model.layer_neurons, STAGED_NEURONS)
+        untouched += STAGING_BUFFERS * staged * resolved.bundle.stride
+    return untouched
+
+
+def _measure_tokenizer(resolved: ResolvedPlan) -> int | None:
+    """Bytes of the store's file; None where the store is not here."""
+    try:
+        return (resolved.store_path / resolved.model.tokenizer.file).stat().st_size
+    except OSError:
+        return None

@@ -24,9 +24,10 @@ from pi2.costs.sizes import Sizes, measure_sizes
 from pi2.costs.stored import find_range_bytes, read_stored
 from pi2.costs.terms import time_head, time_row
 from pi2.memory.context import describe_context
-from pi2.plan.arithmetic.fitting import MIB, RUNTIME_BYTES
+from pi2.plan.arithmetic.fitting import MIB
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_runtime, find_block_bytes
+from pi2.plan.arithmetic.runtime import count_runtime
+from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -161,7 +162,8 @@ class Problem:
     @property
     def runtime_bytes(self) -> int:
         """The segment ``runtime`` of the budget that is asked for, if any."""
-        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, RUNTIME_BYTES)
+        units = self.rates.dense is not None
+        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, units=units)
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:

@@ -12,6 +12,7 @@ import pytest
 
 from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.resolve import load_plan
+from pi2.planning.cost_memory import count_memory
 from tests.end_to_end.test_demo import PLAN, run
 
 MIB = 1 << 20
@@ -76,10 +77,32 @@ def test_a_smaller_budget_is_kept_and_explained() -> None:
     assert "memory: budget: 128 MiB -> " in shown.stderr
 
 
+def test_the_demo_runs_within_100_mib() -> None:
+    done = run(str(PLAN), "--json", "--prompt", "def ", "--max-tokens", "20", "--memory", "100MiB")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["peak_rss_bytes"] <= result["budget_bytes"] == 100 * MIB
+    assert any(change.startswith("runtime: 112 MiB -> ") for change in result["budget_changes"])
+
+
+@pytest.mark.parametrize("predictor", ["low-rank", "none"])
+def test_a_small_models_peak_is_what_was_predicted_to_3_percent(predictor: str) -> None:
+    assert run(str(PLAN), "--prompt", "def ", "--max-tokens", "1").returncode == 0
+    sets = {"decode.predictor": predictor, "threads.compute": 2}
+    given = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    text = "def run(self, value):\n    return value\n" * 10
+    done = run(str(PLAN), "--json", "--ignore-eos", "--prompt", text, "--max-tokens", "64", *given)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    tokens = result["prompt_tokens"] + 64
+    predicted = count_memory(load_plan(PLAN, overrides=sets), tokens)
+    assert result["peak_rss_bytes"] == pytest.approx(predicted, rel=0.03)
+
+
 def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path: Path) -> None:
     done = run(str(PLAN), "--prompt", "def ", "--memory", "64MiB")
     assert done.returncode == 2
     assert "P611" in done.stderr
-    assert "64 MiB is not enough for this plan: it needs at least 1" in done.stderr
+    assert "64 MiB is not enough for this plan: it needs at least 9" in done.stderr
     unitless = run(str(PLAN), "--prompt", "def ", "--memory", "64")
     assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)

@@ -10,12 +10,12 @@ import pytest
 
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.runtime import LAYER_BYTES, count_libraries, count_runtime
 from pi2.plan.arithmetic.sizes import (
     UNKNOWN_THREADS,
     compute_needs,
     count_ffn_bytes,
     count_kv_token_bytes,
-    count_runtime,
     find_block_bytes,
     round_for_people,
 )
@@ -140,9 +140,24 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
 
 
 def test_large_models_and_budgets_leave_more_for_tables(demo: ResolvedPlan) -> None:
-    least = 160 << 20
-    assert count_runtime(demo.model, 1 << 30, least) == least
+    small = count_runtime(demo.model, 100 << 20)
+    assert small < 92 << 20, "100 MiB are enough for the demo model"
     shape = demo.model.shape.model_copy(update={"layers": 32, "ffn": 8 * 14336})
     mixture = demo.model.model_copy(update={"shape": shape})
-    tables = 41 * 32 * 8 * 14336 + (19 << 30) // 512
-    assert 0 <= count_runtime(mixture, 19 << 30, least) - (96 << 20) - tables < 1 << 20
+    tables = 41 * (32 * 8 * 14336 - 8 * 1024) + ((19 << 30) - (100 << 20)) // 512
+    grown = count_runtime(mixture, 19 << 30) - small
+    assert abs(grown - tables - 24 * LAYER_BYTES) < 1 << 20
+
+
+def test_tokenizers_of_many_tokens_take_memory(demo: ResolvedPlan) -> None:
+    shape = demo.model.shape.model_copy(update={"vocab": 151_936})
+    wordy = demo.model.model_copy(update={"shape": shape})
+    more = count_libraries(wordy) - count_libraries(demo.model)
+    assert more == 700 * (151_936 - 4096)
+    # Of a file that is there, the bytes count.
+    assert count_libraries(wordy, 1000) == count_libraries(demo.model, 1000)
+
+
+def test_drivers_of_other_units_have_room(demo: ResolvedPlan) -> None:
+    alone, beside = count_runtime(demo.model, 1 << 30), count_runtime(demo.model, 1 << 30, units=1)
+    assert beside - alone == 64 << 20

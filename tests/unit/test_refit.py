@@ -9,6 +9,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.refit import Refit, parse_budget, refit_plan
@@ -29,7 +30,8 @@ def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[Refit, R
 def find_least() -> float:
     resolved = load_plan(DEMO)
     needs = {name: need.bytes for name, need in resolved.needs.items()}
-    return (resolved.plan.memory.segments.runtime + sum(needs.values()) - needs["hot"]) / MIB
+    runtime = count_runtime(resolved.model, 100 * MIB)
+    return (runtime + sum(needs.values()) - needs["hot"]) / MIB
 
 
 @pytest.mark.parametrize("beyond", [0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 100.0])
@@ -131,7 +133,12 @@ def test_too_little_names_what_it_takes() -> None:
         fit(find_least() - 0.1)
     finding = caught.value.diagnostics[0]
     assert finding.code == "P611"
-    assert "runtime 112 MiB" in finding.message
+    assert "runtime 86 MiB" in finding.message
+
+
+def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:
+    _, fitted = fit(find_least(), memory__segments__runtime="80 MiB")
+    assert fitted.plan.memory.segments.runtime == 80 * MIB
 
 
 @pytest.mark.parametrize("text", ["64", "a lot", "64 Mib", "0 B"])

@@ -11,11 +11,11 @@ from pathlib import Path
 from limited.rows import Row
 from pi2.plan.arithmetic.fitting import round_segment
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import PAGE_TABLE_PART, TOKENS_TOGETHER
+from pi2.plan.arithmetic.runtime import PAGE_TABLE_PART, count_libraries
+from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost_memory import count_runtime
 
 CONTEXT = 1024
 """Tokens that the KV caches of all engines hold."""
@@ -100,7 +100,7 @@ def write_limited_plan(row: Row, store: Path, whole: Path, limit: int) -> Path:
     """Write a plan with a budget of ``limit`` bytes; ``whole``: the one with all in memory."""
     plan = whole.with_name(f"{store.name}-{limit >> 20}.plan.toml")
     # What this program's libraries take was measured; all else of a margin is for neurons.
-    runtime = count_runtime(load_plan(whole).model) + limit // PAGE_TABLE_PART
+    runtime = count_libraries(load_plan(whole).model) + limit // PAGE_TABLE_PART
     write_row_plan(row, store, plan, limit, round_segment(runtime))
     return plan
 

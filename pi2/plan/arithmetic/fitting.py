@@ -25,15 +25,14 @@ from math import ceil, floor
 from typing import Any, TypeVar
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_runtime, count_unit_needs
+from pi2.plan.arithmetic.runtime import count_runtime
+from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import LayerOverride, Layers, Plan, Segments, UnitMemory
 from pi2.plan.toml.paths import KeyPath
 from pi2.plan.weights.layout import round_up
 
 MIB = 1 << 20
-RUNTIME_BYTES = 160 * MIB
-"""Least size of the segment ``runtime``: Python and the libraries with the cpu backend."""
 HOT_PART = Fraction(1, 2)
 """Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
 SHARE_STEPS = 1000
@@ -67,12 +66,12 @@ def round_share(share: Fraction | float) -> float:
     return floor(share * SHARE_STEPS + 1e-9) / SHARE_STEPS
 
 
-def add_runtime(model: Model, other_bytes: int) -> int:
+def add_runtime(model: Model, other_bytes: int, units: int = 0) -> int:
     """Smallest budget, in whole MiB, with ``other_bytes`` beside the segment ``runtime``, which
-    grows with the budget itself."""
+    grows with the budget itself and with the number of ``units`` beside the processor."""
     budget = 0
     while True:
-        needed = round_up(other_bytes + count_runtime(model, budget, RUNTIME_BYTES), MIB)
+        needed = round_up(other_bytes + count_runtime(model, budget, units=units), MIB)
         if needed <= budget:
             return budget
         budget = needed
@@ -99,11 +98,11 @@ def fit_plan(
     if budget_bytes is None:
         neurons = sum(_size_neurons(resolved, MIB).values())
         neurons += _size_cold(resolved, cold_bytes, MIB)
-        budget_bytes = add_runtime(model, sum(fixed.values()) + neurons)
+        budget_bytes = add_runtime(model, sum(fixed.values()) + neurons, resolved.count_units())
     usable = budget_bytes
     if counts_runtime := runtime_bytes is None:
         usable = budget_bytes // MIB * MIB  # as coarse as what the runtime takes of it
-        runtime_bytes = count_runtime(model, usable, RUNTIME_BYTES)
+        runtime_bytes = count_runtime(model, usable, units=resolved.count_units())
     room = find_room(resolved, usable, runtime_bytes)
     step = _find_step(room)
     room = room // step * step
@@ -312,5 +311,6 @@ def _find_shortage(
     sizes = {**fixed, **neurons, "cold": least.needs.cold.bytes}
     needed = sum(sizes.values())
     if counts_runtime:
-        needed = add_runtime(resolved.model, needed - fixed["runtime"] + MIB)
+        other = needed - fixed["runtime"] + MIB
+        needed = add_runtime(resolved.model, other, resolved.count_units())
     return Shortage(sizes, needed)

@@ -114,6 +114,10 @@ class ResolvedPlan:
             return False
         return find_whole_backend(self.name_backend(unit)) is not None
 
+    def count_units(self) -> int:
+        """Number of units that compute beside the processor, or in its place."""
+        return len(self.dense_units) + self.has_whole_unit
+
     @property
     def dense_units(self) -> tuple[str, ...]:
         """Names of the units beside it that have work, in the order of the layers; those that the

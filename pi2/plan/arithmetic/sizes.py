@@ -73,13 +73,6 @@ TENSOR_ROWS = 32
 """Rows that such pieces are whole numbers of."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
-NEURON_TABLE_BYTES = 41
-"""What is known of a neuron: its check, slot and owner, how often it is used, and copies of it.
-From the resident set of a 7B's run, less that of the demo model's."""
-PAGE_TABLE_PART = 512
-"""The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
-LIBRARY_BYTES = 96 << 20
-"""Bytes of Python and the libraries, with room to spare."""
 UNKNOWN_THREADS = 64
 """Compute threads that are assumed of a device that states no cores."""
 DEFAULT_BLOCK_BYTES = 512
@@ -111,14 +104,6 @@ class Needs:
     def items(self) -> list[tuple[str, Need]]:
         """Segments by name."""
         return [(item.name, getattr(self, item.name)) for item in fields(self)]
-
-
-def count_runtime(model: Model, budget_bytes: int, least_bytes: int) -> int:
-    """Bytes that the segment ``runtime`` should have, at least ``least_bytes``: libraries, what the
-    cache knows of neurons, and the system's tables of the budget's pages."""
-    neurons = model.shape.layers * model.layer_neurons
-    tables = NEURON_TABLE_BYTES * neurons + budget_bytes // PAGE_TABLE_PART
-    return max(least_bytes, round_up(LIBRARY_BYTES + tables, 1 << 20))
 
 
 def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:

@@ -47,7 +47,7 @@ class Segments(Table):
     """Regions of the memory budget; together they may not exceed it."""
 
     runtime: Bytes
-    """Python interpreter, libraries and tokenizer."""
+    """Python interpreter, libraries and tokenizer; a server takes 20 MiB more."""
     attention: Bytes
     """Dense weights that stay resident: embedding, attention, norms, head."""
     kv: Bytes
