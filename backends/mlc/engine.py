@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Sampling
+from pi2.plan.documents.sampling import Sampling
 
 PYTHON = "PI2_MLC_PYTHON"
 """Variable that names the Python that has mlc_llm."""

@@ -275,15 +275,16 @@ def write_notes(
     """What a store has beside the weights: the model document and, if there can be one, a plan for
     this machine.  Returns them by name, and why there is no plan."""
     from pi2.importing.checkpoint import Checkpoint, open_checkpoint
-    from pi2.importing.generation_config import read_sampling, write_sampling
+    from pi2.importing.generation_config import read_sampling
     from pi2.importing.new_model import write_model
 
+    if model.sampling is None:
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        model = model.model_copy(update={"sampling": read_sampling(opened)})
     notes = {f"{model.id}.model.toml": write_model(model, origin).encode()}
     plan, refusal = draft_default_plan(model, scales)
     if plan is not None:
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        sampling = read_sampling(opened)
-        notes[PLAN] = (plan + ("" if sampling is None else write_sampling(sampling))).encode()
+        notes[PLAN] = plan.encode()
     return notes, refusal
 
 

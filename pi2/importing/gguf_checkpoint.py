@@ -18,6 +18,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
+from pi2.importing.generation_config import make_generation_config
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
 from pi2.importing.gguf_config import (
     Metadata,
@@ -88,6 +89,8 @@ class GgufCheckpoint(Checkpoint):
     def read_file(self, name: str) -> bytes | None:
         if name == "tokenizer.json":
             return make_tokenizer(self.folder, self.metadata)
+        if name == "generation_config.json":
+            return make_generation_config(self.metadata)
         return read_chat_files(self.metadata).get(name)
 
     def list_templates(self) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
+from pi2.importing.generation_config import read_sampling
 from pi2.importing.leftovers import find_leftovers
 from pi2.importing.requirements import check_checkpoint, raise_findings
 from pi2.importing.rows import fill_name
@@ -61,6 +62,9 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
     _match_stacks(checkpoint, tables)
     _find_predictors(checkpoint, tables)
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
+    sampling = read_sampling(checkpoint)
+    if sampling is not None:
+        tables["sampling"] = sampling.model_dump(exclude_unset=True)
     tables = {
         "schema_version": 2,
         "name": _find_name(config, place)[:120],
@@ -212,6 +216,9 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
         generation = Config(file, parse_json(file, content))
     chosen = generation if generation.has("eos_token_id") else config
     ends = [token for token in chosen.read_list("eos_token_id") if type(token) is int]
+    turn = _find_turn_end(checkpoint)
+    if turn is not None and turn not in ends:
+        ends.append(turn)
     tokenizer: dict[str, Any] = {"eos": ends}
     if config.has("bos_token_id") and config.read("bos_token_id", int) >= 0:
         bos = config.read("bos_token_id", int)
@@ -221,6 +228,23 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
         del tokenizer["bos"], tokenizer["add_bos"]
     tokenizer["eos"] = [token for token in ends if 0 <= token < vocab]
     return tokenizer
+
+
+def _find_turn_end(checkpoint: Checkpoint) -> int | None:
+    """The token by which an answer ends, as ``tokenizer_config.json`` names it, where there is a
+    chat template: configurations of models that were tuned to chat often name the base model's."""
+    content = checkpoint.read_file("tokenizer_config.json")
+    try:
+        said = {} if content is None else json.loads(content)
+        if "chat_template" not in said and checkpoint.read_file("chat_template.jinja") is None:
+            return None
+        end = said.get("eos_token")
+        end = end.get("content") if isinstance(end, Mapping) else end
+        added = json.loads(checkpoint.read_tokenizer() or b"{}").get("added_tokens", [])
+        found = [token["id"] for token in added if token["content"] == end]
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # the conversion will say what is wrong
+    return found[0] if found and type(found[0]) is int else None
 
 
 def _begins_with(checkpoint: Checkpoint, bos: int) -> bool:

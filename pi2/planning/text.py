@@ -7,7 +7,7 @@ from typing import Any
 
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs, reads_embedding
-from pi2.plan.authoring.drafting import name_segments, write_backends
+from pi2.plan.authoring.drafting import name_segments, write_backends, write_sampling
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
@@ -59,6 +59,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
                 else ""
             )
             lines.append(f"{write_key(key)} = {write_value(item)}{remark}")
+    lines += write_sampling(planned.resolved.model)
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ import pytest
 from pi2.backends.mlc.engine import PYTHON, MlcEngine
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.plan.documents.plan import Sampling
+from pi2.plan.documents.sampling import Sampling
 from pi2.plan.resolve import load_plan
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"

@@ -16,7 +16,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.generation_config import read_sampling, write_sampling
+from pi2.importing.generation_config import read_sampling
 from pi2.importing.leftovers import describe_other_parts
 from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.plan.checking.check import check_file
@@ -365,7 +365,9 @@ def test_the_plan_beside_a_store_runs(
             {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
         ),
         ('{"do_sample": true, "temperature": 1}', {"temperature": 1.0}),
-        ('{"temperature": 0.6}', None),
+        ('{"temperature": 0.6, "top_k": -1}', {"temperature": 0.6, "top_k": 0}),
+        ('{"do_sample": false, "temperature": 0.6}', None),
+        ('{"top_p": 0.6}', None),
         ('{"do_sample": true, "temperature": -3}', None),
         ('{"do_sample": true, "top_p": "high"}', None),
         ("[1]", None),
@@ -378,15 +380,45 @@ def test_the_plan_draws_tokens_as_the_checkpoint_recommends(
     (checkpoint / "generation_config.json").write_text(said)
     found = read_sampling(open_checkpoint(checkpoint))
     assert (None if found is None else found.model_dump(exclude_unset=True)) == expected
-    if found is not None:
-        text = write_sampling(found)
-        assert tomllib.loads(text)["sampling"] == expected
-    if expected == {"temperature": 1.0}:
-        output = tmp_path / "out"
-        assert run(["convert", str(checkpoint), "-o", str(output)]) == 0
-        plan = tomllib.loads((output / "default.plan.toml").read_text())
-        assert plan["sampling"] == expected
-        assert run(["validate", str(output / "default.plan.toml")]) == 0
+
+
+def test_plans_of_a_model_draw_tokens_as_its_checkpoint_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    said = {"do_sample": True, "temperature": 1, "top_k": 20, "min_p": 0.05}
+    (checkpoint / "generation_config.json").write_text(json.dumps(said))
+    expected = {"temperature": 1.0, "top_k": 20, "min_p": 0.05}
+    store = tmp_path / "store"
+    assert run(["convert", str(checkpoint), "-o", str(store)]) == 0
+    model = store / "llama.model.toml"
+    new, planned = tmp_path / "new.plan.toml", tmp_path / "planned.plan.toml"
+    common = ["--model", str(model), "--store", str(store)]
+    assert (
+        run(["new", "plan", "--device", "host", *common, "--memory", "2GiB", "-o", str(new)]) == 0
+    )
+    command = ["plan", "--device", "pc-rtx-4090", *common, "--memory", "2GiB", "-o", str(planned)]
+    assert run(command) == 0
+    for plan in (store / "default.plan.toml", new, planned):
+        assert tomllib.loads(plan.read_text())["sampling"] == expected, plan
+        capsys.readouterr()
+        assert run(["show", str(plan)]) == 0
+        shown = tomllib.loads(capsys.readouterr().out)
+        assert shown["sampling"]["top_k"] == 20
+
+
+def test_an_answer_ends_where_the_tokenizer_says_that_a_turn_ends(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    turn = {"id": 7, "content": "<turn>", "special": True, **flags}
+    (checkpoint / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [turn]}))
+    said = {"eos_token": {"content": turn["content"]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(said))
+    ends = describe_checkpoint(checkpoint).model.tokenizer.eos
+    assert turn["id"] not in ends  # no chat template: it is not asked to chat
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert describe_checkpoint(checkpoint).model.tokenizer.eos == (*ends, turn["id"])
 
 
 def test_quantisation_may_be_chosen(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def compute_digest(resolved: ResolvedPlan) -> str:
         del plan["memory"]["lock"]
     if plan["decode"]["speculation"] is None:
         del plan["decode"]["speculation"]
+    # Plans have a copy of it, which counts.
+    model = dump_plain(resolved.model)
+    del model["sampling"]
     sparsity = plan.pop("sparsity")
     if sparsity is not None and resolved.thresholds is not None:
         found = resolved.thresholds
@@ -71,6 +74,6 @@ def compute_digest(resolved: ResolvedPlan) -> str:
             "plan": plan,
             "layers": layers,
             "device": dump_plain(resolved.device),
-            "model": dump_plain(resolved.model),
+            "model": model,
         }
     )

@@ -203,7 +203,17 @@ def _write(wish: Wish, values: dict[str, Any], final: ResolvedPlan) -> str:
     for key in ("prefill", "decode", "kv"):
         lines += ["", f"[{key}]"]
         lines += [f"{write_key(name)} = {write_value(v)}" for name, v in values[key].items()]
+    lines += write_sampling(final.model)
     return "\n".join(lines) + "\n"
+
+
+def write_sampling(model: Model) -> list[str]:
+    """Lines of a plan's table ``sampling``, if the model's authors recommend something."""
+    if model.sampling is None:
+        return []
+    values = model.sampling.model_dump(exclude_unset=True)
+    lines = [f"{write_key(key)} = {write_value(value)}" for key, value in values.items()]
+    return ["", "[sampling]  # as the model's authors recommend", *lines]
 
 
 def draft_like(name: str, reference: str) -> str:

@@ -9,6 +9,7 @@ from pydantic import Field
 from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
 from pi2.plan.documents.model_states import Convolution, LayerKind, LayerKinds, Recurrence
 from pi2.plan.documents.model_tensors import Tensors
+from pi2.plan.documents.sampling import Sampling
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
 Precision = Literal["int4", "int8", "fp16"]
@@ -396,6 +397,9 @@ class Model(Document):
     """Activation predictors, if the model has them."""
     sparsity: Sparsity | None = None
     """Activation statistics."""
+    sampling: Sampling | None = None
+    """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
+    runs heed their plan's alone."""
 
     @property
     def layer_neurons(self) -> int:
