@@ -23,10 +23,13 @@ from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import (
     allocate_gate_rows,
+    begin_dense,
+    begin_neurons,
+    begin_scales,
+    count_neurons,
     group_by_expert,
-    load_dense,
-    load_neurons,
-    load_scales,
+    keeps_mapped,
+    load_gates,
     open_embedding,
     open_reader,
     read_tokenizer,
@@ -53,6 +56,7 @@ from pi2.memory.arena import (
 )
 from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
+from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
@@ -140,36 +144,46 @@ def build(
         if rows is not None:
             cleanup.callback(rows.close)
         grouped = group_by_expert(resolved, store, budget)
-        request = describe_build(resolved, machine, store, rows, grouped, budget, progress)
+        bulk = BulkLoad(progress)
+        cleanup.callback(bulk.close)
+        dense, neurons = Batch(bulk), Batch(bulk)
+        request = describe_build(resolved, machine, store, rows, grouped, budget, dense, progress)
         # Whoever looks at neurons wants to see them all: then the executor computes everything.
         seen = make_observer is not None
         if seen:
             request = replace(request, rows=None)
-        executor = build_executor(backend, request, resolved, cleanup)
-        observer = None if make_observer is None else make_observer(executor, request)
-        if observer is not None:
-            executor.observe(observer)
-        # Whoever looks at neurons wants to see them all: then the executor computes them.
-        alone = observer is not None
         cache = allocate_cache(
             resolved,
             budget,
             by_hotness=is_by_hotness(store),
-            alone=alone,
+            alone=seen,
             granule=find_granule(resolved, grouped),
         )
         if store is not None:
             cache.loops = load_host_loops(progress, machine.features)
         reader = open_reader(resolved, store, cache)
         cleanup.callback(reader.close)
-        shares = build_shares(resolved, executor, request, budget, progress, alone=seen)
-        cleanup.callback(shares.close)
+        # Its reads end before their files are closed.
+        cleanup.callback(bulk.close)
         if store is not None:
             store.check_unchanged()
+        fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
+        if isinstance(reader, NullReader):
+            count_neurons(reader, cache, fill=fill)
+        else:
+            begin_neurons(reader, cache, neurons, fill=fill)
+        # Neurons are read while the executor is built, which may look at dense weights.
+        dense.finish()
+        executor = build_executor(backend, request, resolved, cleanup)
+        observer = None if make_observer is None else make_observer(executor, request)
+        if observer is not None:
+            executor.observe(observer)
+        shares = build_shares(resolved, executor, request, budget, progress, alone=seen)
+        cleanup.callback(shares.close)
         staging = allocate_staging(resolved, budget)
         load_shares(shares, resolved, reader, staging, progress)
-        fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
-        load_neurons(reader, cache, request, staging, progress, fill=fill)
+        neurons.finish()
+        load_gates(reader, cache, request, staging, progress)
         if hashes is not None:
             hashes.finish()
         lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
@@ -217,6 +231,7 @@ def build(
             reader=reader,
             forward=forward,
             load_s=time.perf_counter() - start,
+            loaded_bytes=bulk.total_bytes,
             compute_threads=request.threads,
             lock_fallback=lock_fallback,
             release=release,
@@ -299,7 +314,8 @@ def begin_hashes(
     the rest is loaded; to be closed by ``cleanup``."""
     if resolved.plan.io.verify == "never":
         return None
-    hashes = HashCheck(store.path, store.manifest)
+    reader_compares = not (resolved.has_whole_unit or keeps_mapped(resolved))
+    hashes = HashCheck(store.path, store.manifest, reader_compares=reader_compares)
     cleanup.callback(hashes.close)
     return hashes
 
@@ -367,15 +383,17 @@ def describe_build(
     rows: EmbeddingRows | None,
     grouped: list[I32] | None,
     budget: Budget,
+    batch: Batch,
     progress: Progress,
 ) -> BuildRequest:
-    """Gather what the backend needs, and count the mapped tensors in their segments; ``grouped``:
+    """Gather what the backend needs, whose dense weights and scales ``batch`` reads; ``grouped``:
     a mixture's neurons, expert by expert."""
     mode = resolved.plan.decode.predictor
-    mapped = resolved.plan.memory.lock == "re-read"
     tensors: Mapping[str, Tensor] = {}
+    scales = None
     if store is not None:
-        tensors = load_dense(store, mode, rows, budget, progress, mapped=mapped)
+        tensors = begin_dense(resolved, store, rows, budget, batch)
+        scales = begin_scales(resolved, store, budget, batch)
     gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
         gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
@@ -388,7 +406,7 @@ def describe_build(
     return replace(
         request,
         gate_rows=gate_rows,
-        scales=None if store is None else load_scales(store, budget, progress),
+        scales=scales,
         gate_biases=gate_biases,
         expert_neurons=None if mode == "none" or store is None else grouped,
         allocate=budget.allocate,

@@ -12,6 +12,8 @@ from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pi2.benchmarks.session import Outcome
 
 GROUP = "Run"
@@ -80,6 +82,12 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     is_flag=True,
     help=("Add a run of each test that shows where the time goes."),
 )
+@click.option(
+    "--load",
+    "only_load",
+    is_flag=True,
+    help="Measure loading instead, beside the disk and the memory.",
+)
 @click.option("--against", type=click.Choice(AGAINST), help=("Alternate runs with another engine."))
 @click.option(
     "--text",
@@ -95,6 +103,7 @@ def command(
     repetitions: int,
     output: str,
     with_profile: bool,
+    only_load: bool,
     against: str | None,
     text: Path | None,
     settings: tuple[str, ...],
@@ -111,6 +120,9 @@ def command(
     from pi2.benchmarks.workloads import list_workloads
     from pi2.cli.progress import ProgressBar
 
+    if only_load:
+        click.echo(measure_loads(plans, parse_assignments(settings), repetitions, output))
+        return
     workloads = list_workloads(prompt, generate, depth)
     if not workloads:
         raise click.UsageError("nothing to measure: give -p or -n")
@@ -136,6 +148,32 @@ def command(
         "csv": report.write_csv,
     }[output]
     click.echo(write(conditions, outcomes))
+
+
+def measure_loads(
+    plans: tuple[Path, ...], overrides: Mapping[str, object], repetitions: int, output: str
+) -> str:
+    """Measure how long each plan takes to load; return the figures as ``output`` says."""
+    import json
+    from dataclasses import asdict
+
+    from pi2.benchmarks.conditions import describe_conditions
+    from pi2.benchmarks.loading import describe_load, measure_load, write_loads
+    from pi2.cli.progress import ProgressBar
+
+    if output == "csv":
+        raise click.UsageError("--load writes md or json")
+    conditions = describe_conditions(None)
+    with ProgressBar() as progress:
+        outcomes = [
+            measure_load(plan, overrides, repetitions=repetitions, progress=progress)
+            for plan in plans
+        ]
+    if output == "json":
+        rows = [describe_load(outcome) for outcome in outcomes]
+        return json.dumps({"conditions": asdict(conditions), "loads": rows}, indent=1)
+    machine, load = conditions.machine, conditions.load_average
+    return f"{write_loads(outcomes)}\n\n{machine}, load average {load}, {conditions.started}"
 
 
 def read_text(path: Path) -> str:

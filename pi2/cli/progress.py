@@ -30,7 +30,7 @@ class ProgressBar:
             # Whoever waits for a pipe, or reads a log, is told once what for.
             if not self._said and share < 1.0:
                 self._said = True
-                print(f"{label}...", file=sys.stderr, flush=True)
+                print(f"{label.partition(',')[0]}...", file=sys.stderr, flush=True)
             return
         if self._bar is None:
             from rich.console import Console
@@ -45,9 +45,10 @@ class ProgressBar:
                 transient=True,
             )
             self._bar.start()
-        if label not in self._tasks:
-            self._tasks[label] = self._bar.add_task(label, total=1.0)
-        self._bar.update(self._tasks[label], completed=share)
+        name = label.partition(",")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(label, total=1.0)
+        self._bar.update(self._tasks[name], completed=share, description=label)
 
     def __enter__(self) -> Self:
         return self

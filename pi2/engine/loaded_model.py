@@ -102,6 +102,12 @@ class LoadedModel:
         return self._parts.load_s
 
     @property
+    def loaded_bytes(self) -> int:
+        """Bytes that were read from the store while loading: all but those of other units and of
+        gates."""
+        return self._parts.loaded_bytes
+
+    @property
     def compute_threads(self) -> int:
         """Threads that kernels run on."""
         return self._parts.compute_threads

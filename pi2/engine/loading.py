@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from pi2.arrays import F16, I32, U8
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
+from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.granules import SingleNeurons
@@ -27,8 +27,10 @@ from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress
 from pi2.regular_file import read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
-from pi2.store.dense_reader import read_scales, read_tensors
+from pi2.store.dense_reader import place_scales, place_tensors
 from pi2.store.embedding_rows import EmbeddingRows
+from pi2.store.file_read import FileRead
+from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
@@ -84,36 +86,57 @@ def open_embedding(
     return EmbeddingRows(store, allocate, rows=count_chunk_tokens(resolved.plan))
 
 
-def load_dense(
+def begin_dense(
+    resolved: ResolvedPlan,
     store: NeuronStore,
-    mode: str,
     rows: EmbeddingRows | None,
     budget: Budget,
-    progress: Progress,
-    *,
-    mapped: bool = False,
+    batch: Batch,
 ) -> Mapping[str, Tensor]:
-    """Read the tensors that are used into their segments; the others stay mapped.  ``rows`` stand
-    for the embedding, if not None; with ``mapped`` all stay so, and count in their segments."""
+    """Begin to read the tensors that are used into their segments; the others stay mapped.
+
+    ``rows`` stand for the embedding, if not None; where the plan has tensors read again by the
+    system, all stay mapped, and count in their segments.
+    """
     loaded = dict(store.tensors)
     if rows is not None:
         loaded[EMBEDDING] = rows.tensor
     wanted = [name for name in loaded if rows is None or name != EMBEDDING]
-    predictors = [name for name in wanted if ".predictor" in name]
-    others = [name for name in wanted if ".predictor" not in name]
-    for segment, names in (("attention", others), ("predictor", predictors)):
-        if segment != "attention" and mode != "low-rank":
-            continue
-        if mapped:
+    segments = {"attention": [name for name in wanted if ".predictor" not in name]}
+    if resolved.plan.decode.predictor == "low-rank":
+        segments["predictor"] = [name for name in wanted if ".predictor" in name]
+    if keeps_mapped(resolved):
+        for segment, names in segments.items():
             budget.charge(segment, sum(count_tensor_bytes(loaded[name]) for name in names))
-        else:
-            loaded |= read_tensors(
-                store,
-                names,
-                partial(budget.allocate, segment),
-                lambda share: progress("loading dense tensors", share),
-            )
+        return loaded
+    file = open_file(resolved, store, DENSE_FILE, batch)
+    for segment, names in segments.items():
+        loaded |= place_tensors(file, store, names, partial(_allocate, budget, segment))
+    begin_file(file, batch)
     return loaded
+
+
+def keeps_mapped(resolved: ResolvedPlan) -> bool:
+    """Whether dense tensors stay in their file, which the system reads again as it likes."""
+    return resolved.plan.memory.lock == "re-read"
+
+
+def _allocate(budget: Budget, segment: str, size: int, spare: int) -> U8:
+    return budget.allocate_spanning({segment: size}, reserved_bytes=spare)
+
+
+def open_file(resolved: ResolvedPlan, store: NeuronStore, path: str, batch: Batch) -> FileRead:
+    """Open a file of the store that is read as a whole, to be closed when ``batch``'s load is."""
+    entry, io = store.manifest.find_file(path), resolved.plan.io
+    assert entry is not None, path  # the manifest was validated
+    file = FileRead(store.path, entry, direct=io.mode == "direct", verify=io.verify == "first-read")
+    batch.keep(file.close)
+    return file
+
+
+def begin_file(file: FileRead, batch: Batch) -> None:
+    """Begin to read what was placed."""
+    batch.add([Job(piece.run, piece.bytes, piece.target) for piece in file.list_pieces()])
 
 
 def count_tensor_bytes(tensor: Tensor) -> int:
@@ -121,15 +144,20 @@ def count_tensor_bytes(tensor: Tensor) -> int:
     return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
 
 
-def load_scales(store: NeuronStore, budget: Budget, progress: Progress) -> list[U8] | None:
-    """Read the scales of every layer's neurons [neurons, bytes]; None where bundles have them."""
+def begin_scales(
+    resolved: ResolvedPlan, store: NeuronStore, budget: Budget, batch: Batch
+) -> list[U8] | None:
+    """Begin to read the scales of every layer's neurons [neurons, bytes]; None where bundles have
+    them."""
     if store.bundle.scales == "inline":
         return None
-    return read_scales(
-        store,
-        partial(budget.allocate, "attention"),
-        lambda share: progress("loading scales", share),
-    )
+    found = []
+    for layer in store.layers:
+        assert layer.scales_entry is not None
+        file = open_file(resolved, store, layer.scales_entry.path, batch)
+        found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
+        begin_file(file, batch)
+    return found
 
 
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 | None]:
@@ -179,49 +207,58 @@ def open_reader(
     return FlashReader(files, cache.arena, settings, cache.loops)
 
 
-def load_neurons(
+def begin_neurons(reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: bool) -> None:
+    """Begin to fill the hot region in stored order, and the cold one where the plan says so."""
+    single, size = SingleNeurons(cache), cache.granule
+    runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
+    for layer, hot in enumerate(single.hot_slots):
+        runs[layer].append((single.hot_range(layer).start, single.arena[hot.start : hot.stop]))
+    for filling in cache.fill() if fill else ():
+        arena = single.arena[filling.slots.start * size : filling.slots.stop * size]
+        runs[filling.layer].append((filling.first * size, arena))
+    jobs = []
+    for layer, own in enumerate(runs):
+        for first, arena in own:
+            for rows in cut_rows(*arena.shape):
+                piece = arena[rows]
+                read = partial(reader.read_run, layer, first + rows.start, piece)
+                jobs.append(Job(read, piece.nbytes, piece))
+    batch.add(jobs)
+
+
+def count_neurons(reader: NullReader, cache: NeuronCache, *, fill: bool) -> None:
+    """Count what `begin_neurons` reads, where no store is."""
+    stride = cache.arena.shape[1]
+    slots = sum(len(hot) for hot in cache.hot_slots)
+    slots += sum(len(filling.slots) for filling in cache.fill()) if fill else 0
+    reader.read_bytes += slots * stride
+
+
+def load_gates(
     reader: FlashReader | NullReader,
     cache: NeuronCache,
     request: BuildRequest,
     staging: U8,
     progress: Progress,
-    *,
-    fill: bool,
 ) -> None:
-    """Fill the hot region in stored order, the cold one where the plan says so, and the gate rows
-    where decoding needs them."""
-    single, size = SingleNeurons(cache), cache.granule
-    layers = len(cache.hot_slots)
-    # All are begun at once: one run is compared with its checks while the next one is read.
-    reads: list[list[Future[None]]] = [[] for _ in range(layers)]
-    for filling in cache.fill() if fill else ():
-        arena = single.arena[filling.slots.start * size : filling.slots.stop * size]
-        reads[filling.layer].append(reader.start_run(filling.layer, filling.first * size, arena))
-    for layer in range(layers):
-        hot = single.hot_slots[layer]
-        if len(hot):
-            arena = single.arena[hot.start : hot.stop]
-            reads[layer].append(reader.start_run(layer, single.hot_range(layer).start, arena))
-    for layer in range(layers):
-        for read in reads[layer]:
-            read.result()
-        if request.gate_rows is not None:
-            weights, scales = request.gate_rows[layer]
-            step = staging.shape[1]
-            places = np.arange(single.neurons)
-            if request.expert_neurons is not None:
-                places[request.expert_neurons[layer]] = np.arange(single.neurons)
-            for first in range(0, single.neurons, step):
-                piece = staging[0, : min(step, single.neurons - first)]
-                reader.start_run(layer, first, piece).result()
-                rows = places[first : first + len(piece)]
-                if request.scales is not None:
-                    own = request.scales[layer][first : first + len(piece)]
-                    piece = join_scales(piece, own, request.bundle)
-                layout = request.whole_bundle
-                weights[rows], piece_scales = slice_part(piece, layout, 0)
-                if scales is not None:
-                    scales[rows] = piece_scales
-                if request.gate_biases is not None:
-                    request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
-        progress("loading neurons", (layer + 1) / layers)
+    """Read the gate rows, where decoding needs them."""
+    single = SingleNeurons(cache)
+    for layer, (weights, scales) in enumerate(request.gate_rows or ()):
+        step = staging.shape[1]
+        places = np.arange(single.neurons)
+        if request.expert_neurons is not None:
+            places[request.expert_neurons[layer]] = np.arange(single.neurons)
+        for first in range(0, single.neurons, step):
+            piece = staging[0, : min(step, single.neurons - first)]
+            reader.start_run(layer, first, piece).result()
+            rows = places[first : first + len(piece)]
+            if request.scales is not None:
+                own = request.scales[layer][first : first + len(piece)]
+                piece = join_scales(piece, own, request.bundle)
+            layout = request.whole_bundle
+            weights[rows], piece_scales = slice_part(piece, layout, 0)
+            if scales is not None:
+                scales[rows] = piece_scales
+            if request.gate_biases is not None:
+                request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
+        progress("loading gates", (layer + 1) / len(cache.hot_slots))

@@ -47,6 +47,8 @@ class Parts:
     reader: FlashReader | NullReader
     forward: Sequences
     load_s: float
+    loaded_bytes: int = 0
+    """Read from the store in bulk."""
     compute_threads: int
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pi2.engine.answer import SequenceResult
@@ -50,6 +51,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
     return {
         "dry_run": model.is_dry,
         "load_s": round(model.load_s, 4),
+        "loaded_bytes": model.loaded_bytes,
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
         # Where every neuron is computed, what is not hot streams by, and no cache is asked.
@@ -83,12 +85,18 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
     }
 
 
+def _describe_load(run: Mapping[str, Any]) -> str:
+    """Seconds, and the rate of a load that is large enough to have one."""
+    seconds, size = run["load_s"], run["loaded_bytes"]
+    return f"{seconds:.2f} s" + (f" ({size / seconds / 1e9:.1f} GB/s)" if size >= 1e8 else "")
+
+
 def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
     """A summary of a run for people, in a few lines."""
     run = describe_run(model, result)
     decoded = len(result.token_ids)
     first = (
-        f"load {run['load_s']:.2f} s · first token {run['ttft_s'] * 1e3:.0f} ms · "
+        f"load {_describe_load(run)} · first token {run['ttft_s'] * 1e3:.0f} ms · "
         f"prefill {_rate(run['prefill_tokens_s'])} ({result.prompt_tokens} tokens) · "
         f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {result.finish_reason})"
     )
@@ -103,7 +111,7 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
     speed, mean = result.decode_tokens_s, result.mean_sequences
     each = "" if speed is None or mean is None else f", {_rate(speed / mean)} each"
     first = (
-        f"load {run['load_s']:.2f} s · {len(result.sequences)} sequences, "
+        f"load {_describe_load(run)} · {len(result.sequences)} sequences, "
         f"{'-' if mean is None else f'{mean:.1f}'} at a time · "
         f"prefill {_rate(run['prefill_tokens_s'])} ({prompts} tokens) · "
         f"decode {_rate(speed)}{each} ({decoded} tokens)"

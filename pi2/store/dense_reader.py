@@ -1,4 +1,4 @@
-"""Reads dense tensors and resident scales of a store into memory of the caller's.
+"""Brings dense tensors and resident scales of a store into memory of the caller's.
 
 Unlike mapped ones they stay there whatever becomes of the file: one that is cut while a run goes on
 does not end the process, and the system cannot take pages away that every token needs.
@@ -17,46 +17,29 @@ from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import GROUP, round_up
 from pi2.regular_file import open_regular
+from pi2.store.file_read import FileRead
 from pi2.store.manifest import DENSE_FILE, StoredTensor
-from pi2.store.reader import NeuronStore
+from pi2.store.reader import NeuronStore, StoredLayer
 
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple of it."""
 _PIECE_BYTES = 4 << 20
 
 
-def read_tensors(
-    store: NeuronStore,
-    names: Iterable[str],
-    allocate: Callable[[int], U8],
-    progress: Callable[[float], None] = lambda share: None,
+def place_tensors(
+    file: FileRead, store: NeuronStore, names: Iterable[str], allocate: Callable[[int, int], U8]
 ) -> dict[str, Tensor]:
-    """Read the tensors ``names`` into one region of ``allocate(size)``, uint8 [size], aligned.
-
-    Raises `UserError` P506 if the file is too short, P508 if it cannot be read.
-    """
-    entries = {tensor.name: tensor for tensor in store.manifest.tensors}
-    wanted = [entries[name] for name in names]
-    sizes = [round_up(sum(count_bytes(tensor)), ALIGNMENT) for tensor in wanted]
-    region = allocate(sum(sizes))
-    path, result, done = store.path / DENSE_FILE, dict[str, Tensor](), 0
-    try:
-        fd = open_regular(path)
-    except OSError as error:
-        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
-    try:
-        for tensor, size in zip(wanted, sizes, strict=True):
-            weights_bytes, scales_bytes = count_bytes(tensor)
-            weights = region[done : done + weights_bytes]
-            scales = region[done + weights_bytes : done + weights_bytes + scales_bytes]
-            read_bytes(fd, path, weights, tensor.weights_offset)
-            read_bytes(fd, path, scales, tensor.scales_offset)
-            result[tensor.name] = view_tensor(tensor, weights, scales)
-            done += size
-            progress(done / len(region))
-    finally:
-        os.close(fd)
-    return result
+    """Find a place for the tensors ``names`` in one region of ``allocate(size, spare)`` (see
+    `FileRead.place`); the file's pieces fill it."""
+    wanted = set(names)
+    found = [tensor for tensor in store.manifest.tensors if tensor.name in wanted]
+    ranges = []
+    for tensor in found:
+        weights_bytes, scales_bytes = count_bytes(tensor)
+        ranges += [(tensor.weights_offset, weights_bytes), (tensor.scales_offset, scales_bytes)]
+    charged = sum(round_up(sum(count_bytes(tensor)), ALIGNMENT) for tensor in found)
+    places = iter(file.place(ranges, allocate, charged))
+    return {tensor.name: view_tensor(tensor, next(places), next(places)) for tensor in found}
 
 
 def read_pieces(
@@ -66,7 +49,7 @@ def read_pieces(
 
     Yields each piece, a multiple of 32 rows or with the tensor's last one, the number of its first
     row, and the share of all bytes that has been read; a piece is there until the next one.  Raises
-    as `read_tensors` does.
+    as `FileRead` does.
     """
     entries = {tensor.name: tensor for tensor in store.manifest.tensors}
     wanted = [entries[name] for name in names]
@@ -98,33 +81,13 @@ def read_pieces(
         os.close(fd)
 
 
-def read_scales(
-    store: NeuronStore,
-    allocate: Callable[[int], U8],
-    progress: Callable[[float], None] = lambda share: None,
-) -> list[U8]:
-    """Read the scales of every layer's neurons, uint8 [neurons, scales stride] each, into regions
-    of ``allocate(size)``; only for stores whose bundles have none.
-
-    Raises as `read_tensors` does.
-    """
-    result = []
-    for layer in store.layers:
-        entry = layer.scales_entry
-        assert entry is not None and entry.scales_offset is not None
-        path = store.path / entry.path
-        region = allocate(layer.neurons * layer.layout.scales_stride)
-        try:
-            fd = open_regular(path)
-        except OSError as error:
-            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
-        try:
-            read_bytes(fd, path, region, entry.scales_offset)
-        finally:
-            os.close(fd)
-        result.append(region.reshape(layer.neurons, -1))
-        progress(len(result) / len(store.layers))
-    return result
+def place_scales(file: FileRead, layer: StoredLayer, allocate: Callable[[int, int], U8]) -> U8:
+    """Find a place for the scales of a layer's neurons, uint8 [neurons, scales stride], as
+    `place_tensors` does."""
+    entry, size = layer.scales_entry, layer.neurons * layer.layout.scales_stride
+    assert entry is not None and entry.scales_offset is not None
+    (place,) = file.place([(entry.scales_offset, size)], allocate, size)
+    return place.reshape(layer.neurons, -1)
 
 
 def count_bytes(tensor: StoredTensor) -> tuple[int, int]:

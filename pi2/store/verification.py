@@ -51,18 +51,27 @@ class HashCheck:
     those of layers, whose neurons have checks of their own.
 
     Small ones at once, so that nobody reads a damaged one; tensors and scales, which are hundreds
-    of MiB, by a thread, while they and the neurons are loaded.
+    of MiB, by a thread, while they and the neurons are loaded, unless whoever reads them compares
+    what has been read.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, reader_compares: bool = False) -> None:
         """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
-        finding for every bad small file."""
+        finding for every bad small file.
+
+        ``reader_compares``: large files that have checks are left to whoever reads them
+        (`pi2.store.file_read`).
+        """
         self._path = path
         self._stopped = threading.Event()
         whole = [entry for entry in manifest.files if entry.bundles_offset is None]
         self._check([entry for entry in whole if not _is_large(entry)])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pi2-hash")
-        large = [entry for entry in whole if _is_large(entry)]
+        large = [
+            entry
+            for entry in whole
+            if _is_large(entry) and not (reader_compares and entry.checks is not None)
+        ]
         self._result = self._thread.submit(self._check, large)
 
     def finish(self) -> None:
@@ -108,7 +117,7 @@ def _check_file(
     elif entry.scales_offset is not None:
         problem = _compare_scales(file, entry, manifest.bundle.layout.scales_stride)
     if problem is not None:
-        yield _report("P510", file, problem)
+        yield report_file("P510", file, problem)
 
 
 def _compare_contents(
@@ -124,19 +133,19 @@ def _compare_hash(
     try:
         size = check_regular(file).st_size
         if size != entry.bytes:
-            yield _report("P506", file, f"it has {size} bytes instead of {entry.bytes}")
+            yield report_file("P506", file, f"it has {size} bytes instead of {entry.bytes}")
             return
         if not hashed and entry.checks is not None:
             if not check_pieces(file, entry.checks, advance):
-                yield _report("P507", file, "its contents have changed: a checksum differs")
+                yield report_file("P507", file, "its contents have changed: a checksum differs")
         elif hash_file(file, advance) != entry.sha256:
-            yield _report("P507", file, "its contents have changed: the SHA-256 differs")
+            yield report_file("P507", file, "its contents have changed: the SHA-256 differs")
             return
     except FileNotFoundError:
-        yield _report("P506", file, "it is missing")
+        yield report_file("P506", file, "it is missing")
         return
     except OSError as error:
-        yield _report("P508", file, f"it cannot be read: {error.strerror}")
+        yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 
 
 def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
@@ -217,7 +226,8 @@ def _compare_dense(file: Path, manifest: Manifest) -> str | None:
     return None if found == listed else "its tensors are not those of the manifest"
 
 
-def _report(code: str, file: Path, problem: str) -> Diagnostic:
+def report_file(code: str, file: Path, problem: str) -> Diagnostic:
+    """Return the finding that a file of a store is not what it should be."""
     return Diagnostic(
         code=code,
         message=f"{file.name}: {problem}",

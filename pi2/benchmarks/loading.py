@@ -1,0 +1,226 @@
+"""How long loading takes, beside what bounds it: the disk, and the first touch of memory.
+
+Each repetition does four things, each in a process of its own: it touches as many bytes of new
+memory as a load fills, twice, reads as many bytes of the store in pieces of 1 MiB, and loads.  The
+first touch may be many times as slow as the second where a host has to find memory for a virtual
+machine; what the second process gives back is what the load gets as a rule.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi2.benchmarks.worker import Worker
+from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
+from pi2.memory.io_engine import make_readers
+from pi2.plan.resolve import load_plan
+from pi2.progress import Progress, ignore_progress
+from pi2.regular_file import open_regular
+from pi2.sharing.resolver import LockedReferences
+from pi2.store.manifest import read_manifest
+
+HUGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSample:
+    """A load and its bounds; seconds."""
+
+    load_s: float
+    user_s: float
+    """Processor time of the load, in the program."""
+    system_s: float
+    """Processor time of the load, in the system."""
+    reads_s: float
+    """The same bytes in direct reads of 1 MiB, several in flight."""
+    touch_s: float
+    """Touching as much memory, in pages of 2 MiB, by one thread."""
+    touch_again_s: float
+    """The same, directly afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOutcome:
+    """All loads of a plan."""
+
+    plan: str
+    loaded_bytes: int
+    samples: tuple[LoadSample, ...]
+
+    def take_median(self, name: str) -> float:
+        """Median of a field of the samples."""
+        values: list[float] = [getattr(sample, name) for sample in self.samples]
+        return statistics.median(values)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRecipe:
+    """Makes what measures in a process of its own."""
+
+    def __call__(self, progress: Progress) -> LoadMeter:
+        return LoadMeter()
+
+
+class LoadMeter:
+    """The measurements; each process makes one."""
+
+    def load(self, path: Path, overrides: Mapping[str, object]) -> tuple[float, float, float, int]:
+        """Load a plan: seconds, processor seconds in the program and the system, bytes."""
+        from pi2.orchestrator import load
+
+        before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        with load(path, set=overrides) as model:
+            seconds = time.perf_counter() - start_s
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            used = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+            return seconds, *used, model.loaded_bytes
+
+    def touch(self, size: int) -> float:
+        """Seconds that touching ``size`` bytes of new memory takes."""
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(region, np.uint8)
+        start_s = time.perf_counter()
+        touch_memory(memory.ctypes.data, size)
+        # Where the system cannot touch for us.
+        memory[::HUGE_BYTES] = 1
+        return time.perf_counter() - start_s
+
+    def read(self, files: Sequence[Path], size: int) -> float:
+        """Seconds that reading ``size`` bytes of ``files`` takes, in pieces of `PIECE_BYTES`."""
+        descriptors = [_open(file) for file in files]
+        jobs = _list_jobs(descriptors, size)
+        lock = threading.Lock()
+
+        def read_on() -> None:
+            room = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+            room[:] = 1
+            while True:
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                os.preadv(job[0], [room.data], job[1])
+
+        start_s = time.perf_counter()
+        with make_readers(READERS, "pi2-read") as pool:
+            for thread in [pool.submit(read_on) for _ in range(READERS)]:
+                thread.result()
+        seconds = time.perf_counter() - start_s
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return seconds
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def _open(file: Path) -> int:
+    try:
+        return open_regular(file, getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return open_regular(file)
+
+
+def _list_jobs(descriptors: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    done = 0
+    for descriptor in descriptors:
+        for offset in range(0, os.fstat(descriptor).st_size - PIECE_BYTES + 1, PIECE_BYTES):
+            if done >= size:
+                return
+            yield descriptor, offset
+            done += PIECE_BYTES
+
+
+def forget_pages(files: Sequence[Path]) -> None:
+    """Let the page cache forget files that nobody writes to."""
+    if hasattr(os, "posix_fadvise"):
+        for file in files:
+            descriptor = open_regular(file)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measure_load(
+    path: Path,
+    overrides: Mapping[str, object],
+    *,
+    repetitions: int,
+    progress: Progress = ignore_progress,
+) -> LoadOutcome:
+    """Load the plan at ``path`` several times with a cold page cache; raises as loading does.
+
+    A load that is not measured comes first: kernels are compiled then, and bytes counted.
+    """
+    resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
+    store = resolved.store_path
+    files = [store / entry.path for entry in read_manifest(store).files]
+    size = _run(lambda worker: worker.call("load", path, dict(overrides)))[-1]
+    samples = []
+    for number in range(repetitions):
+        progress("loading", number / repetitions)
+        touch_s = _run(lambda worker: worker.call("touch", size))
+        touch_again_s = _run(lambda worker: worker.call("touch", size))
+        reads_s = _run(lambda worker: worker.call("read", files, size))
+        forget_pages(files)
+        load_s, user_s, system_s, _ = _run(
+            lambda worker: worker.call("load", path, dict(overrides))
+        )
+        samples.append(
+            LoadSample(
+                load_s=load_s,
+                user_s=user_s,
+                system_s=system_s,
+                reads_s=reads_s,
+                touch_s=touch_s,
+                touch_again_s=touch_again_s,
+            )
+        )
+    return LoadOutcome(plan=path.name, loaded_bytes=size, samples=tuple(samples))
+
+
+def _run(measure: Callable[[Worker], Any]) -> Any:
+    with Worker(MachineRecipe()) as worker:
+        return measure(worker)
+
+
+def describe_load(outcome: LoadOutcome) -> dict[str, Any]:
+    """An outcome as plain values."""
+    return {
+        "plan": outcome.plan,
+        "loaded_bytes": outcome.loaded_bytes,
+        "samples": [asdict(sample) for sample in outcome.samples],
+        "times_reads": outcome.take_median("load_s") / outcome.take_median("reads_s"),
+    }
+
+
+def write_loads(outcomes: Sequence[LoadOutcome]) -> str:
+    """A Markdown table with medians."""
+    lines = [
+        "| plan | GB | load s | GB/s | reads s | load / reads | first touch s | touch again s "
+        "| user s | system s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for item in outcomes:
+        gigabytes = item.loaded_bytes / 1e9
+        load, reads, first, again, user, system = (
+            item.take_median(name)
+            for name in ("load_s", "reads_s", "touch_s", "touch_again_s", "user_s", "system_s")
+        )
+        lines.append(
+            f"| {item.plan} | {gigabytes:.2f} | {load:.2f} | {gigabytes / load:.2f} | {reads:.2f} "
+            f"| {load / reads:.2f} | {first:.2f} | {again:.2f} | {user:.2f} | {system:.2f} |"
+        )
+    return "\n".join(lines)

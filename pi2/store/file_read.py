@@ -1,0 +1,198 @@
+"""Ranges of a store's file on their way into memory, in pieces of a MiB that are compared with
+their checks where they are.
+
+The file is read past the page cache, where the system allows it: its bytes are in memory once, and
+nobody reads them again to compare them.  A piece that lies in memory as in the file is read
+straight into place; others go through a buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from pi2.arrays import U8
+from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import round_up
+from pi2.regular_file import open_regular
+from pi2.store.agreement import report_size
+from pi2.store.arrow_file import ALIGNMENT, PAGE
+from pi2.store.manifest import CHECKED_BYTES, StoredFile
+from pi2.store.verification import report_file
+
+Range = tuple[int, int]
+"""First byte of the file, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A read of at most `CHECKED_BYTES`."""
+
+    run: Callable[[], None]
+    """Reads, compares and copies it, in any thread."""
+    bytes: int
+    target: U8 | None
+    """Where it goes, if that is straight into place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Bytes of the file that lie in memory as they do there."""
+
+    first: int
+    last: int
+    """In the file; ``last`` is behind it."""
+    place: int
+    """In the region."""
+
+
+class FileRead:
+    """A file that is being read; to be closed when no piece is under way any more."""
+
+    def __init__(
+        self, folder: Path, entry: StoredFile, *, direct: bool = True, verify: bool = True
+    ) -> None:
+        """``verify``: compare pieces with the checks that the store has of them, if it has any.
+
+        Raises `UserError` P506 if the file has another size than the store says, P508 if it cannot
+        be opened.
+        """
+        self._path = folder / entry.path
+        self._size = entry.bytes
+        self._checks = entry.checks if verify else None
+        self._copies: dict[int, list[tuple[slice, U8]]] = defaultdict(list)
+        """By piece: parts of it, and where they go."""
+        self._straight: dict[int, U8] = {}
+        """By piece: where it goes as a whole."""
+        self._buffers = threading.local()
+        self._fd, self._is_direct = self._open(direct)
+        found = os.fstat(self._fd).st_size
+        if found != entry.bytes:
+            self.close()
+            raise report_size(self._path, entry, found)
+
+    def _open(self, direct: bool) -> tuple[int, bool]:
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        try:
+            try:
+                return open_regular(self._path, flag), flag != 0
+            except OSError as error:
+                if not flag or error.errno != errno.EINVAL:
+                    raise
+                return open_regular(self._path), False
+        except OSError as error:
+            raise self._describe(error) from None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every byte that is read is compared with a check."""
+        return self._checks is not None
+
+    def place(
+        self, ranges: Sequence[Range], allocate: Callable[[int, int], U8], charged_bytes: int
+    ) -> list[U8]:
+        """Find a place for each of ``ranges``, in ascending order, in one region of memory; return
+        the places, uint8 [bytes], each at a multiple of 64 bytes as in the file.
+
+        ``allocate(size, spare)`` gives the region, page-aligned, of ``charged_bytes`` that are
+        counted and some spare bytes that lie between ranges and are not used.
+        """
+        stretches: list[_Stretch] = []
+        end = 0
+        for first, size in ranges:
+            before = stretches[-1] if stretches else None
+            if before is not None and 0 <= first - before.last <= PAGE:
+                stretches[-1] = _Stretch(before.first, first + size, before.place)
+            else:
+                # Direct reads want the same place in a block of the file and of memory.
+                place = end + (first - end) % PAGE
+                stretches.append(_Stretch(first, first + size, place))
+            last = stretches[-1]
+            end = last.place + last.last - last.first
+        end = round_up(max(end, charged_bytes), ALIGNMENT)
+        region = allocate(charged_bytes, end - charged_bytes)
+        for stretch in stretches:
+            self._divide(stretch, region)
+        return [_find(stretches, region, first, size) for first, size in ranges]
+
+    def _divide(self, stretch: _Stretch, region: U8) -> None:
+        """Note which pieces a stretch is made of."""
+        shift = stretch.place - stretch.first
+        for number in range(stretch.first // CHECKED_BYTES, -(-stretch.last // CHECKED_BYTES)):
+            start = number * CHECKED_BYTES
+            first, last = max(start, stretch.first), min(start + CHECKED_BYTES, stretch.last)
+            target = region[first + shift : last + shift]
+            if last - first == CHECKED_BYTES and number not in self._straight:
+                self._straight[number] = target
+            else:
+                self._copies[number].append((slice(first - start, last - start), target))
+
+    def list_pieces(self) -> Iterator[Piece]:
+        """The reads that fill what was placed; where the file has checks, those of its other bytes,
+        too, so that all are compared."""
+        for number in range(-(-self._size // CHECKED_BYTES)):
+            is_wanted = number in self._straight or number in self._copies
+            if is_wanted or self._checks is not None:
+                size = min(CHECKED_BYTES, self._size - number * CHECKED_BYTES)
+                yield Piece(partial(self._read, number, size), size, self._straight.get(number))
+
+    def _read(self, number: int, size: int) -> None:
+        offset = number * CHECKED_BYTES
+        target = self._straight.get(number)
+        piece = self._take_buffer() if target is None else target
+        done = 0
+        while done < size:
+            try:
+                count = os.preadv(self._fd, [piece[done:].data], offset + done)
+            except OSError as error:
+                raise self._describe(error) from None
+            if count == 0:
+                raise UserError.of(
+                    "P506",
+                    f"{self._path} ends too early: it was cut or replaced",
+                    help="make the store again, or copy it again as a whole",
+                )
+            done += count
+        if not self._is_direct and hasattr(os, "posix_fadvise"):
+            # It is in our memory now: the page cache would be a second copy.
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
+        if self._checks is not None and zlib.crc32(piece[:size].data) != self._checks[number]:
+            problem = "its contents have changed: a checksum differs"
+            raise UserError((report_file("P507", self._path, problem),), exit_code=2)
+        for part, place in self._copies.get(number, ()):
+            place[:] = piece[part]
+
+    def _take_buffer(self) -> U8:
+        """The calling thread's buffer of a piece, page-aligned."""
+        if not hasattr(self._buffers, "piece"):
+            self._buffers.piece = np.frombuffer(mmap.mmap(-1, CHECKED_BYTES), np.uint8)
+        buffer: U8 = self._buffers.piece
+        return buffer
+
+    def _describe(self, error: OSError) -> UserError:
+        return UserError.of("P508", f"cannot read {self._path}: {error.strerror}")
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U8:
+    """Where a range lies."""
+    for stretch in stretches:
+        if stretch.first <= first and first + size <= stretch.last:
+            place = stretch.place + first - stretch.first
+            return region[place : place + size]
+    raise AssertionError("every range lies in a stretch")
