@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -15,8 +16,10 @@ from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.types import ASGIApp
 
-    from pi2.serving.host import Hosts, ServedPlan
+    from pi2.serving.host import ServedPlan
+    from pi2.serving.ray_replicas import Scaling
 
 GROUP = "Run"
 KEY_VARIABLE = "PI2_API_KEY"
@@ -63,6 +66,15 @@ KEY_VARIABLE = "PI2_API_KEY"
 @click.option(
     "--max-body", default="8 MiB", show_default=True, metavar="SIZE", help="Largest body."
 )
+@click.option(
+    "--on",
+    type=click.Choice(["here", "ray"]),
+    default="here",
+    show_default=True,
+    help="In this process, or in replicas on a Ray cluster.",
+)
+@click.option("--replicas", type=click.IntRange(min=1), help="Replicas on Ray.  [default: 1]")
+@click.option("--autoscale", metavar="MIN:MAX", help="Let Ray choose how many replicas there are.")
 def command(
     plans: tuple[Path, ...],
     host: str,
@@ -74,12 +86,18 @@ def command(
     max_waiting: int,
     max_seconds: float,
     max_body: str,
+    on: str,
+    replicas: int | None,
+    autoscale: str | None,
 ) -> None:
     """Serve PLANS over HTTP.
 
     Clients name a plan by its file's name without `.plan.toml`.  Requests join the sequences under
     way, up to the plan's decode.batch; `pi2 serve` listens on this machine alone unless --host says
     otherwise.
+
+    With --on ray, replicas on the cluster that RAY_ADDRESS names answer, or on one that is started
+    on this machine; SIGHUP reads the plans again and replaces the replicas one after the other.
     """
     try:
         import prometheus_client  # noqa: F401
@@ -96,19 +114,33 @@ def command(
     from pi2.serving.application import Settings, make_application
     from pi2.serving.calls import Limits
 
+    scaling = read_scaling(on, replicas, autoscale)
     configure_logging(1)
-    served = list_plans(plans, parse_assignments(settings))
+    overrides = parse_assignments(settings)
     known = os.environ.get(KEY_VARIABLE, "")
-    application = make_application(
-        Settings(
-            plans=served,
-            memory_bytes=None if memory is None else parse_budget(memory),
-            keys=keys or ((known,) if known else ()),
-            origins=origins,
-            limits=Limits(waiting=max_waiting, time_s=max_seconds),
-            body_bytes=parse_budget(max_body),
-        )
+    chosen = Settings(
+        plans=list_plans(plans, overrides),
+        memory_bytes=None if memory is None else parse_budget(memory),
+        keys=keys or ((known,) if known else ()),
+        origins=origins,
+        limits=Limits(waiting=max_waiting, time_s=max_seconds),
+        body_bytes=parse_budget(max_body),
     )
+    application: ASGIApp
+    models: Models
+    renew = None
+    if on == "ray":
+        from pi2.serving.front import make_front
+        from pi2.serving.ray_replicas import RayReplicas
+
+        models = found = RayReplicas(chosen, scaling)
+        application = make_front(chosen, found)
+
+        async def renew() -> None:
+            await found.change(list_plans(plans, overrides))
+    else:
+        application = make_application(chosen)
+        models = application.state.hosts
     config = uvicorn.Config(
         application,
         host=host,
@@ -123,12 +155,45 @@ def command(
         server_header=False,
         lifespan="off",
     )
-    run_server(uvicorn.Server(config), application.state.hosts, host, port)
+    names = [plan.name for plan in chosen.plans]
+    run_server(uvicorn.Server(config), models, names, host, port, renew)
 
 
-def run_server(server: uvicorn.Server, hosts: Hosts, host: str, port: int) -> None:
-    """Load the models and serve until somebody interrupts; UserError P681 if the address cannot be
-    had, or whatever loading raises."""
+class Models(Protocol):
+    """What answers: models of this process, or replicas."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def read_scaling(on: str, replicas: int | None, autoscale: str | None) -> Scaling:
+    """How many replicas there are; click's UsageError for what does not go together."""
+    from pi2.serving.ray_replicas import Scaling
+
+    if on != "ray" and (replicas is not None or autoscale is not None):
+        raise click.UsageError("--replicas and --autoscale need --on ray")
+    if replicas is not None and autoscale is not None:
+        raise click.UsageError("give --replicas or --autoscale")
+    if autoscale is None:
+        return Scaling(replicas or 1, replicas or 1)
+    least, _, most = autoscale.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise click.UsageError("--autoscale takes two numbers, such as 1:4")
+    return Scaling(int(least), int(most))
+
+
+def run_server(
+    server: uvicorn.Server,
+    models: Models,
+    names: Sequence[str],
+    host: str,
+    port: int,
+    renew: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Load the models and serve until somebody interrupts; SIGHUP calls ``renew``.
+
+    UserError P681 if the address cannot be had, or whatever loading raises."""
     import asyncio
     import socket
 
@@ -148,13 +213,39 @@ def run_server(server: uvicorn.Server, hosts: Hosts, host: str, port: int) -> No
 
         async def run() -> None:
             try:
-                await hosts.start()
-                click.echo(f"pi2 serves {', '.join(hosts.hosts)} on {address}", err=True)
+                await models.start()
+                if renew is not None:
+                    listen_for_changes(renew)
+                click.echo(f"pi2 serves {', '.join(names)} on {address}", err=True)
                 await server.serve(sockets=[listener])
             finally:
-                await hosts.stop()
+                await models.stop()
 
         asyncio.run(run())
+
+
+def listen_for_changes(renew: Callable[[], Awaitable[None]]) -> None:
+    """Call ``renew`` on SIGHUP; what is wrong then is told, and what runs goes on."""
+    import asyncio
+    import signal
+
+    changing = asyncio.Lock()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def change() -> None:
+        try:
+            async with changing:
+                await renew()
+            click.echo("pi2 serves the changed plans", err=True)
+        except UserError as error:
+            click.echo(f"the plans were not changed: {error}", err=True)
+
+    def begin() -> None:
+        task = asyncio.ensure_future(change())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, begin)
 
 
 def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[ServedPlan]:
@@ -181,6 +272,7 @@ def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[Se
             name=name,
             path=path,
             budget_bytes=resolved.plan.memory.budget,
+            places=resolved.plan.decode.batch,
             description=resolved.plan.description,
             overrides=overrides,
         )

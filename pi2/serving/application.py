@@ -22,7 +22,7 @@ from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.serving import chat, completions, messages, ollama, responses
 from pi2.serving.calls import Limits
-from pi2.serving.errors import ApiError, Form, explain_user_error
+from pi2.serving.errors import ApiError, explain_user_error, find_form
 from pi2.serving.host import Host, Hosts, ServedPlan
 from pi2.serving.metrics import Metrics
 from pi2.serving.openapi import describe_interface
@@ -75,7 +75,7 @@ def make_application(settings: Settings) -> Starlette:
                 return Response(status_code=499)
             except UserError as error:
                 get_logger().error("a request failed", path=path, reason=str(error))
-                return _refuse(explain_user_error(error), path)
+                return refuse(explain_user_error(error), path)
 
         return Route(path, answer, methods=[method])
 
@@ -130,17 +130,6 @@ def make_application(settings: Settings) -> Starlette:
         finally:
             await hosts.stop()
 
-    middleware = [Middleware(AccessLog)]
-    if settings.origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(settings.origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-            )
-        )
-    middleware.append(Middleware(Gate, keys=settings.keys))
     application = Starlette(
         routes=[
             route("/", show_page, "GET"),
@@ -161,7 +150,7 @@ def make_application(settings: Settings) -> Starlette:
             route("/api/version", show_version, "GET"),
             route("/api/state", show_state, "GET"),
         ],
-        middleware=middleware,
+        middleware=list_middleware(settings),
         exception_handlers={
             404: _explain_status(404, "There is nothing at this path."),
             405: _explain_status(405, "This path does not have this method."),
@@ -172,6 +161,21 @@ def make_application(settings: Settings) -> Starlette:
     )
     application.state.hosts = hosts
     return application
+
+
+def list_middleware(settings: Settings) -> list[Middleware]:
+    """What every request passes through, outermost first."""
+    found = [Middleware(AccessLog)]
+    if settings.origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    return [*found, Middleware(Gate, keys=settings.keys)]
 
 
 _PAGE_HEADERS = {
@@ -196,25 +200,22 @@ def _describe_model(host: Host) -> dict[str, Any]:
     }
 
 
-def _find_form(path: str) -> Form:
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
-
-
-def _refuse(error: ApiError, path: str) -> Response:
+def refuse(error: ApiError, path: str) -> Response:
+    """What a client is told whose request is not answered."""
     if path.startswith("/api/"):
         body = ollama.describe_error(error)
     else:
-        body = error.describe(_find_form(path))
+        body = error.describe(find_form(path))
     return JsonResponse(body, status_code=error.status, headers=error.headers)
 
 
 async def _handle_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _refuse(error, request.url.path)
+    return refuse(error, request.url.path)
 
 
 async def _handle_failure(request: Request, error: Exception) -> Response:
-    return _refuse(ApiError(500, "the server has failed; its log says why"), request.url.path)
+    return refuse(ApiError(500, "the server has failed; its log says why"), request.url.path)
 
 
 def _explain_status(
@@ -222,7 +223,7 @@ def _explain_status(
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def explain(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = getattr(error, "headers", None) or {}
-        answer = _refuse(ApiError(status, message), request.url.path)
+        answer = refuse(ApiError(status, message), request.url.path)
         answer.headers.update(headers)
         return answer
 
@@ -241,7 +242,7 @@ class Gate:
             size = sum(len(name) + len(value) for name, value in scope["headers"])
             if size > MAX_HEADER_BYTES:
                 message = f"Headers may have {MAX_HEADER_BYTES} bytes at most."
-                await _refuse(ApiError(431, message), scope["path"])(scope, receive, send)
+                await refuse(ApiError(431, message), scope["path"])(scope, receive, send)
                 return
         if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
             headers = dict(scope["headers"])
@@ -251,7 +252,7 @@ class Gate:
                 given = bearer[7:].strip()
             if not any(hmac.compare_digest(given, key) for key in self._keys):
                 message = "Incorrect API key provided." if given else "No API key provided."
-                refusal = _refuse(ApiError(401, message, code="invalid_api_key"), scope["path"])
+                refusal = refuse(ApiError(401, message, code="invalid_api_key"), scope["path"])
                 refusal.headers["WWW-Authenticate"] = "Bearer"
                 await refusal(scope, receive, send)
                 return

@@ -111,9 +111,7 @@ async def answer_chat(request: Request, service: Service) -> Response:
             note_use(request, completion_tokens=_count_tokens(found))
             return JsonResponse(writer.write_whole(found))
         kept = stack.pop_all()
-        return await stream_events(
-            request, _stream(request, writer, events, kept), "openai", explain=write_event
-        )
+        return await stream_events(request, _stream(request, writer, events, kept))
 
 
 async def _stream(

@@ -80,7 +80,7 @@ async def answer_completion(request: Request, service: Service) -> Response:
             return JsonResponse(answer)
         kept = stack.pop_all()
         events = _stream(request, writer, sources, kept)
-        return await stream_events(request, events, "openai", explain=write_event)
+        return await stream_events(request, events)
 
 
 async def _stream(

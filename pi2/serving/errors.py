@@ -78,6 +78,11 @@ class ApiError(Exception):
         }
 
 
+def find_form(path: str) -> Form:
+    """The form that clients of ``path`` know."""
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
+
+
 def explain_user_error(error: UserError) -> ApiError:
     """What a client is told of a finding; nothing of this machine where the server is at fault."""
     finding = error.diagnostics[0]

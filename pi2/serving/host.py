@@ -34,6 +34,8 @@ class ServedPlan:
     path: Path
     budget_bytes: int
     """Memory that the plan promises to stay within."""
+    places: int = 1
+    """Sequences that go on at the same time."""
     description: str = ""
     overrides: Mapping[str, object] = field(default_factory=dict)
     memory: str | None = None

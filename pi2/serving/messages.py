@@ -27,7 +27,6 @@ from pi2.serving.requests import (
     stream_events,
     wait_for_client,
 )
-from pi2.serving.sse import write_event
 from pi2.serving.tool_formats import ToolCall
 from pi2.serving.typed_events import stream_typed
 
@@ -187,10 +186,7 @@ async def answer_messages(request: Request, service: Service) -> Response:
             return JsonResponse(write_whole(host, ask, found))
         kept = stack.pop_all()
         return await stream_events(
-            request,
-            stream_typed(request, _Stream(host, ask).write, events, kept),
-            "anthropic",
-            explain=lambda problem: write_event(problem, "error"),
+            request, stream_typed(request, _Stream(host, ask).write, events, kept)
         )
 
 
@@ -208,6 +204,12 @@ def _describe_usage(prompt: int, end: Finished | None) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": reused,
         "output_tokens": 0 if end is None else end.tokens,
+        # Keys that every answer of Anthropic's has.
+        "cache_creation": None,
+        "inference_geo": None,
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "service_tier": None,
     }
 
 
@@ -219,6 +221,12 @@ def _read_input(call: ToolCall) -> Any:
     return value if isinstance(value, dict) else {}
 
 
+def _make_tool_use(call: ToolCall) -> dict[str, Any]:
+    """A call, but for its arguments."""
+    identity = make_id("toolu_")
+    return {"type": "tool_use", "id": identity, "name": call.name, "caller": {"type": "direct"}}
+
+
 def write_whole(host: Host, ask: Ask, found: Collected) -> dict[str, Any]:
     """The answer, complete."""
     assert found.end is not None
@@ -226,16 +234,17 @@ def write_whole(host: Host, ask: Ask, found: Collected) -> dict[str, Any]:
     if found.reasoning:
         content.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
     if found.content or not (found.calls or found.reasoning):
-        content.append({"type": "text", "text": found.content})
+        content.append({"type": "text", "text": found.content, "citations": None})
     for call in found.calls:
-        block = {"type": "tool_use", "id": make_id("toolu_"), "name": call.name}
-        content.append({**block, "input": _read_input(call)})
+        content.append({**_make_tool_use(call), "input": _read_input(call)})
     return {
         "id": make_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": host.plan.name,
         "content": content,
+        "container": None,
+        "stop_details": None,
         **_describe_stop(found.end),
         "usage": _describe_usage(len(ask.prompt_ids), found.end),
     }
@@ -263,6 +272,8 @@ class _Stream:
                 "role": "assistant",
                 "model": self._host.plan.name,
                 "content": [],
+                "container": None,
+                "stop_details": None,
                 "stop_reason": None,
                 "stop_sequence": None,
                 "usage": _describe_usage(self._prompt, None),
@@ -270,7 +281,7 @@ class _Stream:
             found += [{"type": "message_start", "message": message}, {"type": "ping"}]
         if isinstance(event, Finished):
             if self._block < 0:
-                self._open(found, "text", {"type": "text", "text": ""})
+                self._open(found, "text", {"type": "text", "text": "", "citations": None})
             self._close(found)
             usage = _describe_usage(self._prompt, event)
             delta = _describe_stop(event)
@@ -284,8 +295,7 @@ class _Stream:
     def _write_item(self, found: list[dict[str, Any]], item: Fragment | ToolCall) -> None:
         if isinstance(item, ToolCall):
             self._close(found)
-            block = {"type": "tool_use", "id": make_id("toolu_"), "name": item.name, "input": {}}
-            self._open(found, "tool_use", block)
+            self._open(found, "tool_use", {**_make_tool_use(item), "input": {}})
             text = json.dumps(_read_input(item), ensure_ascii=False)
             self._write_delta(found, {"type": "input_json_delta", "partial_json": text})
             self._close(found)
@@ -293,7 +303,7 @@ class _Stream:
             self._open(found, "thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._write_delta(found, {"type": "thinking_delta", "thinking": item.text})
         else:
-            self._open(found, "text", {"type": "text", "text": ""})
+            self._open(found, "text", {"type": "text", "text": "", "citations": None})
             self._write_delta(found, {"type": "text_delta", "text": item.text})
 
     def _open(self, found: list[dict[str, Any]], kind: str, block: dict[str, Any]) -> None:

@@ -152,8 +152,6 @@ async def answer_chat(request: Request, service: Service) -> Response:
         return await stream_events(
             request,
             _stream(request, body.model, events, kept, len(ask.prompt_ids), start),
-            "openai",
-            explain=lambda problem: dump_json({"error": problem["error"]["message"]}) + b"\n",
             media_type="application/x-ndjson",
         )
 

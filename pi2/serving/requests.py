@@ -14,11 +14,12 @@ from starlette.responses import Response, StreamingResponse
 
 from pi2.diagnostics import UserError
 from pi2.serving.calls import Limits
-from pi2.serving.errors import ApiError, Form, explain_invalid, explain_user_error
+from pi2.serving.errors import ApiError, explain_invalid, explain_user_error
 from pi2.serving.host import Hosts, list_arguments
 from pi2.serving.metrics import Metrics
 from pi2.serving.openai_schema import Sampled
 from pi2.serving.sse import HEADERS, dump_json
+from pi2.serving.stream_errors import write_stream_error
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Found = TypeVar("Found")
@@ -63,18 +64,19 @@ def find_client(request: Request) -> str:
     return f"{host} {key}"
 
 
-async def read_body(request: Request, service: Service) -> bytes:
-    """The body; ApiError 413 if it is too large, 408 if it does not come."""
+async def read_body(request: Request, body_bytes: int, read_s: float = 30.0) -> bytes:
+    """The body; ApiError 413 if it has more than ``body_bytes``, 408 if it has not come after
+    ``read_s`` seconds."""
     stated = request.headers.get("content-length", "")
-    too_large = ApiError(413, f"A body may have {service.body_bytes} bytes at most.")
-    if stated.isdigit() and int(stated) > service.body_bytes:
+    too_large = ApiError(413, f"A body may have {body_bytes} bytes at most.")
+    if stated.isdigit() and int(stated) > body_bytes:
         raise too_large
     parts, size = [], 0
     try:
-        async with asyncio.timeout(service.read_s):
+        async with asyncio.timeout(read_s):
             async for part in request.stream():
                 size += len(part)
-                if size > service.body_bytes:
+                if size > body_bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
@@ -84,7 +86,7 @@ async def read_body(request: Request, service: Service) -> bytes:
 
 async def parse_body(request: Request, service: Service, kind: type[Parsed]) -> Parsed:
     """The body as ``kind``; ApiError 400 for what is wrong with it."""
-    data = await read_body(request, service)
+    data = await read_body(request, service.body_bytes, service.read_s)
     try:
         data.decode("utf-8")
         return kind.model_validate_json(data)
@@ -130,13 +132,12 @@ def note_use(request: Request, **values: Any) -> None:
 async def stream_events(
     request: Request,
     events: AsyncGenerator[bytes, None],
-    form: Form,
     *,
-    explain: Callable[[dict[str, Any]], bytes],
+    count: Callable[[], int] = lambda: 0,
     media_type: str = "text/event-stream",
 ) -> Response:
     """Answer with ``events`` as they come; errors before the first are answers of their own, later
-    ones are events that ``explain`` writes."""
+    ones are events (`write_stream_error`), numbered by ``count`` where events have numbers."""
     first = await wait_for_client(request, anext(events, None))
 
     async def give() -> AsyncGenerator[bytes, None]:
@@ -147,7 +148,7 @@ async def stream_events(
                 yield event
         except ApiError as error:
             note_use(request, failed=error.status)
-            yield explain(error.describe(form))
+            yield write_stream_error(request.url.path, error, count())
         finally:
             await events.aclose()
 

@@ -27,7 +27,6 @@ from pi2.serving.requests import (
     stream_events,
     wait_for_client,
 )
-from pi2.serving.sse import write_event
 from pi2.serving.tool_formats import ToolCall
 from pi2.serving.typed_events import stream_typed
 
@@ -193,21 +192,8 @@ async def answer_responses(request: Request, service: Service) -> Response:
             note_use(request, completion_tokens=found.end.tokens)
             return JsonResponse(writer.write_whole(found))
         kept = stack.pop_all()
-        return await stream_events(
-            request,
-            stream_typed(request, writer.write_events, events, kept),
-            "openai",
-            explain=lambda problem: write_event(
-                {
-                    "type": "error",
-                    "sequence_number": writer.count(),
-                    "code": problem["error"]["code"] or problem["error"]["type"],
-                    "message": problem["error"]["message"],
-                    "param": problem["error"]["param"],
-                },
-                "error",
-            ),
-        )
+        written = stream_typed(request, writer.write_events, events, kept)
+        return await stream_events(request, written, count=writer.count)
 
 
 class _Writer:
@@ -221,6 +207,7 @@ class _Writer:
         """Items that are complete."""
         self._open: dict[str, Any] | None = None
         self._text = ""
+        sampling = host.model.plan.plan.sampling
         self._head = {
             "id": make_id("resp_"),
             "object": "response",
@@ -235,8 +222,12 @@ class _Writer:
                 "effort": body.reasoning.effort if body.reasoning else None,
                 "summary": None,
             },
+            "max_tool_calls": None,
             "store": False,
-            "temperature": body.temperature,
+            "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "top_logprobs": 0,
             "text": (
                 {"format": {"type": "text"}}
                 if body.text is None or body.text.format is None
@@ -248,11 +239,15 @@ class _Writer:
                 else body.tool_choice or "auto"
             ),
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": body.top_p,
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
             "background": False,
+            "service_tier": "default",
+            "completed_at": None,
             "metadata": body.metadata if isinstance(body.metadata, dict) else {},
-            "user": body.user if isinstance(body.user, str) else None,
+            "user": _keep_text(body.user),
+            "safety_identifier": _keep_text(body.safety_identifier),
+            "prompt_cache_key": _keep_text(body.prompt_cache_key),
         }
 
     def count(self) -> int:
@@ -384,6 +379,11 @@ class _Writer:
         self._add(found, "response.output_item.done", output_index=number, item=item)
         self._open = None
         self._output.append(item)
+
+
+def _keep_text(value: Any) -> str | None:
+    """What is only given back, if it is a text."""
+    return value if isinstance(value, str) else None
 
 
 def _make_message(text: str) -> dict[str, Any]:

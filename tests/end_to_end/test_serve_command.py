@@ -72,3 +72,7 @@ def test_what_cannot_be_served_is_a_finding(
     assert "Traceback" not in capsys.readouterr().err
     assert run(["serve", "demo", "--max-body", "3"]) == 2
     assert "P612" in capsys.readouterr().err
+    assert run(["serve", "demo", "--replicas", "2"]) == 2
+    assert "--on ray" in capsys.readouterr().err
+    assert run(["serve", "demo", "--on", "ray", "--autoscale", "4:1"]) == 2
+    assert "1:4" in capsys.readouterr().err

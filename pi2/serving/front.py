@@ -1,0 +1,151 @@
+"""The address of several replicas of a server: requests pass through it to one of them.
+
+A request whose replica is lost before anything of the answer was sent is given to another one:
+answers depend on nothing but the request.  A stream that has begun ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pi2.logging import get_logger
+from pi2.serving.application import Settings, list_middleware, refuse
+from pi2.serving.errors import ApiError
+from pi2.serving.requests import ClientGone, note_use, read_body, wait_for_client
+from pi2.serving.stream_errors import write_stream_error
+
+TRIES = 4
+"""Replicas that a request may be given to, one after the other."""
+_WAIT_S = 0.25
+"""Seconds before the second try; twice as many before each further one."""
+_HEALTH_S = 5.0
+"""Seconds in which a replica has to say that it is there."""
+_PASSED_ON = (
+    *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("root_path", "headers", "client", "server", "asgi"),
+)
+"""What a replica is told of a request: all that can be sent to another process."""
+USE = "pi2.use"
+"""Type of the message before an answer's last that says what the access log tells of it."""
+
+
+class ReplicaLost(Exception):
+    """A replica has ended before its answer did."""
+
+
+class Replicas(Protocol):
+    """Servers, of whom any can answer."""
+
+    def ask(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
+        """The ASGI messages of an answer, and one of the type `USE`.
+
+        Raises `ReplicaLost`, or ApiError if none can answer.  Whoever closes the generator gives
+        the answer up."""
+        ...
+
+
+class Front:
+    """An ASGI application that lets replicas answer."""
+
+    def __init__(self, replicas: Replicas, *, body_bytes: int) -> None:
+        self._replicas = replicas
+        self._body_bytes = body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "there are no web sockets"
+        request = Request(scope, receive)
+        try:
+            body = await read_body(request, self._body_bytes)
+            answer = self._answer(request, body, send)
+            if scope["path"] == "/health":
+                answer = asyncio.wait_for(answer, _HEALTH_S)
+            await wait_for_client(request, answer)
+        except ApiError as error:
+            await refuse(error, scope["path"])(scope, receive, send)
+        except TimeoutError:
+            late = ApiError(503, "No replica answers.", retry_after_s=5)
+            await refuse(late, scope["path"])(scope, receive, send)
+        except ClientGone:
+            return
+
+    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
+        """Pass on what a replica sends; ApiError if nothing was sent."""
+        for attempt in range(TRIES):
+            passed = _Passed(request, send)
+            call = {key: value for key, value in request.scope.items() if key in _PASSED_ON}
+            try:
+                async with aclosing(self._replicas.ask(call, body)) as messages:
+                    async for message in messages:
+                        await passed.take(message)
+                await passed.end()
+                return
+            except ReplicaLost as error:
+                get_logger().warning("replica lost", path=request.url.path, reason=str(error))
+                if passed.has_begun:
+                    await passed.break_off()
+                    return
+            await asyncio.sleep(_WAIT_S * 2**attempt)
+        raise ApiError(503, "The replicas that were asked have ended.", retry_after_s=5)
+
+
+class _Passed:
+    """What a client has of an answer."""
+
+    def __init__(self, request: Request, send: Send) -> None:
+        self._request = request
+        self._send = send
+        self._start: Message | None = None
+        self._last: Message | None = None
+        self._events = 0
+        self.has_begun = False
+
+    async def take(self, message: Message) -> None:
+        """Pass a message on; the status waits for the first part of the body, the last part for
+        the end of the replica's work, because a client that has all hangs up."""
+        if message["type"] == USE:
+            note_use(self._request, **message["values"])
+        elif message["type"] == "http.response.start":
+            self._start = message
+        elif message.get("more_body", False):
+            await self._begin()
+            self._events += message.get("body", b"").count(b"data: ")
+            await self._send(message)
+        else:
+            self._last = message
+
+    async def end(self) -> None:
+        """Pass on what was held back."""
+        assert self._last is not None
+        await self._begin()
+        await self._send(self._last)
+
+    async def _begin(self) -> None:
+        if not self.has_begun:
+            assert self._start is not None
+            self.has_begun = True
+            await self._send(self._start)
+
+    async def break_off(self) -> None:
+        """End a stream with an event that says why; of anything else the connection is cut."""
+        assert self._start is not None
+        kind = dict(self._start["headers"]).get(b"content-type", b"")
+        if not kind.startswith((b"text/event-stream", b"application/x-ndjson")):
+            raise ConnectionError("the replica has ended in the middle of an answer")
+        note_use(self._request, failed=503)
+        error = ApiError(503, "The replica that answered has ended; ask again.")
+        last = write_stream_error(self._request.url.path, error, self._events)
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def make_front(settings: Settings, replicas: Replicas) -> ASGIApp:
+    """The application that is served: keys, origins and sizes are looked after here."""
+    application: ASGIApp = Front(replicas, body_bytes=settings.body_bytes)
+    for layer in reversed(list_middleware(settings)):
+        application = layer.cls(application, *layer.args, **layer.kwargs)
+    return application
