@@ -26,20 +26,75 @@ _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""
 
 
+Precision = Literal["int4", "int8", "fp16"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a store was made from."""
+    """What a store was made from: a commit of a repository."""
 
     repository: str
     """``ORG/NAME``."""
     revision: str
     """What was asked for: a branch, a tag or a commit."""
     commit: str
-    quantization: Literal["int4", "int8", "fp16"] | None
+    quantization: Precision | None
+    file: str | None = None
+    """The one of several GGUF models."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        return f"{self.repository}@{self.commit[:12]}" + (f" {self.file}" if self.file else "")
 
     def write(self) -> bytes:
         """The record's text."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSource:
+    """What a store was made from: a checkpoint on this machine."""
+
+    path: str
+    """The file or folder, absolute."""
+    files: tuple[tuple[str, int, int], ...]
+    """Name, bytes and time of change (ns) of each file, which differ if it is another one."""
+    quantization: Precision | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        return self.path
+
+    @classmethod
+    def describe(cls, path: Path) -> LocalSource:
+        """The checkpoint at ``path`` as it is now; parts of a split GGUF model count."""
+        place = path.resolve()
+        split = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", place.name)
+        files = [place]
+        if place.is_dir():
+            files = sorted(file for file in place.iterdir() if file.is_file())
+        elif split is not None:
+            parts = re.compile(re.escape(split[1]) + r"\d{5}" + re.escape(split[2]))
+            files = sorted(file for file in place.parent.iterdir() if parts.fullmatch(file.name))
+            place = files[0]
+        stats = [(file.name, file.stat()) for file in files]
+        described = ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+        return cls(path=str(place), files=tuple(described))
+
+    def write(self) -> bytes:
+        """The record's text."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+
+def _read_source(content: bytes) -> Source | LocalSource:
+    """What a record says; ValueError, TypeError or KeyError if it is none."""
+    fields = json.loads(content)
+    if "path" not in fields:
+        return Source(**fields)
+    files = tuple((str(name), int(size), int(at)) for name, size, at in fields.pop("files"))
+    return LocalSource(**fields, files=files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +103,7 @@ class PulledModel:
 
     name: str
     folder: Path
-    source: Source
+    source: Source | LocalSource
 
     @property
     def plan(self) -> Path:
@@ -87,8 +142,8 @@ def find_model(name: str) -> PulledModel | None:
         return None
     folder = find_models_folder() / name
     try:
-        source = Source(**json.loads((folder / RECORD).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        source = _read_source((folder / RECORD).read_bytes())
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return PulledModel(name=name, folder=folder, source=source)
 
@@ -104,8 +159,9 @@ def remove_model(name: str) -> PulledModel:
         raise UserError.of("P766", f"there is no pulled model {name!r}", help=f"known are: {known}")
     leaving = model.folder.with_name(f"{_LEAVING}{name}")
     try:
-        if leaving.exists():
-            shutil.rmtree(leaving)
+        for left in (leaving, model.folder.with_name(f".{name}.partial")):
+            if left.exists():
+                shutil.rmtree(left)
         model.folder.rename(leaving)  # a model is there as a whole, or not at all
         shutil.rmtree(leaving)
     except OSError as error:

@@ -10,18 +10,17 @@ MIB = 1024 * 1024
 
 @click.command("list")
 def command() -> None:
-    """List the pulled models: name, size, and the revision they were made from."""
-    from pi2.pulled_models import list_models
+    """List pulled and converted models: name, size, and what they were made from."""
+    from pi2.pulled_models import LocalSource, list_models
 
     models = list_models()
     if not models:
-        click.echo("no model was pulled yet: pi2 pull hf:ORG/NAME", err=True)
+        click.echo("no model is there yet: pi2 pull hf:ORG/NAME, or pi2 run FILE.gguf", err=True)
         return
     width = max(len(model.name) for model in models)
     for model in models:
         source = model.source
-        revision = "" if source.revision == source.commit else f" ({source.revision})"
+        asked = "" if isinstance(source, LocalSource) else f" ({source.revision})"
         click.echo(
-            f"{model.name:{width}}  {model.measure_bytes() / MIB:10,.1f} MiB  "
-            f"{source.repository}@{source.commit[:12]}{revision}"
+            f"{model.name:{width}}  {model.measure_bytes() / MIB:10,.1f} MiB  {source.name}{asked}"
         )

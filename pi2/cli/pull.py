@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace as change
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.diagnostics import UserError
+from pi2.pulled_models import LocalSource, PulledModel, Source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pi2.importing.checkpoint import Checkpoint
-    from pi2.progress import Progress
-    from pi2.pulled_models import PulledModel, Source
 
 GROUP = "Run"
-MIB = 1024 * 1024
 
 
 @click.command("pull")
@@ -27,11 +25,13 @@ MIB = 1024 * 1024
     type=click.Choice(["int4", "int8", "fp16"]),
     help="Weight precision.  [default: int4]",
 )
+@click.option("--file", metavar="FILE", help="Which of several GGUF models of the repository.")
 @click.option("--name", metavar="NAME", help="Name of the model here.  [default: the repository's]")
 @click.option("--replace", is_flag=True, help="Replace the model that has the name.")
 def command(
     model: str,
     quantization: Literal["int4", "int8", "fp16"] | None,
+    file: str | None,
     name: str | None,
     replace: bool,
 ) -> None:
@@ -46,10 +46,11 @@ def command(
     from huggingface_hub import is_offline_mode
 
     from pi2.caches import find_cache_folder
+    from pi2.cli.checkpoint_models import make_model
     from pi2.cli.progress import ProgressBar
     from pi2.importing.hub import find_repository, hold_folder, parse_reference
     from pi2.importing.hub_shards import open_repository
-    from pi2.pulled_models import NAME, Source, find_model, find_models_folder
+    from pi2.pulled_models import NAME, find_model, find_models_folder
 
     reference = parse_reference(model)
     chosen = reference.repository.partition("/")[2] if name is None else name
@@ -58,19 +59,21 @@ def command(
     there = find_model(chosen)
     if there is not None and not replace and is_offline_mode():
         own = there.source
-        asked = (reference.repository, reference.revision, quantization)
-        if asked in (
-            (own.repository, revision, own.quantization) for revision in (own.revision, own.commit)
+        asked = (reference.repository, reference.revision, file, quantization)
+        if isinstance(own, Source) and asked in (
+            (own.repository, revision, own.file, own.quantization)
+            for revision in (own.revision, own.commit)
         ):
             click.echo(f"{chosen} is there already, at commit {own.commit[:12]}", err=True)
             announce(chosen, there.plan)
             return
-    repository = find_repository(reference)
+    repository = find_repository(reference, file)
     source = Source(
         repository=repository.name,
         revision=reference.revision,
         commit=repository.commit,
         quantization=quantization,
+        file=file,
     )
     if there is not None and not replace:
         check_same(there, source)
@@ -82,7 +85,16 @@ def command(
     with hold_folder(work), ProgressBar() as progress:
         checkpoint = open_repository(repository, work, progress)
         output = find_models_folder() / chosen
-        plan = convert(checkpoint, source, output, progress, replace=replace)
+        plan = make_model(
+            checkpoint,
+            source,
+            output,
+            progress,
+            title=repository.name.partition("/")[2],
+            origin=source.name,
+            quantization=quantization,
+            replace=replace,
+        )
         shutil.rmtree(work, ignore_errors=True)
     announce(chosen, plan)
 
@@ -90,45 +102,12 @@ def command(
 def check_same(model: PulledModel, source: Source) -> None:
     """`UserError` P765 if ``model`` was not made from ``source``."""
     own = model.source
-    mine = (own.repository, own.commit, own.quantization)
-    if mine != (source.repository, source.commit, source.quantization):
+    if isinstance(own, LocalSource) or change(own, revision="") != change(source, revision=""):
         raise UserError.of(
             "P765",
-            f"{model.name} is {own.repository} at {own.commit[:12]}, {own.quantization or 'int4'}",
+            f"{model.name} is {own.name}, {own.quantization or 'as it is by default'}",
             help="choose another name with --name, or replace it with --replace",
         )
-
-
-def convert(
-    checkpoint: Checkpoint, source: Source, output: Path, progress: Progress, *, replace: bool
-) -> Path:
-    """Make the store ``output``; returns the path of its plan, which may not exist."""
-    from pi2.cli.convert import choose_precision, write_notes
-    from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.new_model import describe_checkpoint, make_id
-    from pi2.pulled_models import PLAN, RECORD
-
-    name = source.repository.partition("/")[2]
-    document = describe_checkpoint(checkpoint, make_id(name)).model
-    # Many checkpoints do not say what they are called.
-    document = document.model_copy(update={"name": name[:120]})
-    if source.quantization is not None:
-        document = choose_precision(document, source.quantization)
-    origin = f"{source.repository} at {source.commit}"
-    notes, refusal = write_notes(checkpoint, document, origin)
-    notes[RECORD] = source.write()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError.of("P764", f"cannot make {output.parent}: {error.strerror}") from None
-    manifest = convert_checkpoint(
-        checkpoint, document, output, notes=notes, replace=replace, progress=progress
-    )
-    size_mib = sum(entry.bytes for entry in manifest.files) / MIB
-    click.echo(f"{output}: {source.repository}@{source.commit[:12]}, {size_mib:.1f} MiB", err=True)
-    if PLAN not in notes:
-        click.echo(f"no plan was written for this machine: {refusal}", err=True)
-    return output / PLAN
 
 
 def announce(name: str, plan: Path) -> None:

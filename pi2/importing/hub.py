@@ -59,8 +59,8 @@ class Repository:
     """Its folder, if the hub's own cache has the files."""
 
 
-def find_repository(reference: HubReference) -> Repository:
-    """Resolve the revision to a commit, and choose the files.
+def find_repository(reference: HubReference, file: str | None = None) -> Repository:
+    """Resolve the revision to a commit, and choose the files; ``file``: one of several GGUF models.
 
     `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the other settings of the hub's library hold.
     `UserError`: P761 no such repository or revision, P762 not allowed, P763 not to be reached, P767
@@ -77,19 +77,24 @@ def find_repository(reference: HubReference) -> Repository:
                 for path in folder.rglob("*")
                 if path.is_file()
             }
-            chosen = choose_files(reference, files)
+            chosen = choose_files(reference, files, file)
             return Repository(name=name, commit=folder.name, sizes=chosen, cached=folder)
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
     assert info.sha is not None
-    chosen = choose_files(reference, files)
+    chosen = choose_files(reference, files, file)
     cached = _find_cached(name, info.sha, list(chosen))
     return Repository(name=name, commit=info.sha, sizes=chosen, cached=cached)
 
 
-def choose_files(reference: HubReference, files: Mapping[str, int]) -> dict[str, int]:
+def choose_files(
+    reference: HubReference, files: Mapping[str, int], file: str | None = None
+) -> dict[str, int]:
     """The files that a conversion reads, with their sizes: weights in one format, and the small
-    ones.  `UserError` P767 if there are no weights, or several models."""
+    ones.  ``file``: the one of several GGUF models, or any part of it.  `UserError` P767 if there
+    are no weights, or several models."""
+    if file is not None:
+        return _choose_gguf(reference, files, file)
     top = {name: size for name, size in files.items() if "/" not in name}
     small = {
         name: size
@@ -118,10 +123,23 @@ def choose_files(reference: HubReference, files: Mapping[str, int]) -> dict[str,
             raise UserError.of(
                 "P767",
                 f"{reference.repository} has {len(names)} GGUF files",
-                help="download one of them and give it to `pi2 convert`: " + ", ".join(names[:8]),
+                help="choose one of them with --file: " + ", ".join(sorted(names)[:12]),
             )
         return weights
     return {**small, **weights}
+
+
+def _choose_gguf(reference: HubReference, files: Mapping[str, int], file: str) -> dict[str, int]:
+    """A GGUF model, with all parts of a split one; `UserError` P767 if there is no such file."""
+    known = sorted(name for name in files if name.endswith(".gguf"))
+    if file not in known:
+        raise UserError.of(
+            "P767",
+            f"{reference.repository} has no GGUF file {file!r} at {reference.revision}",
+            help="it has " + (", ".join(known[:12]) or "none"),
+        )
+    parts = re.compile(re.sub(r"\d{5}(\\?-of)", r"\\d{5}\1", re.escape(file)))
+    return {name: files[name] for name in known if parts.fullmatch(name)}
 
 
 def is_weight_file(name: str) -> bool:

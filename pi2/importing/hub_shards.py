@@ -42,7 +42,9 @@ def open_repository(
     sizes = repository.sizes
     shards = [name for name in sizes if name.endswith(".safetensors")]
     if repository.cached is not None or _INDEX not in sizes or len(shards) < 2:
-        return open_checkpoint(fetch_files(repository, folder, progress, endpoint=endpoint))
+        place = fetch_files(repository, folder, progress, endpoint=endpoint)
+        models = sorted(name for name in sizes if name.endswith(".gguf"))
+        return open_checkpoint(place / models[0] if models else place)
     small = [name for name in sizes if not is_weight_file(name)]
     fetch_files(repository, folder, names=small, endpoint=endpoint)
     check_family(folder)

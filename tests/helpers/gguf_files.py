@@ -344,6 +344,34 @@ def write_gguf(
     return file
 
 
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+
+def make_sentence_piece() -> dict[str, Any]:
+    """Metadata of a small SentencePiece model: marks, bytes, pieces."""
+    pieces = [f"{SPACE}hello", f"{SPACE}world", f"{SPACE}two", "spa", "ces", "hel", "lo", "wor"]
+    letters = sorted({*"helowrdtspacesnivbxy123456790", SPACE})
+    parts = ["ld", f"{SPACE}w", "he", "wo", "tw", f"{SPACE}t", "sp", "ce", f"{SPACE}{SPACE}"]
+    parts += [f"{SPACE}h", f"{SPACE}he", f"{SPACE}hel", f"{SPACE}wor", f"{SPACE}tw"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    scores = [0.0] * len(tokens)
+    kinds = [2, 3, 3] + [6] * 256
+    for rank, piece in enumerate([*parts, *pieces, *letters]):
+        tokens.append(piece)
+        scores.append(-float(rank))
+        kinds.append(1)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, F32]]:
     """Configuration and float32 weights of a Hugging Face folder."""
     from safetensors.numpy import load_file

@@ -78,6 +78,7 @@ def test_a_pulled_model_is_listed_run_and_removed(
         "revision": "v1",
         "commit": COMMIT,
         "quantization": "int8",
+        "file": None,
     }
     # The weights are those that the checkpoint itself becomes.
     own = tmp_path / "own"
@@ -204,6 +205,13 @@ def test_weights_are_taken_in_one_format() -> None:
     known = {"config.json": 1, "model.safetensors": 2, "pytorch_model.bin": 2, "x/y.json": 1}
     assert set(choose_files(model, known)) == {"config.json", "model.safetensors"}
     assert set(choose_files(model, {"a.gguf": 1, "README.md": 1})) == {"a.gguf"}
+    several = dict.fromkeys(
+        ["q/b-Q8-00001-of-00002.gguf", "q/b-Q8-00002-of-00002.gguf", "a.gguf"], 1
+    )
+    assert set(choose_files(model, several, "a.gguf")) == {"a.gguf"}
+    assert len(choose_files(model, several, "q/b-Q8-00002-of-00002.gguf")) == 2
+    with pytest.raises(UserError, match="P767"):
+        choose_files(model, several, "b.gguf")
     for names in (["config.json"], ["a-Q4.gguf", "a-Q8.gguf"], ["x/model.safetensors"]):
         with pytest.raises(UserError, match="P767"):
             choose_files(model, dict.fromkeys(names, 1))

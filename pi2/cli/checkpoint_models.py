@@ -1,0 +1,158 @@
+"""Checkpoints that are run directly: `pi2 run model.gguf` converts the file once, into the folder
+of pulled models, and finds the result there from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pi2.diagnostics import UserError
+from pi2.pulled_models import (
+    LocalSource,
+    PulledModel,
+    find_model,
+    find_models_folder,
+    list_models,
+)
+
+if TYPE_CHECKING:
+    from pi2.importing.checkpoint import Checkpoint
+    from pi2.progress import Progress
+    from pi2.pulled_models import Source
+
+MIB = 1024 * 1024
+_CONFIGS = ("config.json", "mlc-chat-config.json")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether somebody means a checkpoint: a GGUF file, or a folder with a configuration."""
+    if path.suffix == ".gguf":
+        return path.is_file()
+    return path.is_dir() and any((path / name).is_file() for name in _CONFIGS)
+
+
+def convert_once(path: Path) -> Path:
+    """The plan of the model that the checkpoint at ``path`` becomes.
+
+    It is converted if it was not yet, or has changed since.  Raises `UserError` as
+    `pi2.importing.convert.convert_checkpoint` does, P026 if no plan fits this machine.
+    """
+    source = LocalSource.describe(path)
+    known = find_converted(source.path)
+    if known is None or known.source != source:
+        name = choose_name(path, source) if known is None else known.name
+        convert_path(path, source, name, replace=known is not None)
+        known = find_model(name)
+        assert known is not None
+    if not known.plan.exists():
+        raise UserError.of(
+            "P026",
+            f"{known.folder} has no plan for this machine",
+            help=f"write one: pi2 new plan --model {known.folder}/*.model.toml --store "
+            f"{known.folder} --device host --memory SIZE",
+        )
+    return known.plan
+
+
+def find_converted(path: str) -> PulledModel | None:
+    """The model that was made from the checkpoint at the absolute ``path``, changed or not."""
+    for model in list_models():
+        if isinstance(model.source, LocalSource) and model.source.path == path:
+            return model
+    return None
+
+
+def choose_name(path: Path, source: LocalSource) -> str:
+    """A name that no other model has: the file's, or with a few letters more."""
+    stem = path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _SPLIT.sub("", stem)).strip(".-")[:80] or "model"
+    if not (find_models_folder() / name).exists():
+        return name
+    return f"{name}-{hashlib.sha256(source.path.encode()).hexdigest()[:8]}"
+
+
+def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
+    """Convert the checkpoint at ``path``, and say so."""
+    from pi2.cli.progress import ProgressBar
+    from pi2.importing.checkpoint import open_checkpoint
+
+    again = ", which has changed," if replace else ""
+    click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
+    with ProgressBar() as progress:
+        checkpoint = open_checkpoint(path)
+        make_model(
+            checkpoint,
+            source,
+            find_models_folder() / name,
+            progress,
+            title=name,
+            origin=path.name,
+            replace=replace,
+        )
+    click.echo(f"`pi2 run {name}` runs it from now on, too; `pi2 remove {name}`", err=True)
+
+
+def make_model(
+    checkpoint: Checkpoint,
+    source: Source | LocalSource,
+    output: Path,
+    progress: Progress,
+    *,
+    title: str,
+    origin: str,
+    quantization: Literal["int4", "int8", "fp16"] | None = None,
+    replace: bool,
+) -> Path:
+    """Make the store ``output``, with a model document called ``title`` and a plan for this
+    machine; returns the plan's path, which may not exist."""
+    from pi2.cli.convert import choose_precision, write_notes
+    from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.leftovers import describe_other_parts
+    from pi2.importing.new_model import describe_checkpoint, make_id
+    from pi2.pulled_models import PLAN, RECORD
+
+    document = describe_checkpoint(checkpoint, make_id(title)).model
+    # Many checkpoints do not say what they are called.
+    document = document.model_copy(update={"name": title[:120]})
+    precision = quantization or find_precision(checkpoint)
+    if precision is not None:
+        document = choose_precision(document, precision)
+    notes, refusal = write_notes(checkpoint, document, origin)
+    notes[RECORD] = source.write()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError.of("P764", f"cannot make {output.parent}: {error.strerror}") from None
+    manifest = convert_checkpoint(
+        checkpoint, document, output, notes=notes, replace=replace, progress=progress
+    )
+    size_mib = sum(entry.bytes for entry in manifest.files) / MIB
+    kind = document.quantization.ffn
+    click.echo(f"{output}: {origin} as {kind}, {size_mib:.1f} MiB", err=True)
+    for line in describe_other_parts(checkpoint):
+        click.echo(line, err=True)
+    if PLAN not in notes:
+        click.echo(f"no plan was written for this machine: {refusal}", err=True)
+    return output / PLAN
+
+
+def find_precision(checkpoint: Checkpoint) -> Literal["int4", "int8", "fp16"] | None:
+    """The precision nearest to that of a GGUF file, whose user has chosen one already; None for
+    other checkpoints."""
+    from math import prod
+
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return None
+    matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
+    weights = sum(prod(tensor.shape) for tensor in matrices)
+    bits = 8 * sum(tensor.size_bytes for tensor in matrices) / max(1, weights)
+    if bits < 5:
+        return "int4"
+    return "int8" if bits < 9 else "fp16"

@@ -1,0 +1,133 @@
+"""`pi2 run model.gguf`: a checkpoint is converted once, and then found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+
+from pi2.cli.checkpoint_models import find_precision
+from pi2.cli.main import run
+from pi2.cli.named_plans import find_plan_path
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.pulled_models import find_model, list_models
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import make_sentence_piece, translate, write_gguf
+from tests.helpers.models import draw_weights, make_model
+
+REFERENCE = ["--set", "backends.cpu=reference", "--max-tokens", "3"]
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of models; kernels stay in the cache of all tests."""
+    monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data/pi2/models"
+
+
+def write_model(folder: Path, name: str, kind: str = "Q8_0", seed: int = 0) -> Path:
+    """A GGUF file whose answers begin anywhere."""
+    metadata = make_sentence_piece()
+    size = len(metadata["tokenizer.ggml.tokens"])
+    model = make_model({"shape": {"vocab": size}, "predictor": None})
+    weights = draw_weights(model, seed)
+    checkpoint = write_checkpoint(folder / f"checkpoint-{name}-{seed}", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
+    changes: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    changes["general.sampling.temp"] = 0.25
+    file = folder / f"{name}.gguf"
+    return write_gguf(file, config, translate(weights, config), kind=kind, changes=changes)
+
+
+def test_a_gguf_file_is_converted_once(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny q8")
+    command = ["run", str(file), "--prompt", "hello", *REFERENCE]
+    assert run(command) == 0
+    first = capsys.readouterr()
+    assert first.out.strip() and "is converted once" in first.err
+    model = find_model("tiny-q8")
+    assert model is not None and model.source.name == str(file)
+    assert "temperature = 0.25" in model.plan.read_text()
+
+    made = model.plan.stat().st_mtime_ns
+    assert run([*command, "--seed", "1"]) == 0
+    assert "converted" not in capsys.readouterr().err
+    assert model.plan.stat().st_mtime_ns == made
+    assert run(["run", "tiny-q8", "--prompt", "hello", *REFERENCE]) == 0
+
+    capsys.readouterr()
+    assert run(["list"]) == 0
+    assert str(file) in capsys.readouterr().out
+    assert run(["remove", "tiny-q8"]) == 0
+    assert list_models() == []
+    assert file.exists()
+
+
+def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path) -> None:
+    file = write_model(tmp_path, "tiny")
+    plan = find_plan_path(file)
+    before = (plan.parent / "layers/ffn-000.arrow").read_bytes()
+    write_model(tmp_path, "tiny", seed=1)
+    assert find_plan_path(file) == plan
+    assert (plan.parent / "layers/ffn-000.arrow").read_bytes() != before
+    assert [path.name for path in models.iterdir()] == ["tiny"]
+
+
+def test_files_of_one_name_are_two_models(tmp_path: Path, models: Path) -> None:
+    (tmp_path / "other").mkdir()
+    plans = {find_plan_path(write_model(place, "tiny")) for place in (tmp_path, tmp_path / "other")}
+    assert len(plans) == len(list_models()) == 2
+
+
+def test_an_interrupted_conversion_leaves_no_model(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_model(tmp_path, "tiny")
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pi2.importing.convert._Conversion.read_dense", stop)
+        with pytest.raises(KeyboardInterrupt):
+            find_plan_path(file)
+    assert list_models() == []
+    assert find_plan_path(file).exists()
+    assert [path.name for path in models.iterdir()] == ["tiny"]
+
+
+def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
+    tmp_path: Path, models: Path
+) -> None:
+    file = write_model(tmp_path, "tiny")
+    assert run(["convert", str(file), "-o", str(tmp_path / "store")]) == 0
+    assert find_plan_path(tmp_path / "store") == tmp_path / "store/default.plan.toml"
+    assert list_models() == []
+    folder = tmp_path / "checkpoint-tiny-0"
+    config = json.loads((folder / "config.json").read_text())
+    further = {"hidden_act": "silu", "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps({**config, **further}))
+    tokenizer = describe_checkpoint(file)
+    assert tokenizer.model.shape.layers == 3
+    os.replace(tmp_path / "store/tokenizer.json", folder / "tokenizer.json")
+    assert find_plan_path(folder) == models / "checkpoint-tiny-0/default.plan.toml"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("Q4_0", "int4"), ("Q8_0", "int8"), ("F16", "fp16")]
+)
+def test_a_gguf_file_keeps_its_precision(tmp_path: Path, kind: str, expected: str) -> None:
+    assert find_precision(open_checkpoint(write_model(tmp_path, "tiny", kind))) == expected
