@@ -42,7 +42,7 @@ from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.plan.weights.layout import BundleLayout, Precision
+from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 
 if TYPE_CHECKING:
     from pi2.arrays import F16, F32, I32, U8, Bits, Raw
@@ -77,6 +77,15 @@ class Tensor:
         weights = self.weights.reshape(self.rows, -1)[rows]
         scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
         return replace(self, rows=count, weights=weights, scales=scales)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twins:
+    """Copies of neurons in fewer bits (`pi2.plan.weights.layout`), in memory."""
+
+    precision: TwinPrecision
+    bundles: Sequence[U8]
+    """Per layer [n, stride], in stored order, the last one that of the layer's last neuron."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,8 @@ class BuildRequest:
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
     resident; None where they lie in the bundles."""
+    twins: Twins | None = None
+    """Copies of the neurons that may be missing; None where nothing is computed with such."""
     gate_biases: Sequence[F32] | None = None
     """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
     no gate, their up rows stand for gates."""
@@ -228,6 +239,10 @@ class Executor(Protocol):
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
         open.  Neurons below the layer's second limit are left out then.
         """
+
+    def add_twins(self, layer: int, indices: I32) -> None:
+        """Add the twins of the neurons with the stored ``indices`` [n] (T = 1), which have some
+        (``BuildRequest.twins``)."""
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is

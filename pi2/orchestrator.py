@@ -30,6 +30,7 @@ from pi2.engine.loading import (
     group_by_expert,
     keeps_mapped,
     load_gates,
+    load_twins,
     open_embedding,
     open_reader,
     read_tokenizer,
@@ -37,6 +38,7 @@ from pi2.engine.loading import (
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.routing_dials import RoutingDials, make_dials
+from pi2.engine.twins import TwinNeurons
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.engine.whole_loading import load_whole, make_whole_forward
 from pi2.fit import find_plan_misfits, locate_findings
@@ -65,7 +67,7 @@ from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.backends import find_backend, find_executor_backend
 from pi2.plan.documents.selectors import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.store.agreement import find_bundle_misfits
+from pi2.store.agreement import find_bundle_misfits, find_twin_misfits
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
@@ -202,6 +204,7 @@ def build(
             shares=shares,
             in_order=observer is not None,
             experts=make_experts(resolved, grouped),
+            twins=make_twin_neurons(resolved, executor),
             **({"dials": make_plan_dials(resolved, request)} if routed else {}),
         )
         bind_first_thread(request, cleanup)
@@ -291,7 +294,15 @@ def build_whole_model(
 
 def make_plan_dials(resolved: ResolvedPlan, request: BuildRequest) -> RoutingDials | None:
     """What lets routing deviate from the model's, where the plan asks for it."""
-    return make_dials(resolved.plan.experts, resolved.model, request.tensors)
+    settings, has_twins = resolved.plan.experts, resolved.plan.twin is not None
+    return make_dials(settings, resolved.model, request.tensors, has_twins=has_twins)
+
+
+def make_twin_neurons(resolved: ResolvedPlan, executor: Executor) -> TwinNeurons | None:
+    """What computes neurons by their twins, where the plan has some."""
+    if resolved.plan.twin is None:
+        return None
+    return TwinNeurons(executor, [layer.hot_neurons for layer in resolved.layers])
 
 
 def make_experts(resolved: ResolvedPlan, grouped: list[I32] | None) -> ExpertNeurons | None:
@@ -314,8 +325,12 @@ def begin_hashes(
     the rest is loaded; to be closed by ``cleanup``."""
     if resolved.plan.io.verify == "never":
         return None
-    reader_compares = not (resolved.has_whole_unit or keeps_mapped(resolved))
-    hashes = HashCheck(store.path, store.manifest, reader_compares=reader_compares)
+    hashes = HashCheck(
+        store.path,
+        store.manifest,
+        reader_compares=not (resolved.has_whole_unit or keeps_mapped(resolved)),
+        has_twin=resolved.plan.twin is not None,
+    )
     cleanup.callback(hashes.close)
     return hashes
 
@@ -372,6 +387,7 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
+    found += find_twin_misfits(resolved, store.manifest)
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)
 
@@ -407,6 +423,7 @@ def describe_build(
         request,
         gate_rows=gate_rows,
         scales=scales,
+        twins=load_twins(resolved, store, budget, progress),
         gate_biases=gate_biases,
         expert_neurons=None if mode == "none" or store is None else grouped,
         allocate=budget.allocate,

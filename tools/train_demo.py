@@ -104,7 +104,8 @@ def main() -> None:
         mixture = folder / "mixture.pt"
         corpus = load_corpus(folder, options.get("seed", Recipe().seed), vocabulary)
         if command == "train":
-            train_mixture(corpus, mixture, options["minutes"], options["seed"], options["threads"])
+            chosen = {name: options[name] for name in ("minutes", "seed", "threads", "resume")}
+            train_mixture(corpus, mixture, **chosen)
         else:
             export_mixture(corpus, mixture, folder / "mixture")
         return

@@ -299,6 +299,10 @@ class CpuExecutor:
         """Add gathered neurons for one token."""
         self._neurons.add_gathered(layer, arena, slots, indices, known)
 
+    def add_twins(self, layer: int, indices: I32) -> None:
+        """Add neurons' twins for one token."""
+        self._neurons.add_twins(layer, indices)
+
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""
         now = self._now

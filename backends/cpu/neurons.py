@@ -110,6 +110,19 @@ class Neurons:
                 ]
                 for layer, scales in enumerate(self._scales)
             ]
+        self._twins: list[BoundCall] = []
+        """By layer."""
+        self._twin_bundles: list[Any] = []
+        self._first_twins: list[int] = []
+        """Stored index of each layer's first neuron that has a twin."""
+        if request.twins is not None:
+            given = f"count {self._name_token()} arena"
+            self._twins = [
+                library.bind("add_twins", given, self._room, views, layer=layer, name="add_twins")
+                for layer in range(layers)
+            ]
+            self._twin_bundles = [library.wrap(own).tensor for own in request.twins.bundles]
+            self._first_twins = [neurons - len(own) for own in request.twins.bundles]
         self._find_gates: list[BoundCall] = []
         """By layer."""
         if spec.closes_gates:
@@ -169,6 +182,12 @@ class Neurons:
         self._prediction.wanted[:count] = indices
         add = self._gather_open[layer][self._token[0] if self._token else 0]
         add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
+
+    def add_twins(self, layer: int, indices: I32) -> None:
+        """Add the twins of neurons for one token."""
+        count = len(indices)
+        np.subtract(indices, self._first_twins[layer], out=self._slots[:count])
+        self._twins[layer](count, *self._token, self._twin_bundles[layer])
 
     def _take_bundles(self, arena: U8, rows: I32 | None) -> Any:
         """Return what calls take of bundles; where scales are resident, note the ``rows`` that

@@ -3,7 +3,8 @@
 An activation x of a group is ``scale * x16`` with x16 = 256 high + low in two int8 planes (or
 x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights enter as unsigned
 nibbles q + 8 (int4) or q + 128 (int8), so that one primitive, unsigned times signed byte, serves
-both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  The integer sum of a
+both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  Weights of int2 enter
+as (q + 3) / 2, and twice their sum as it is taken out.  The integer sum of a
 group is exact: only its product with the two scales rounds.
 
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
@@ -24,7 +25,7 @@ from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import DotPrimitive
-from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 
 
 def emit_dots(
@@ -74,10 +75,11 @@ def _emit_block(
     prefetch: Prefetch | None,
 ) -> None:
     """Add the products of the block that begins with group ``group`` to ``sums``."""
-    group_bytes = GROUP // 2 if vectors[0].precision == "int4" else GROUP
+    precision = vectors[0].precision
+    group_bytes = weight_bytes(GROUP, precision)
     groups = activations.length // GROUP
     # A block narrower than a register: several of its chunks fill one.
-    fold = min(max(isa.lanes // lanes, 1), 4)
+    fold = min(max(isa.lanes // lanes, 1), 4, count_chunks(precision))
     width = min(isa.lanes, lanes)
     for first in range(0, lanes, width):
         piece = _Piece(
@@ -129,7 +131,8 @@ def _emit_groups(
     wide = piece.width * piece.fold
     dot = DotPrimitive(isa, wide)
     planes = activations.planes
-    int8 = vectors[0].precision == "int8"
+    precision = vectors[0].precision
+    int8 = precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = int8 and not dot.whole_bytes
     streams = 2 if split else 1
@@ -144,9 +147,11 @@ def _emit_groups(
             if prefetch is not None:
                 prefetch(index, piece.byte + offset, 4 * wide)
             raw = v.let(_load_chunk(vector, piece, offset, 4 * wide))
-            rows.append(_unpack(dot, raw, int8, split))
+            rows.append(_unpack(dot, raw, precision, split))
         for half in range(len(rows[0])):
-            shift, stream = (0, half) if int8 else (16 * piece.lanes * half, 0)
+            # Fields of a byte are as many elements apart as a chunk of all blocks has of one field.
+            step = GROUP // len(rows[0])
+            shift, stream = (0, half) if int8 else (step * piece.lanes * half, 0)
             for index, token in enumerate(tokens):
                 for plane in range(planes):
                     base = (token * planes + plane) * activations.length + piece.element
@@ -155,7 +160,7 @@ def _emit_groups(
                         cell = row[index][plane * streams + stream]
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
-    chunks = 8 if int8 else 4
+    chunks = count_chunks(precision)
     if len(vectors) * len(tokens) == 1:
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)
@@ -166,7 +171,7 @@ def _emit_groups(
     totals = [[[cell.get() for cell in column] for column in row] for row in cells]
     return [
         [
-            _finish(dot, cells, activations, token, piece, int8)
+            _finish(dot, cells, activations, token, piece, precision)
             for cells, token in zip(total, tokens, strict=True)
         ]
         for total in totals
@@ -177,9 +182,11 @@ def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr
     return v.load(vector.weights, vector.weights_base + piece.byte + offset, size)
 
 
-def _unpack(dot: DotPrimitive, raw: v.Expr, int8: bool, split: bool) -> list[v.Expr]:
+def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -> list[v.Expr]:
     """Return what the primitive takes of a chunk of weights, named."""
-    if not int8:
+    if precision == "int2":
+        return [v.let(dot.take_pair(raw, number)) for number in range(4)]
+    if precision == "int4":
         return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
     if dot.signed:
         return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
@@ -195,7 +202,7 @@ def _finish(
     activations: Activations,
     token: v.Expr,
     piece: _Piece,
-    int8: bool,
+    precision: Precision,
 ) -> v.Expr:
     """Join streams, planes and folded lanes; take the weights' offset out again."""
     values = [dot.finish(cell) for cell in cells]
@@ -209,10 +216,16 @@ def _finish(
     while lanes > piece.width:
         total = _add_halves(v.let(total), lanes)
         lanes //= 2
-    if not (int8 and dot.signed):
+    if precision != "int8" or not dot.signed:
         place = token * (activations.length // GROUP) + piece.group
         offset = v.load(activations.sums, place, piece.width)
-        total = total + (offset << v.constant(4, "int32", piece.width) if int8 else offset)
+        if precision == "int2":
+            third = v.let(offset >> v.constant(3, "int32", piece.width))
+            total = total + total + third + third + third
+        elif precision == "int8":
+            total = total + (offset << v.constant(4, "int32", piece.width))
+        else:
+            total = total + offset
     return v.let(total)
 
 

@@ -10,7 +10,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.unpacking import emit_tile, load_block_scale
-from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.layout import GROUP, count_chunks, weight_bytes
 
 
 def emit_float_block(
@@ -24,19 +24,19 @@ def emit_float_block(
     lanes: int,
     prefetch: Prefetch | None,
 ) -> None:
-    """Add int4 or int8 weights times float32 values, of the block of ``lanes`` groups that begins
+    """Add quantised weights times float32 values, of the block of ``lanes`` groups that begins
     with ``group``, to ``sums`` float32 [tokens, top] of each vector.
 
     Integers times values are added up over the block, then multiplied with the scales.
     """
-    int4 = vectors[0].precision == "int4"
-    group_bytes = GROUP // 2 if int4 else GROUP
+    precision = vectors[0].precision
+    group_bytes = weight_bytes(GROUP, precision)
     zero = v.constant(0.0, "float32", lanes)
     # Two sums in turn, as an addition waits for the last one to the same sum; always two, so that a
     # gate has the same bits wherever it is computed.
     cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
     # A loop that LLVM cannot unroll: it would reorder the additions and spill.
-    with T.serial(v.wide((4 if int4 else 8) * activations.once)) as chunk:
+    with T.serial(v.wide(count_chunks(precision) * activations.once)) as chunk:
         tiles = []
         for index, vector in enumerate(vectors):
             if prefetch is not None:

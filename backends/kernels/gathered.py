@@ -33,7 +33,14 @@ from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
-from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
+from pi2.plan.weights.layout import (
+    GROUP,
+    PartName,
+    count_chunks,
+    scale_bytes,
+    vector_bytes,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,8 +373,8 @@ def _emit_down(
     """Add the down vector of each neuron times its value to ``partial[base:]`` (lane order)."""
     vectors, ask = run.take_parts(places, "down"), run.ask_for(following, "down")
     isa, spec, target = run.isa, run.spec, run.scratch.partial
-    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
-    size = {"int4": GROUP // 2, "int8": GROUP, "fp16": 2 * GROUP}[spec.ffn]
+    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
+    size = weight_bytes(GROUP, spec.ffn)
 
     def emit_block(lanes: int, first: v.Expr) -> None:
         step = 2 * GROUP if spec.ffn == "fp16" else 4 * lanes

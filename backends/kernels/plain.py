@@ -16,6 +16,7 @@ from pi2.backends.kernels.operands import Activations, Vector
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
 from pi2.backends.kernels.values import emit_values, load_route
+from pi2.plan.weights.layout import count_chunks
 
 
 def emit_plain_gathered(
@@ -91,7 +92,7 @@ def _emit_down(
     once: v.Expr,
 ) -> None:
     """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
-    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
+    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
     for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes
         with T.serial(tiles // per_block * once) as block:

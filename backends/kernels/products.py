@@ -48,6 +48,15 @@ class DotPrimitive:
             15, "uint8", 4 * self.width
         )
 
+    def take_pair(self, raw: v.Expr, number: int) -> v.Expr:
+        """Return bits 2 ``number`` and 2 ``number`` + 1 of bytes."""
+        if number:
+            lanes = 2 * self.width
+            shift = v.constant(2 * number, "uint16", lanes)
+            raw = v.reinterpret(raw, "uint16", lanes) >> shift
+            raw = v.reinterpret(raw, "uint8", 4 * self.width)
+        return raw & v.constant(3, "uint8", 4 * self.width)
+
     def add(self, total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
         """Return ``total`` plus the products of 4 ``width`` bytes."""
         width, bits = self.width, self._bits

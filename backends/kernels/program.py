@@ -11,6 +11,8 @@ without experts), ``threads``, and ``rows`` or ``slots`` of what may have any nu
 Where scales are resident, an array of them follows every array of bundles, ``rows`` say which
 belong to gathered neurons, and ``first`` which belongs to the first of some neighbours.
 
+``add_twins`` computes neurons' twins as ``add_neurons`` computes neurons.
+
 For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the ``token``
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
@@ -111,6 +113,10 @@ class Program:
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
+        if spec.twin is not None:
+            twins = Schedule(spec.describe_twins(), self.isa)
+            gathers = emit_add_neurons if spec.has_gathered_ffn else emit_add_plain_neurons
+            bound["add_twins"] = partial(gathers, twins)
         everything = Schedule(replace(spec, window=None), self.isa)
         if spec.divides_attention:
             bound["attend_own_project"] = partial(emit_attend_project, schedule)

@@ -19,8 +19,10 @@ from pi2.plan.weights.layout import (
     BundleLayout,
     Precision,
     ScalesPlace,
+    TwinPrecision,
     fill_groups,
     lay_out_bundle,
+    lay_out_twin,
 )
 from pi2.plan.weights.states import StateShape
 
@@ -164,6 +166,8 @@ class KernelSpec:
     head_bias: bool = False
     scales: ScalesPlace = "inline"
     """Where the scales of neurons lie."""
+    twin: TwinPrecision | None = None
+    """Precision of the neurons' twins; None if there are none."""
     output_gate: bool = False
     """Whether gates of what attention mixes come with queries, keys and values."""
     latent: LatentShape | None = None
@@ -213,6 +217,12 @@ class KernelSpec:
             mixed=self.experts > 0,
             scales=self.scales,
         )
+
+    def describe_twins(self) -> KernelSpec:
+        """The spec of functions that compute twins."""
+        assert self.twin is not None
+        layout = lay_out_twin(self.bundle, self.twin)
+        return dataclasses.replace(self, ffn=self.twin, stride=layout.stride, scales="inline")
 
     @property
     def most_planes(self) -> int:

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Vector, list_runs
-from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 
 
 def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
@@ -22,7 +22,7 @@ def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
     """
     if precision == "fp16":
         return [(16, 0, hidden // GROUP)]
-    per_block = 4 if precision == "int4" else 8
+    per_block = count_chunks(precision)
     return [(lanes, first, count * per_block) for lanes, first, count in list_runs(hidden)]
 
 
@@ -39,13 +39,13 @@ def emit_tile(
             (first * GROUP + half * 16, v.load_halves(vector.weights, byte + half * 32, 16))
             for half in range(2)
         ]
-    int4 = vector.precision == "int4"
-    byte = vector.weights_base + v.wide(
-        first * (GROUP // 2 if int4 else GROUP) + chunk * (4 * lanes)
-    )
+    group_bytes = weight_bytes(GROUP, vector.precision)
+    byte = vector.weights_base + v.wide(first * group_bytes + chunk * (4 * lanes))
     word = v.let(v.load_as(vector.weights, byte, "int32", lanes))
     start = first * GROUP
-    if not int4:
+    if vector.precision == "int2":
+        return _unpack_pairs(isa, word, start, lanes, chunk)
+    if vector.precision == "int8":
         result = []
         for index in range(4):
             place = start + (4 * chunk + index) * lanes
@@ -73,6 +73,34 @@ def emit_tile(
             shifted = word << v.constant(28 - 4 * index, "int32", lanes) if index < 7 else word
             code = shifted >> v.constant(28, "int32", lanes)
             weights = v.cast(code, "float32", lanes)
+        result.append((place, weights))
+    return result
+
+
+def _unpack_pairs(
+    isa: Isa, word: v.Expr, start: v.Expr, lanes: int, chunk: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a tile of int2."""
+    table = isa.lanes == 16 and lanes == 16
+    three = v.constant(3, "int32", lanes)
+    if table:
+        # vpermps looks at the low 4 bits of each lane, of which two are the next code's.
+        numbers = T.ramp(0, 1, 16) & three
+        values = v.let(v.cast(numbers + numbers - three, "float32", 16))
+    result = []
+    for index in range(16):
+        # Field by field, so that the elements of a field lie side by side.
+        byte, field = index % 4, index // 4
+        place = start + (4 * chunk + byte + 8 * field) * lanes
+        shift = 8 * byte + 2 * field
+        code = word >> v.constant(shift, "int32", lanes) if shift else word
+        if table:
+            weights = T.call_llvm_pure_intrin(
+                "float32x16", "llvm.x86.avx512.permvar.sf.512", values, code
+            )
+        else:
+            number = v.let(code & three)
+            weights = v.cast(number + number - three, "float32", lanes)
         result.append((place, weights))
     return result
 

@@ -17,6 +17,7 @@ from pi2.backends.reference.operators import activate, cap, normalize
 from pi2.backends.reference.states import States
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.layout import lay_out_twin
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import (
@@ -355,6 +356,19 @@ class ReferenceExecutor(ObservableExecutor):
             active = np.where(np.abs(active) >= self._find_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
+
+    @noted
+    def add_twins(self, layer: int, indices: I32) -> None:
+        twins = self._request.twins
+        assert twins is not None, "neurons have no twins"
+        layout = lay_out_twin(self._layout, twins.precision)
+        own = twins.bundles[layer]
+        bundles = own[indices - (self._request.neurons - len(own))]
+        token = slice(self._token, self._token + 1)
+        routes = None if self._model.moe is None else self._routes[token]
+        active = compute_activations(self._model, layout, self._u[token], bundles, routes)
+        self._active += int(np.count_nonzero(active))
+        self._y[token] += multiply_down(layout, active, bundles)
 
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:

@@ -24,6 +24,7 @@ from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, unite_experts
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.engine.routing_dials import DialCounters
+from pi2.engine.twins import TwinNeurons
 from pi2.engine.waves import Wave, Waves
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
@@ -54,6 +55,7 @@ class FeedForward(Waves):
         shares: DenseShares | None = None,
         in_order: bool = False,
         experts: ExpertNeurons | None = None,
+        twins: TwinNeurons | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -64,7 +66,7 @@ class FeedForward(Waves):
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
-        mixture.
+        mixture.  ``twins`` compute what the plan's dials would leave out.
         """
         super().__init__(
             executor,
@@ -78,6 +80,7 @@ class FeedForward(Waves):
         """Neurons of a layer."""
         self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
         self._experts = experts
+        self.twins = twins
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
         # What is computed of chosen experts does not depend on what is in memory.
@@ -231,6 +234,8 @@ class FeedForward(Waves):
     ) -> Wave:
         """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
         before ``end`` if it is given, and of experts that were found ``late``, if any."""
+        if self.twins is not None and late is None and end is None:
+            self.twins.forget(layer)
         named = self._predict(layer, owned, late, end)
         return self._begin_wave(layer, owned, *named)
 
@@ -258,6 +263,9 @@ class FeedForward(Waves):
     def _compute_waves(self, layer: int, waves: list[Wave]) -> None:
         """Compute ``waves``, and what they have left for later."""
         try:
+            if self.twins is not None:
+                # Reads are under way.
+                self.twins.compute(layer, self._select_tokens())
             while waves:
                 wave = waves.pop(0)
                 self._compute_wave(wave)
@@ -287,16 +295,19 @@ class FeedForward(Waves):
         self._reader.advance()
         bounds = (owned, end)
         if self._tokens == 1:
-            return self._predict_token(layer, bounds, None if late is None else late[0]), None
+            own = None if late is None else late[0]
+            return self._predict_token(layer, 0, bounds, own), None
         by_token = np.zeros((self._tokens, self._cache.neurons), np.bool_)
         for token in self._select_tokens():
             if late is None or len(late[token]):
                 own = None if late is None else late[token]
-                indices = self._predict_token(layer, bounds, own)
+                indices = self._predict_token(layer, token, bounds, own)
                 by_token[token][indices] = True
         return np.flatnonzero(by_token.any(axis=0)).astype(np.int32), by_token
 
-    def _predict_token(self, layer: int, bounds: tuple[int, int | None], late: I32 | None) -> I32:
+    def _predict_token(
+        self, layer: int, token: int, bounds: tuple[int, int | None], late: I32 | None
+    ) -> I32:
         owned, end = bounds
         if self._predictor == "gate":
             indices = _cut(self._executor.predict_gate(layer), owned, end)
@@ -305,7 +316,10 @@ class FeedForward(Waves):
             indices = _cut(indices, owned, end)
             if self._missing_threshold is not None:
                 scores = self._executor.read_scores()
-                indices = self._cache.leave_out(layer, indices, scores, self._missing_threshold)
+                least, named = self._missing_threshold, indices
+                indices = self._cache.leave_out(layer, named, scores, least)
+                if self.twins is not None:
+                    indices = self.twins.take_left_out(layer, token, named, indices)
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons if late is None and end is None else 0
         return indices
@@ -314,6 +328,8 @@ class FeedForward(Waves):
         """Forget reads and jobs that are under way, after an error or an interrupt."""
         self._jobs.clear()
         self.shares.abandon()
+        if self.twins is not None:
+            self.twins.abandon()
         if self._wave is not None:
             wave, self._wave = self._wave, None
             self._abandon_wave(wave)

@@ -173,6 +173,7 @@ class LoadedModel:
         counters, size = self._parts.cache.counters, self._parts.cache.granule
         neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
         weights = self._parts.feed_forward.dial_counters
+        twins = self._parts.feed_forward.twins
         return RunStatistics(
             predicted_neurons=neurons.predicted,
             active_neurons=neurons.active,
@@ -189,6 +190,8 @@ class LoadedModel:
             expert_weight=weights.weight,
             replaced_weight=weights.replaced,
             left_out_weight=weights.left_out,
+            twin_weight=weights.by_twins,
+            twin_neurons=0 if twins is None else twins.computed,
             gate_reads=self._parts.reader.gate_reads,
             flash_saved_bytes=self._parts.reader.saved_bytes,
             hot_grown=0 if balance is None else balance.grown,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F16, I32, U8
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest, Tensor, Twins
 from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
@@ -32,6 +32,7 @@ from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
+from pi2.store.twins import read_twins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -158,6 +159,22 @@ def begin_scales(
         found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
         begin_file(file, batch)
     return found
+
+
+def load_twins(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget, progress: Progress
+) -> Twins | None:
+    """Read the twins of the neurons that are not hot; None where the plan has none."""
+    twin = resolved.plan.twin
+    if twin is None or store is None:
+        return None
+    bundles = read_twins(
+        store,
+        [layer.hot_neurons for layer in resolved.layers],
+        partial(budget.allocate, "twin"),
+        lambda share: progress("loading twins", share),
+    )
+    return Twins(precision=twin.precision, bundles=bundles)
 
 
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 | None]:

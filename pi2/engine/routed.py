@@ -46,6 +46,8 @@ class RoutedFeedForward(FeedForward):
         self.read_ahead = ReadAhead()
         self._start_s = 0.0
 
+    _by_twins: Sequence[I32] = ()
+    """Experts whose twins compute, of each token since the last ``begin_ffn``."""
     _ahead: Wave | None = None
     """What was begun ahead of the layer that is computed."""
     _now: Wave | None = None
@@ -60,7 +62,14 @@ class RoutedFeedForward(FeedForward):
         counters = DialCounters() if is_guess else self.dial_counters
         there, begun = self._find_there(layer), 0 if is_guess else self._count_begun(layer)
         inputs, routes = executor.read_ffn_input(), executor.read_routes()
-        dials.apply(layer, inputs, routes, there, counters, begun=begun)
+        self._by_twins = dials.apply(layer, inputs, routes, there, counters, begun=begun)
+
+    def _list_experts(self) -> list[I32]:
+        """Experts of each token but for those that its twins compute."""
+        chosen = super()._list_experts()
+        if not self._by_twins:
+            return chosen
+        return [own[~np.isin(own, by)] for own, by in zip(chosen, self._by_twins, strict=True)]
 
     def _find_there(self, layer: int) -> Bits:
         """Which experts [experts] are in memory, or on their way, with all of their neurons."""
@@ -126,6 +135,7 @@ class RoutedFeedForward(FeedForward):
         if self._ahead is not None:
             self._count_foreseen(chosen, self._ahead.experts or [])
         self.counters.possible += self._token_neurons * len(chosen)
+        self._note_twins(layer)
         self._compute_chosen(layer, chosen, range(owned, self._cache.neurons), guessed)
         for missed in self.shares.finish(self._jobs.pop()):
             # What a lost unit owned is read like any other neuron.
@@ -142,13 +152,15 @@ class RoutedFeedForward(FeedForward):
         """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
         within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
         cache, by_token = self._cache, None
-        indices = self._groups.list_neurons(layer, unite_experts(chosen), bounds.start, bounds.stop)
+        found = [self._list_read(layer, token, own, bounds) for token, own in enumerate(chosen)]
+        indices = found[0]
         if len(chosen) == 1:
             self.counters.predicted += len(indices) * cache.granule
         else:
             by_token = np.zeros((len(chosen), cache.neurons), np.bool_)
-            for row, experts in zip(by_token, chosen, strict=True):
-                row[self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)] = True
+            for row, own in zip(by_token, found, strict=True):
+                row[own] = True
+            indices = np.flatnonzero(by_token.any(axis=0)).astype(np.int32)
             self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
         size = -(-self._token_neurons // (PARTS * cache.granule))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
@@ -157,6 +169,7 @@ class RoutedFeedForward(FeedForward):
             if count == len(parts) and guessed is not None:
                 # This layer's reads come first.
                 self._wave, guessed = self._prefetch(layer + 1, guessed), None
+            self._compute_twins(layer)
             for part in parts[:count]:
                 self._compute_part(part)
             del parts[:count]
@@ -164,7 +177,32 @@ class RoutedFeedForward(FeedForward):
             assert wave is not None
             if wave.held:
                 cache.release(wave.found)
+        self._compute_twins(layer)
         self._end_ahead()
+
+    def _list_read(self, layer: int, token: int, experts: I32, bounds: range) -> I32:
+        """What ``token`` computes of the layer's granules, of its ``experts`` and, hot ones, of
+        those whose twins compute the rest."""
+        found = self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)
+        if self.twins is None or not self._by_twins:
+            return found
+        end = min(bounds.stop, self.twins.firsts[layer] // self._cache.granule)
+        hot = self._groups.list_neurons(layer, self._by_twins[token], bounds.start, end)
+        return np.union1d(found, hot).astype(np.int32) if len(hot) else found
+
+    def _note_twins(self, layer: int) -> None:
+        """Note the twins of the experts that the dials leave to them."""
+        if self.twins is None or not self._by_twins:
+            return
+        assert self._experts is not None
+        for token, experts in enumerate(self._by_twins):
+            first = self.twins.firsts[layer]
+            self.twins.note(layer, token, self._experts.list_neurons(layer, experts, first))
+
+    def _compute_twins(self, layer: int) -> None:
+        """Compute the twins that were noted, while others are read."""
+        if self.twins is not None:
+            self.twins.compute(layer, self._select_tokens())
 
     def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how

@@ -1,16 +1,19 @@
 """Less than exact routing, where the plan asks for it: fewer experts are read than were chosen.
 
-Three dials of the table ``[experts]``, in this order:
+Four dials of the table ``[experts]``, in this order:
 
 1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts that are
    in memory, so that where the router is nearly indifferent, they take the place of others (the
    idea of cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
 2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
    smaller, are left out.
-3. ``most_reads``: of what is then missing, no more experts than that are read, those with the
+3. ``read_best``: so many of the token's best experts are read where they are missing; the others
+   compute where they are in memory.
+4. ``most_reads``: of what is then missing, no more experts than that are read, those with the
    largest weights.
 
-The weights of those that compute are the router's, scaled to the sum that they had; or, where
+What the last three leave out is computed by its twin, where the plan has one.  Without, the weights
+of those that compute are the router's, scaled to the sum that they had; or, where
 ``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
 says, and so are layers without a router: what stands for experts there is one FFN.
 """
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import F32, Bits
+from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Experts
@@ -38,20 +41,28 @@ class DialCounters:
     """Of experts in whose place others have computed."""
     left_out: float = 0.0
     """Of experts in whose place nothing has."""
+    by_twins: float = 0.0
+    """Of experts whose twins have computed."""
 
 
 class RoutingDials:
     """Changes the routes of single tokens."""
 
     def __init__(
-        self, experts: Experts, model: Model, routers: Mapping[int, tuple[F32, F32]] | None
+        self,
+        experts: Experts,
+        model: Model,
+        routers: Mapping[int, tuple[F32, F32]] | None,
+        *,
+        has_twins: bool = False,
     ) -> None:
         """``routers``: rows [experts, hidden] and biases [experts] by layer, where other experts
-        are preferred."""
+        are preferred.  ``has_twins``: what would be left out is computed by its twin."""
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
         self._routers = routers
+        self._has_twins = has_twins
 
     def apply(
         self,
@@ -62,13 +73,15 @@ class RoutingDials:
         counters: DialCounters,
         *,
         begun: int = 0,
-    ) -> None:
+    ) -> list[I32]:
         """Change ``routes`` [T, experts and shared experts] of tokens that read ``inputs``
         [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
-        ``begun`` how many of these are being read for it.
+        ``begun`` how many of these are being read for it.  Return the experts of each token whose
+        twins are to compute; empty where there are none.
         """
         if layer in self._moe.dense_layers:
-            return
+            return []
+        by_twins = []
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
         for token, row in enumerate(own):
             before = row.copy()
@@ -77,10 +90,15 @@ class RoutingDials:
                 rows, bias = self._routers[layer]
                 self._prefer(row, rows @ inputs[token] + bias, there)
             replaced = float(before[row == 0].sum())
-            left_out = self._leave_out(row, there, begun)
+            gone = self._list_left_out(row, there, begun)
             counters.weight += total
             counters.replaced += replaced
-            counters.left_out += left_out
+            if self._has_twins:
+                counters.by_twins += float(row[gone].sum())
+                by_twins.append(np.sort(gone).astype(np.int32))
+            else:
+                counters.left_out += self._leave_out(row, gone)
+        return by_twins
 
     def _prefer(self, row: F32, scores: F32, there: Bits) -> None:
         """Let experts that are ``there`` take the places of others with nearly their scores."""
@@ -98,16 +116,23 @@ class RoutingDials:
         row[:] = 0
         row[better] = shares[better] * scale
 
-    def _leave_out(self, row: F32, there: Bits, begun: int) -> float:
-        """Leave out what is missing and not worth a read; return its weight."""
+    def _list_left_out(self, row: F32, there: Bits, begun: int) -> I64:
+        """Experts that are missing and not worth a read."""
         settings, total = self._settings, float(row.sum())
-        missing = np.flatnonzero((row != 0) & ~there)
-        gone = missing[row[missing] < settings.least_weight * total]
+        missing = (row != 0) & ~there
+        gone = missing & (row < settings.least_weight * total)
+        order = np.argsort(-row, kind="stable")
+        if settings.read_best is not None:
+            later = order[settings.read_best :]
+            gone[later] |= missing[later]
         if settings.most_reads is not None:
-            left = missing[row[missing] >= settings.least_weight * total]
-            order = np.argsort(-row[left], kind="stable")
-            more = max(0, settings.most_reads - begun)
-            gone = np.concatenate([gone, left[order[more:]]])
+            left = order[(missing & ~gone)[order]]
+            gone[left[max(0, settings.most_reads - begun) :]] = True
+        return np.flatnonzero(gone)
+
+    def _leave_out(self, row: F32, gone: I64) -> float:
+        """Leave out the experts ``gone``, but not all that a token has; return their weight."""
+        settings, total = self._settings, float(row.sum())
         if len(gone) == np.count_nonzero(row):
             # Something has to compute: the best of them.
             gone = gone[gone != row.argmax()]
@@ -119,16 +144,16 @@ class RoutingDials:
 
 
 def make_dials(
-    experts: Experts, model: Model, tensors: Mapping[str, Tensor]
+    experts: Experts, model: Model, tensors: Mapping[str, Tensor], *, has_twins: bool = False
 ) -> RoutingDials | None:
-    """The dials of a plan; None where routing is exact."""
+    """The dials of a plan; None where routing is exact.  ``has_twins``: see `RoutingDials`."""
     if model.moe is None or not experts.is_lossy:
         return None
     routers = None
     if experts.prefer_cached:
         layers = set(range(model.shape.layers)) - set(model.moe.dense_layers)
         routers = {layer: _read_router(model, tensors, layer) for layer in sorted(layers)}
-    return RoutingDials(experts, model, routers)
+    return RoutingDials(experts, model, routers, has_twins=has_twins)
 
 
 def _read_router(model: Model, tensors: Mapping[str, Tensor], layer: int) -> tuple[F32, F32]:

@@ -42,6 +42,10 @@ class RunStatistics:
     """Of experts in whose place others computed, which were in memory."""
     left_out_weight: float = 0.0
     """Of experts in whose place nothing computed."""
+    twin_weight: float = 0.0
+    """Of experts whose twins computed."""
+    twin_neurons: int = 0
+    """Neurons that were computed by their twins."""
     gate_reads: int = 0
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
@@ -70,6 +74,8 @@ class RunStatistics:
             expert_weight=self.expert_weight - other.expert_weight,
             replaced_weight=self.replaced_weight - other.replaced_weight,
             left_out_weight=self.left_out_weight - other.left_out_weight,
+            twin_weight=self.twin_weight - other.twin_weight,
+            twin_neurons=self.twin_neurons - other.twin_neurons,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
             hot_grown=self.hot_grown - other.hot_grown,
@@ -105,6 +111,16 @@ class RunStatistics:
     def left_out_share(self) -> float | None:
         """Share of the experts' weight that was left out; None where routing is exact."""
         return divide(self.left_out_weight, self.expert_weight)
+
+    @property
+    def twin_weight_share(self) -> float | None:
+        """Share of the experts' weight that twins have computed; None where routing is exact."""
+        return divide(self.twin_weight, self.expert_weight)
+
+    @property
+    def twin_share(self) -> float | None:
+        """Share of the computed neurons that were computed by their twins."""
+        return divide(self.twin_neurons, self.twin_neurons + self.predicted_neurons)
 
     @property
     def hit_rate(self) -> float | None:

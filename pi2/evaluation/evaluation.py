@@ -47,6 +47,8 @@ class Run:
     replaced: float | None = None
     """Share of a mixture's routing weight whose experts were replaced by others in memory; None
     where routing is exact."""
+    by_twins: float | None = None
+    """Share of that weight that experts' twins computed."""
     left_out: float | None = None
     """Share whose experts were left out."""
     read_bytes_token: float | None = None
@@ -212,6 +214,7 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
         found,
         replaced=counted.replaced_share,
         left_out=counted.left_out_share,
+        by_twins=counted.twin_weight_share,
         read_bytes_token=counted.flash_read_bytes / tokens,
     )
 

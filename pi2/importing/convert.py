@@ -262,7 +262,7 @@ class _Conversion:
                     rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
                     tensor = sources[owner][place].tensor
                     packed, some = self._pack_rows(
-                        rows, bundle.precision, tensor, bundle.hidden, ffn_layer
+                        rows, self._model.quantization.ffn, tensor, bundle.hidden, ffn_layer
                     )
                     weights.append(packed)
                     scales += [] if some is None else [some]

@@ -30,11 +30,16 @@ def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:
         described = manifest.model_copy(
             update={"files": tuple(known[path] for path in sorted(known))}
         )
-        text = json.dumps(described.model_dump(mode="json"), indent=1, ensure_ascii=False)
-        _replace_file(store, MANIFEST, text.encode() + b"\n")
+        write_manifest(store, described)
     except OSError as error:
         raise explain_os_error(error, store) from None
     return described
+
+
+def write_manifest(store: Path, manifest: Manifest) -> None:
+    """Put ``manifest`` in the place of the store's; raises `OSError` as the system does."""
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    _replace_file(store, MANIFEST, text.encode() + b"\n")
 
 
 def _replace_file(store: Path, path: str, content: bytes) -> str:

@@ -11,9 +11,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import round_up
 from pi2.store.flatbuffer import Node, Scalar, Structs, Table, Tables, Text, serialize
+
+if TYPE_CHECKING:
+    from pi2.store.files import HashedFile
 
 ALIGNMENT = 64
 """Bytes; begin of every buffer."""
@@ -33,6 +37,28 @@ class Piece:
     data: bytes
 
 
+class PieceFeed:
+    """Writes the known pieces of a laid-out file when their turn comes."""
+
+    def __init__(self, file: HashedFile, pieces: Sequence[Piece]) -> None:
+        self._file = file
+        self._pieces = iter(pieces)
+        self._next = next(self._pieces, None)
+
+    def write_before(self, offset: int) -> None:
+        """Write every piece that lies before ``offset``, and zeros up to it."""
+        while self._next is not None and self._next.offset < offset:
+            self._file.seek_forward(self._next.offset)
+            self._file.write(self._next.data)
+            self._next = next(self._pieces, None)
+        self._file.seek_forward(offset)
+
+    def write_rest(self, size: int) -> None:
+        """Write the pieces that are left; the file then has ``size`` bytes."""
+        self.write_before(size)
+        assert self._next is None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFile:
     """Places in ``layers/ffn-*.arrow``: offsets of three columns of ``neurons`` rows, in bytes."""
@@ -45,12 +71,12 @@ class LayerFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalesFile:
-    """Place in ``layers/scales-*.arrow`` of its one column, in bytes."""
+class RowsFile:
+    """Place of the one column of ``layers/scales-*.arrow`` or ``twin.arrow``, in bytes."""
 
     pieces: tuple[Piece, ...]
     size: int
-    scales_offset: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +123,12 @@ def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
     )
 
 
-def lay_out_scales_file(neurons: int, row_bytes: int) -> ScalesFile:
-    """Lay out the scales of a layer's neurons: scales fixed_size_binary(row_bytes)."""
-    schema = [_describe_field("scales", 15, {0: Scalar("i", row_bytes)})]
+def lay_out_rows_file(column: str, neurons: int, row_bytes: int) -> RowsFile:
+    """Lay out a row for each of some neurons: ``column`` fixed_size_binary(row_bytes)."""
+    schema = [_describe_field(column, 15, {0: Scalar("i", row_bytes)})]
     batch = _Batch(rows=neurons, columns=((neurons * row_bytes,),), alignment=ALIGNMENT)
     pieces, size, ((offset,),) = _lay_out(schema, [batch])
-    return ScalesFile(pieces=pieces, size=size, scales_offset=offset)
+    return RowsFile(pieces=pieces, size=size, offset=offset)
 
 
 def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:

@@ -15,8 +15,15 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import BundleLayout, PartName, Precision, ScalesPlace, lay_out_bundle
+from pi2.plan.documents.model import Model, Precision
+from pi2.plan.weights.layout import (
+    BundleLayout,
+    PartName,
+    ScalesPlace,
+    TwinPrecision,
+    lay_out_bundle,
+    lay_out_twin,
+)
 from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
@@ -26,6 +33,7 @@ FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
+TWIN_FILE = "twin.arrow"
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -107,7 +115,8 @@ class StoredBundle(Table):
 
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
-        """Describe ``layout``."""
+        """Describe ``layout``, of neurons themselves."""
+        assert layout.precision != "int2", "twins are described elsewhere"
         return cls(
             hidden=layout.hidden,
             precision=layout.precision,
@@ -161,6 +170,19 @@ class StoredPredictor(Table):
 
     rank: tuple[Count, ...]
     """Rank by layer."""
+
+
+class StoredTwin(Table):
+    """A copy of all neurons in fewer bits, in ``twin.arrow``, layer by layer in stored order."""
+
+    precision: TwinPrecision
+    """Type of the weights."""
+    stride: Count
+    """Bytes from one neuron to the next."""
+    offset: Offset
+    """Byte at which the twin of the first layer's neuron 0 begins."""
+    error: Annotated[float, Field(ge=0.0)]
+    """Root mean square of what its weights are off, over that of the weights."""
 
 
 class StoredFile(Table):
@@ -230,6 +252,8 @@ class Manifest(Table):
     """Neuron bundles."""
     predictor: StoredPredictor | None
     """Activation predictors, if any."""
+    twin: StoredTwin | None = None
+    """A copy of the neurons in fewer bits, if any."""
     files: tuple[StoredFile, ...]
     """Every file but the manifest."""
     tensors: tuple[StoredTensor, ...]
@@ -271,6 +295,8 @@ class Manifest(Table):
             raise ValueError(f"{DENSE_FILE} is not listed")
         for tensor in self.tensors:
             _check_tensor(tensor, dense.bytes)
+        if self.twin is not None:
+            self._check_twin(self.twin)
         return self
 
     def _check_model(self) -> None:
@@ -302,6 +328,17 @@ class Manifest(Table):
         size = neurons * self.bundle.layout.scales_stride
         if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
             raise ValueError(f"{path} is too short for its contents, or they are misplaced")
+
+    def _check_twin(self, twin: StoredTwin) -> None:
+        entry, neurons = self.find_file(TWIN_FILE), 0
+        for layer in range(self.layers):
+            file = self.find_file(name_layer_file(layer))
+            neurons += 0 if file is None or file.rows is None else file.rows
+        if entry is None or entry.rows != neurons:
+            raise ValueError(f"{TWIN_FILE} is not listed as the twins of {neurons} neurons")
+        layout = lay_out_twin(self.bundle.layout, twin.precision)
+        if twin.stride != layout.stride or twin.offset + neurons * twin.stride > entry.bytes:
+            raise ValueError(f"{TWIN_FILE} is too short for its contents, or they are misplaced")
 
     def _check_layer_file(self, path: str) -> None:
         entry = self.find_file(path)

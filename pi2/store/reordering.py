@@ -23,6 +23,7 @@ from pi2.regular_file import read_regular
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
+from pi2.store.twins import add_twin
 from pi2.store.unfinished import recover_replaced
 from pi2.store.verification import check_file
 from pi2.store.writer import StoreWriter, TensorPieces
@@ -95,7 +96,11 @@ def reorder_store(
                     writer.adopt_file(path / entry.path, entry)
             for name, content in _read_notes(path, manifest).items():
                 writer.add_note(name, content)
-            return writer.finish()
+            written = writer.finish()
+    if manifest.twin is not None:
+        # Twins lie in the order of neurons.
+        written = add_twin(target, manifest.twin.precision, progress)
+    return written
 
 
 def _find_places(original: I32, order: I32) -> I64:

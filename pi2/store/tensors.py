@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import Precision, scale_bytes, weight_bytes
+from pi2.plan.documents.model import Model, Precision
+from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import list_projection_vectors, list_projections
 from pi2.plan.weights.states import StateShape, describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import (

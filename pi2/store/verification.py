@@ -13,7 +13,7 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import check_regular
 from pi2.store.files import check_pieces, hash_file
-from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
+from pi2.store.manifest import DENSE_FILE, TWIN_FILE, Manifest, StoredFile, read_manifest
 
 
 def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagnostic]:
@@ -55,22 +55,32 @@ class HashCheck:
     what has been read.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, reader_compares: bool = False) -> None:
-        """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
-        finding for every bad small file.
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        *,
+        reader_compares: bool = False,
+        has_twin: bool = True,
+    ) -> None:
+        """Hash the small files and begin with the others, the twin only if the run has it;
+        `UserError` P506, P507 or P508 with a finding for every bad small file.
 
         ``reader_compares``: large files that have checks are left to whoever reads them
-        (`pi2.store.file_read`).
+        (`pi2.store.file_read`), but for the twin.
         """
         self._path = path
         self._stopped = threading.Event()
         whole = [entry for entry in manifest.files if entry.bundles_offset is None]
+        if not has_twin:
+            whole = [entry for entry in whole if entry.path != TWIN_FILE]
         self._check([entry for entry in whole if not _is_large(entry)])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pi2-hash")
         large = [
             entry
             for entry in whole
-            if _is_large(entry) and not (reader_compares and entry.checks is not None)
+            if _is_large(entry)
+            and not (reader_compares and entry.checks is not None and entry.path != TWIN_FILE)
         ]
         self._result = self._thread.submit(self._check, large)
 
@@ -99,7 +109,7 @@ class HashCheck:
 
 
 def _is_large(entry: StoredFile) -> bool:
-    return entry.path == DENSE_FILE or entry.scales_offset is not None
+    return entry.path in (DENSE_FILE, TWIN_FILE) or entry.scales_offset is not None
 
 
 def _check_file(
@@ -115,7 +125,10 @@ def _check_file(
     elif entry.bundles_offset is not None:
         problem = _compare_layer(file, entry, manifest.bundle.stride)
     elif entry.scales_offset is not None:
-        problem = _compare_scales(file, entry, manifest.bundle.layout.scales_stride)
+        size = manifest.bundle.layout.scales_stride
+        problem = _compare_rows(file, entry, "scales", size, entry.scales_offset)
+    elif entry.path == TWIN_FILE and manifest.twin is not None:
+        problem = _compare_rows(file, entry, "twin", manifest.twin.stride, manifest.twin.offset)
     if problem is not None:
         yield report_file("P510", file, problem)
 
@@ -171,7 +184,9 @@ def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
     return None
 
 
-def _compare_scales(file: Path, entry: StoredFile, row_bytes: int) -> str | None:
+def _compare_rows(
+    file: Path, entry: StoredFile, name: str, row_bytes: int, place: int
+) -> str | None:
     """Compare the column that Arrow finds with the manifest's offset."""
     import pyarrow as pa
 
@@ -180,14 +195,14 @@ def _compare_scales(file: Path, entry: StoredFile, row_bytes: int) -> str | None
             start = source.read_buffer(1).address
             source.seek(0)
             batch = pa.ipc.open_file(source).get_batch(0)
-            column = batch.column("scales")
+            column = batch.column(name)
     except (pa.ArrowException, KeyError, OSError) as error:
         return f"Arrow cannot read it: {error}"
     if column.type != pa.binary(row_bytes) or batch.num_rows != entry.rows:
-        return f"it is not {entry.rows} rows of scales of {row_bytes} bytes"
+        return f"it is not {entry.rows} rows of {row_bytes} bytes"
     offset = column.buffers()[1].address - start
-    if offset != entry.scales_offset:
-        return f"its scales begin at {offset}, the manifest says otherwise"
+    if offset != place:
+        return f"its rows begin at {offset}, the manifest says otherwise"
     return None
 
 

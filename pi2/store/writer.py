@@ -21,11 +21,11 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import split_scales
 from pi2.store.arrow_file import (
     DenseFile,
-    Piece,
+    PieceFeed,
     TensorSize,
     lay_out_dense_file,
     lay_out_layer_file,
-    lay_out_scales_file,
+    lay_out_rows_file,
 )
 from pi2.store.files import HashedFile
 from pi2.store.identity import compute_digest, describe_weights
@@ -123,7 +123,7 @@ class StoreWriter:
         checks = np.empty(neurons, "<u4")
         scales: list[U8] = []
         with self._create(path) as file:
-            known = _PieceFeed(file, plan.pieces)
+            known = PieceFeed(file, plan.pieces)
             known.write_before(plan.bundles_offset)
             done = 0
             for whole in bundles:
@@ -158,14 +158,14 @@ class StoreWriter:
         path, neurons = name_scales_file(layer), self.model.layer_neurons
         if self.has_file(path):
             return
-        plan = lay_out_scales_file(neurons, self._stored.scales_stride)
+        plan = lay_out_rows_file("scales", neurons, self._stored.scales_stride)
         with self._create(path) as file:
-            known = _PieceFeed(file, plan.pieces)
-            known.write_before(plan.scales_offset)
+            known = PieceFeed(file, plan.pieces)
+            known.write_before(plan.offset)
             for piece in scales:
                 file.write(piece)
             known.write_rest(plan.size)
-            self._record(path, file, rows=neurons, scales_offset=plan.scales_offset)
+            self._record(path, file, rows=neurons, scales_offset=plan.offset)
 
     def has_tensor(self, tensor: DenseTensor) -> bool:
         """Whether a dense tensor is written, or set aside."""
@@ -197,7 +197,7 @@ class StoreWriter:
             return
         plan = self._dense
         with self._create(DENSE_FILE) as file:
-            known = _PieceFeed(file, plan.pieces)
+            known = PieceFeed(file, plan.pieces)
             places = zip(plan.weights_offsets, plan.scales_offsets, strict=True)
             for tensor, (weights_offset, scales_offset) in zip(self.tensors, places, strict=True):
                 known.write_before(weights_offset)
@@ -342,28 +342,6 @@ _ASIDE = "aside/"
 
 def _name_aside(tensor: DenseTensor) -> str:
     return f"{_ASIDE}{tensor.name}"
-
-
-class _PieceFeed:
-    """Writes the known pieces of a laid-out file when their turn comes."""
-
-    def __init__(self, file: HashedFile, pieces: Sequence[Piece]) -> None:
-        self._file = file
-        self._pieces = iter(pieces)
-        self._next = next(self._pieces, None)
-
-    def write_before(self, offset: int) -> None:
-        """Write every piece that lies before ``offset``, and zeros up to it."""
-        while self._next is not None and self._next.offset < offset:
-            self._file.seek_forward(self._next.offset)
-            self._file.write(self._next.data)
-            self._next = next(self._pieces, None)
-        self._file.seek_forward(offset)
-
-    def write_rest(self, size: int) -> None:
-        """Write the pieces that are left; the file then has ``size`` bytes."""
-        self.write_before(size)
-        assert self._next is None
 
 
 def _lay_out_dense(tensors: Sequence[DenseTensor]) -> DenseFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from demo.corpus import EOT, Corpus, separator_id
 from demo.export import join_documents, write_tensors, write_text
 from demo.model import Attention, DemoConfig, RMSNorm
+from demo.muon import Muon
 
 BALANCE = 0.01
 """Weight of the loss of balance (Switch Transformer, arXiv 2101.03961, equation 4)."""
-STEP_TOKENS, LENGTH = 2048, 256
-RATE, WARMUP_STEPS, DECAY_SHARE = 3e-3, 60, 0.5
+STEP_TOKENS, PIECE_TOKENS, LENGTH = 2048, 2048, 256
+MUON_RATE, MUON_DECAY, ADAM_RATE = 0.02, 0.1, 0.004
+WARMUP_STEPS, DECAY_SHARE = 20, 0.5
+SAVE_MINUTES = 3.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Experts(nn.Module):
             inner = F.silu(part @ self.gate[expert].T) * (part @ self.up[expert].T)
             outputs.append(inner @ self.down[expert].T)
         scaled = torch.cat(outputs) * weights.flatten()[order, None]
-        total = total.index_add(0, tokens, scaled)
+        total = total.index_add(0, tokens, scaled.float())
         used = sizes.float() / len(order)
         return total, count * (used * shares.mean(0)).sum()
 
@@ -141,51 +145,93 @@ class MixtureModel(nn.Module):
         return F.linear(self.norm(x), self.embed), balance / len(self.layers)
 
 
-def train_mixture(corpus: Corpus, path: Path, minutes: float, seed: int, threads: int) -> None:
-    """Train by the clock, with AdamW, and save to ``path``."""
+@dataclass
+class Run:
+    """What a run that goes on needs besides weights and the optimisers' states."""
+
+    seconds: float = 0.0
+    step: int = 0
+    epoch: int = 0
+
+
+class Windows:
+    """Windows of the token stream in seeded order, one pass over the text after the other."""
+
+    def __init__(self, corpus: Corpus, seed: int, epoch: int) -> None:
+        self.corpus, self.seed, self.epoch = corpus, seed, epoch
+        self.rows: list[Tensor] = []
+
+    def take(self, count: int) -> Tensor:
+        """The next ``count`` windows [count, LENGTH + 1]."""
+        while len(self.rows) < count:
+            stream = self.corpus.epoch(self.seed, self.epoch, 0.35)
+            random = np.random.default_rng((self.seed, self.epoch))
+            picks = random.permutation((len(stream) - 1) // LENGTH)
+            pieces = [stream[i * LENGTH : (i + 1) * LENGTH + 1].astype(np.int64) for i in picks]
+            self.rows = [torch.from_numpy(piece) for piece in pieces] + self.rows
+            self.epoch += 1
+        return torch.stack([self.rows.pop() for _ in range(count)])
+
+
+def train_mixture(
+    corpus: Corpus, path: Path, minutes: float, seed: int, threads: int, resume: bool
+) -> None:
+    """Train by the clock, matrices with Muon and the rest with AdamW, saving to ``path``."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     model = MixtureModel(MixtureConfig())
     model.initialise(torch.Generator().manual_seed(seed))
-    matrices = [value for value in model.parameters() if value.ndim > 1]
-    vectors = [value for value in model.parameters() if value.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
-    start, step, losses, epoch = time.monotonic(), 0, [], 0
-    rows: list[Tensor] = []
-    while (done := (time.monotonic() - start) / (60 * minutes)) < 1.0:
-        if not rows:
-            stream = corpus.epoch(seed, epoch, 0.35)
-            random = np.random.default_rng((seed, epoch))
-            picks = random.permutation((len(stream) - 1) // LENGTH)
-            pieces = [stream[i * LENGTH : (i + 1) * LENGTH + 1].astype(np.int64) for i in picks]
-            rows, epoch = [torch.from_numpy(piece) for piece in pieces], epoch + 1
-        batch = [rows.pop() for _ in range(min(len(rows), STEP_TOKENS // LENGTH))]
-        rate = min(1.0, (step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE)
-        for group in adam.param_groups:
-            group["lr"] = RATE * rate
-        # Pieces that fit the caches.
-        for piece in torch.stack(batch).split(4):
-            logits, balance = model(piece[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), piece[:, 1:].flatten())
-            ((loss + BALANCE * balance) * len(piece) / len(batch)).backward()
+    named = dict(model.named_parameters())
+    is_matrix = {n: v.ndim > 1 and n != "embed" and "router" not in n for n, v in named.items()}
+    muon = Muon([v for n, v in named.items() if is_matrix[n]], 0.95, MUON_DECAY)
+    others = [v for n, v in named.items() if not is_matrix[n]]
+    adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    run = Run()
+    if resume:
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        adam.load_state_dict(saved["adam"])
+        for buffer, old in zip(muon.buffers, saved["muon"], strict=True):
+            buffer.copy_(old)
+        run = Run(**saved["run"])
+
+    def save() -> None:
+        state = {"model": model.state_dict(), "muon": muon.buffers, "adam": adam.state_dict()}
+        temporary = path.with_suffix(".tmp")
+        torch.save({**state, "run": asdict(run), "seed": seed}, temporary)
+        os.replace(temporary, path)
+
+    windows, pool = Windows(corpus, seed, run.epoch), ThreadPoolExecutor(1)
+    clock, saved_s = time.monotonic() - run.seconds, run.seconds
+    losses: list[float] = []
+    while (done := run.seconds / (60 * minutes)) < 1.0:
+        rate = min(1.0, (run.step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE)
+        pieces = windows.take(STEP_TOKENS // LENGTH).split(PIECE_TOKENS // LENGTH)
+        for piece in pieces:
+            with torch.autocast("cpu", torch.bfloat16):
+                logits, balance = model(piece[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten())
+            ((loss + BALANCE * balance) / len(pieces)).backward()
             losses.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step(MUON_RATE * rate, pool)
+        for group in adam.param_groups:
+            group["lr"] = ADAM_RATE * rate
         adam.step()
-        adam.zero_grad(set_to_none=True)
-        step += 1
-        if step % 20 == 0:
-            seconds = time.monotonic() - start
-            speed = step * STEP_TOKENS / seconds
+        model.zero_grad(set_to_none=True)
+        run.step, run.epoch = run.step + 1, windows.epoch
+        run.seconds = time.monotonic() - clock
+        if run.step % 10 == 0:
             print(
-                f"step {step} done {done:.2f} loss {np.mean(losses):.4f} balance "
-                f"{float(balance.detach()):.3f} tok/s {speed:.0f}",
+                f"step {run.step} done {done:.2f} loss {np.mean(losses):.4f} balance "
+                f"{float(balance.detach()):.3f} tok/s {run.step * STEP_TOKENS / run.seconds:.0f}",
                 flush=True,
             )
             losses.clear()
-    temporary = path.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "steps": step, "seed": seed}, temporary)
-    os.replace(temporary, path)
+        if run.seconds - saved_s > 60 * SAVE_MINUTES:
+            saved_s = run.seconds
+            save()
+    save()
 
 
 def export_mixture(corpus: Corpus, path: Path, target: Path) -> None:

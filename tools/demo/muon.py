@@ -66,8 +66,10 @@ class Muon:
         """One update of matrices of equal shape."""
         grads = torch.stack([p.grad for p in params if p.grad is not None])
         buffer.lerp_(grads, 1 - self.momentum)
-        update = orthogonalise(grads.lerp_(buffer, self.momentum))
-        scale = max(1.0, update.shape[1] / update.shape[2]) ** 0.5
+        grads.lerp_(buffer, self.momentum)
+        # A parameter may be several matrices, those of experts.
+        update = orthogonalise(grads.flatten(0, -3)).view_as(grads)
+        scale = max(1.0, update.shape[-2] / update.shape[-1]) ** 0.5
         for param, change in zip(params, update, strict=True):
             own = rate * self.factors.get(param, 1.0)
             param.mul_(1 - own * self.decay)

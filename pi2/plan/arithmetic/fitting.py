@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
-from pi2.plan.arithmetic.sizes import count_unit_needs
+from pi2.plan.arithmetic.sizes import count_unit_needs, need_twin
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import LayerOverride, Layers, Plan, Segments, UnitMemory
 from pi2.plan.toml.paths import KeyPath
@@ -37,7 +37,7 @@ HOT_PART = Fraction(1, 2)
 """Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
 SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
-FIXED = ("attention", "kv", "state", "predictor", "workspace")
+FIXED = ("attention", "kv", "state", "predictor", "twin", "workspace")
 """Segments besides ``runtime`` that do not depend on what is hot."""
 _LARGE_BYTES = 16 * MIB
 _PAGE_BYTES = 4096
@@ -137,7 +137,8 @@ def _keep_size(stated_bytes: int, need_bytes: int) -> int:
 
 def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
     """Sizes of the segments that do not depend on what is hot, ``runtime`` left out."""
-    needs = resolved.needs
+    # Fewer hot neurons need more twins: there is room for all.
+    needs = replace(resolved.needs, twin=need_twin(resolved, hot=False))
     return {
         name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
         for name in FIXED

@@ -10,6 +10,7 @@ from pi2.plan.documents.backends import list_backend_names
 from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
 from pi2.plan.documents.quantities import Bytes
 from pi2.plan.documents.sampling import Sampling
+from pi2.plan.weights.layout import TwinPrecision
 
 Reference = Annotated[
     str,
@@ -64,6 +65,8 @@ class Segments(Table):
     """Activations, prefill staging buffers, logits."""
     state: Bytes = 0
     """States of the layers that have one instead of keys and values, of every sequence."""
+    twin: Bytes = 0
+    """Twins of the neurons that are not hot."""
 
 
 class UnitMemory(Table):
@@ -371,18 +374,42 @@ class Experts(Table):
     that they compute where the router is nearly indifferent."""
     keep_best: Count = 1
     """Number of a token's best experts that are never replaced by ``prefer_cached``."""
-    least_weight: Annotated[float, Field(ge=0.0, lt=1.0, examples=[0.05])] = 0.0
+    least_weight: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.05])] = 0.0
     """Share of a token's routing weight below which an expert that is not in memory is left out."""
     most_reads: Annotated[int, Field(ge=0, examples=[2])] | None = None
     """Maximum number of experts that a layer reads for a token; those with the smallest weights
     are left out. Absent reads all of them."""
+    read_best: Annotated[int, Field(ge=0, examples=[4])] | None = None
+    """Number of a token's best experts that are read where they are not in memory; the others
+    compute where they are in memory, so that layers whose experts are cold have fewer. Absent
+    reads all of them."""
     renormalise: bool = True
     """Whether the weights of the experts that compute are scaled to make up for those left out."""
 
     @property
     def is_lossy(self) -> bool:
         """Whether anything but the router's choice is computed."""
-        return bool(self.prefer_cached or self.least_weight or self.most_reads is not None)
+        return bool(self.prefer_cached) or self.leaves_out
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether experts that are not in memory may be left out."""
+        return bool(self.least_weight) or (self.most_reads, self.read_best) != (None, None)
+
+
+class Twin(Table):
+    """A copy of the neurons in fewer bits, in memory, that computes what dials would leave out.
+
+    The store has it (``pi2 store twin``, ``pi2 convert --twin``).  What is left out by
+    ``experts.least_weight``, ``experts.read_best`` or ``experts.most_reads``, or in a predicted
+    layer by ``decode.missing_threshold``, is then computed by its twin: nothing is dropped.
+    ``most_reads = 0`` lets twins compute everything that is not in memory.  Prompts are exact.
+    A run's summary says how much twins have computed, `pi2 evaluate` what that costs.
+    """
+
+    precision: TwinPrecision
+    """Type of the twin's weights, as the store has them: ``int2`` takes 2.5 bits for a weight,
+    where int4 takes 4.5, and is off by a third (root mean square, of the weights')."""
 
 
 SparsityMethod = Literal["cats", "cats-teal"]
@@ -499,6 +526,8 @@ class Plan(Document):
     """Token generation."""
     experts: Experts = Experts.default()
     """Deviations from a mixture's routing."""
+    twin: Annotated[Twin, Field(examples=[{"precision": "int2"}])] | None = None
+    """Neurons in fewer bits that compute instead of being read."""
     sparsity: Sparsity | None = None
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()

@@ -11,6 +11,9 @@ empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
 - int4: 4 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j`` in its low nibble and element ``16 + 4c + b`` in its high nibble, as ``q + 8`` with q
   in -8..7.
+- int2, for twins alone: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
+  elements ``4c + b + 8k`` of group ``j`` in its bits 2k and 2k + 1, as ``(q + 3) / 2`` with q one
+  of -3, -1, 1 and 3.
 - int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j``, signed.
 
@@ -25,11 +28,14 @@ expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
+
+A *twin* is a copy of a neuron in fewer bits, laid out like it, its scales in it: it is computed
+where reading the neuron itself is not worth it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 GROUP = 32
@@ -38,8 +44,13 @@ GROUP = 32
 ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
 
+TWIN_MULTIPLE = 2 * GROUP
+"""A twin's vectors are whole numbers of two groups: fewer do not fill the smallest register, and
+codes of two bits have no zero to fill them up with."""
+
 PartName = Literal["gate", "up", "down"]
-Precision = Literal["int4", "int8", "fp16"]
+TwinPrecision = Literal["int2"]
+Precision = Literal["int4", "int8", "fp16"] | TwinPrecision
 ScalesPlace = Literal["inline", "resident"]
 
 
@@ -55,7 +66,12 @@ def split_lanes(length: int) -> list[int]:
 
 def weight_bytes(length: int, precision: Precision) -> int:
     """Bytes of the weights of one packed vector, scales not included."""
-    return {"int4": length // 2, "int8": length, "fp16": length * 2}[precision]
+    return {"int2": length // 4, "int4": length // 2, "int8": length, "fp16": length * 2}[precision]
+
+
+def count_chunks(precision: Precision) -> int:
+    """Chunks of a block of quantised weights."""
+    return {"int2": 2, "int4": 4, "int8": 8}[precision]
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
@@ -193,3 +209,25 @@ def lay_out_bundle(
         expert_offset=expert_offset,
         scales=scales,
     )
+
+
+def find_twin_obstacle(bundle: BundleLayout, width: int) -> str | None:
+    """Why neurons laid out so, of a model of ``width``, can have no twin; None if they can."""
+    if bundle.precision == "fp16":
+        return "they are fp16, and add up in another order than twins do"
+    if width % TWIN_MULTIPLE:
+        return f"the {width} elements of a vector are no multiple of {TWIN_MULTIPLE}"
+    return None
+
+
+def lay_out_twin(bundle: BundleLayout, precision: TwinPrecision) -> BundleLayout:
+    """Lay out the twins of neurons of ``bundle``: whole cache lines, as they are never read one by
+    one."""
+    plain = lay_out_bundle(
+        bundle.hidden,
+        precision,
+        gated=bundle.is_gated,
+        bias=bool(bundle.biases),
+        mixed=bundle.expert_offset is not None,
+    )
+    return replace(plain, stride=round_up(plain.used_bytes, ALIGNMENT))

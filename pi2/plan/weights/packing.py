@@ -7,6 +7,8 @@ Quantisers (round to nearest, one fp16 scale per group of 32 along the vector):
 
 - int4: ``scale = fp16(max|w| / 7)``, ``q = clip(rint(w / scale), -8, 7)``
 - int8: ``scale = fp16(max|w| / 127)``, ``q = clip(rint(w / scale), -127, 127)``
+- int2: ``q`` = -3, -1, 1 or 3, the nearest to ``w / scale``; the scale is the best of a few for
+  the squared error
 - fp16: plain values, no scales
 
 A group whose scale is 0 has ``q = 0``.
@@ -53,9 +55,10 @@ def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
     weights = np.empty((count, weight_bytes(length, precision)), np.uint8)
     scales = np.empty((count, length // GROUP), "<f2")
     step = max(1, _CHUNK_WEIGHTS // length)
+    find_codes = _quantize_pairs if precision == "int2" else _quantize_groups
     for start in range(0, count, step):
         piece = slice(start, start + step)
-        codes = _quantize_groups(rows[piece], precision, scales[piece])
+        codes = find_codes(rows[piece], precision, scales[piece])
         weights[piece] = pack_codes(codes, precision)
     return weights, scales
 
@@ -74,7 +77,8 @@ def dequantize(weights: U8, scales: F16 | None, length: int, precision: Precisio
 
 
 def pack_codes(codes: I8, precision: Precision) -> U8:
-    """Lay int8 [n, length] codes (int4: -8..7) out as bytes uint8 [n, weight_bytes]."""
+    """Lay int8 [n, length] codes (int4: -8..7; int2: -3, -1, 1, 3) out as bytes uint8
+    [n, weight_bytes]."""
     count, length = codes.shape
     packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
     group, byte = 0, 0
@@ -88,6 +92,8 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
         ordered = np.ascontiguousarray(words.transpose(0, 1, 3, 2))
         if precision == "int4":
             ordered = _join_nibbles(ordered[:, :, :4], ordered[:, :, 4:])
+        elif precision == "int2":
+            ordered = _join_pairs(ordered)
         packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
         group += blocks * lanes
         byte += size
@@ -101,6 +107,16 @@ def _join_nibbles(low: U32, high: U32) -> U32:
     joined |= low & np.uint32(0x0F0F0F0F)
     # With 4 bits, adding 8 is turning the highest over.
     joined ^= np.uint32(0x88888888)
+    return joined
+
+
+def _join_pairs(words: U32) -> U32:
+    """Words [n, blocks, 2, lanes] of two bits of each of four of the ``words`` [n, blocks, 8,
+    lanes] of four codes."""
+    fields = ((words.view(np.int8) + np.int8(3)) >> np.int8(1)).view(np.uint32)
+    joined = np.zeros_like(fields[:, :, :2])
+    for turn in range(4):
+        joined |= fields[:, :, 2 * turn : 2 * turn + 2] << np.uint32(2 * turn)
     return joined
 
 
@@ -120,6 +136,14 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
             block[:, :, :16] = pairs & np.uint8(15)
             block[:, :, 16:] = pairs >> np.uint8(4)
             block -= np.int8(8)
+        elif precision == "int2":
+            ordered = source.reshape(count, 2, lanes, 4).transpose(0, 2, 1, 3)
+            fours = ordered.reshape(count, lanes, 8)
+            for turn in range(4):
+                fields = (fours >> np.uint8(2 * turn)) & np.uint8(3)
+                block[:, :, 8 * turn : 8 * turn + 8] = fields
+            block *= np.int8(2)
+            block -= np.int8(3)
         else:
             ordered = source.reshape(count, 8, lanes, 4).transpose(0, 2, 1, 3)
             block[:] = ordered.reshape(count, lanes, GROUP).view(np.int8)
@@ -297,6 +321,43 @@ def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:
     # A scale that underflowed to 0 stands for zeros whatever the tiny weights were.
     codes[scales_out == 0.0] = 0
     return codes.reshape(count, length)
+
+
+_PAIR_SCALES = (0.42, 0.5, 0.58)
+"""Scales that are tried, as parts of a group's root mean square: 0.5 is best for normal ones."""
+
+
+def _quantize_pairs(rows: F32, precision: Precision, scales_out: F16) -> I8:
+    """Fill ``scales_out`` [n, groups] and return codes int8 [n, length] of int2."""
+    assert precision == "int2"
+    count, length = rows.shape
+    groups = rows.reshape(count, length // GROUP, GROUP)
+    if not np.isfinite(groups).all():
+        raise ValueError(_explain_overflow(rows))
+    spread = np.sqrt(np.square(groups).mean(axis=2, keepdims=True))
+    spread[spread == 0.0] = 1.0
+    best = np.full(spread.shape, np.inf, np.float32)
+    scales = np.zeros_like(spread)
+    for part in _PAIR_SCALES:
+        codes = _find_pairs(groups, spread * np.float32(part))
+        # The best scale for these codes.
+        found = (groups * codes).sum(axis=2, keepdims=True)
+        found = np.maximum(found / np.square(codes).sum(axis=2, keepdims=True), 0)
+        error = np.square(groups - codes * found).sum(axis=2, keepdims=True)
+        better = error < best
+        best, scales = np.where(better, error, best), np.where(better, found, scales)
+    with np.errstate(over="ignore"):
+        scales_out[:] = scales[:, :, 0]
+    if not np.isfinite(scales_out).all():
+        raise ValueError(_explain_overflow(rows))
+    rounded = scales_out.astype(np.float32)[:, :, None]
+    rounded[rounded == 0.0] = 1.0
+    return _find_pairs(groups, rounded).astype(np.int8).reshape(rows.shape)
+
+
+def _find_pairs(groups: F32, scales: F32) -> F32:
+    """The nearest of -3, -1, 1 and 3 to ``groups`` over ``scales``."""
+    return np.asarray(2 * np.clip(np.floor(groups / (2 * scales)), -2, 1) + 1, np.float32)
 
 
 def _find_peaks(rows: F32) -> F32:

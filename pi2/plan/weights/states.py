@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pi2.plan.weights.layout import Precision, fill_groups
+from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
-    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model import Model, Precision
 
 StateKind = Literal["delta", "mamba", "convolution"]
 

@@ -1,9 +1,10 @@
 """The table ``[experts]`` deviates from routing where a router says what is read.
 
-Why: ``prefer_cached``, ``least_weight`` and ``most_reads`` choose among the experts that a router
-names.  With another predictor, or in a model without experts, they do nothing.  ``prefer_cached``
-compares scores, and knows of no others than a plain softmax or sigmoid of the FFN's input: groups
-of experts, biases that only choose, a mixer, and routers of the layer's input are refused.
+Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the experts
+that a router names.  With another predictor, or in a model without experts, they do nothing.
+``prefer_cached`` compares scores, and knows of no others than a plain softmax or sigmoid of the
+FFN's input: groups of experts, biases that only choose, a mixer, and routers of the layer's input
+are refused.
 
 Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
 
@@ -29,7 +30,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     dial = "prefer_cached" if experts.prefer_cached else "least_weight"
     if not (experts.prefer_cached or experts.least_weight):
-        dial = "most_reads"
+        dial = "most_reads" if experts.read_best is None else "read_best"
     if facts.plan.decode.predictor != "router":
         yield Finding(
             path=("experts", dial),
@@ -48,7 +49,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             path=("experts", "prefer_cached"),
             message=f"experts cannot be preferred: the model chooses them otherwise ({key})",
-            help="leave prefer_cached out; least_weight and most_reads work",
+            help="leave prefer_cached out; least_weight, read_best and most_reads work",
             origins=(Origin(document="model", path=("moe", key), text="it is said here"),),
         )
 
