@@ -1,9 +1,10 @@
-"""Run the demo's bundle for aarch64 under qemu, and compare its text with that of x86-64.
+"""Run the demo's bundles for aarch64 under qemu, and compare their texts with those of x86-64.
 
 ``python tools/emulate_phone.py --root FOLDER`` prepares FOLDER once (Python out of Debian's arm64
 packages, numpy's wheel: about 120 MB; needs apt-get, dpkg-deb, pip and a network, no root), builds
-bundles of the plan, and runs them.  Exit status 0 if the texts are equal and a processor without
-dotprod is refused, 1 if not, 77 where something is missing, with the reason.
+bundles of the demo plan and of that with an NPU, which qemu-hexagon plays, and runs them.  Exit
+status 0 if the texts are equal and a processor without dotprod is refused, 1 if not, 77 where
+something is missing, with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PLAN = ROOT / "plans/demo.plan.toml"
+PLANS = (ROOT / "plans/demo.plan.toml", ROOT / "plans/demo-npu.plan.toml")
 PACKAGES = ("python3-minimal", "python3", "libpython3-stdlib", "libstdc++6")
 TAGS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64")
 SKIPPED = 77
@@ -29,7 +30,7 @@ def main() -> int:
     """Prepare, build, run and compare."""
     parser = argparse.ArgumentParser(description="Run the demo's bundle under qemu-aarch64.")
     parser.add_argument("--root", type=Path, required=True, help="folder for arm64 packages")
-    parser.add_argument("--plan", type=Path, default=PLAN)
+    parser.add_argument("--plan", type=Path, action="append", help="instead of the demo's two")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--max-tokens", type=int, default=32)
     options = parser.parse_args()
@@ -42,28 +43,34 @@ def main() -> int:
         print(f"skipped: {problem}")
         return SKIPPED
     asked = ["--prompt", options.prompt, "--max-tokens", str(options.max_tokens)]
+    problems = [compare(options.root, plan, asked) for plan in options.plan or PLANS]
+    return int(any(problems))
+
+
+def compare(root: Path, plan: Path, asked: list[str]) -> bool:
+    """Build a plan's bundles, run them, and say what differs; whether anything does."""
     with tempfile.TemporaryDirectory() as scratch:
-        here = build(options.plan, "x86_64-linux-gnu", Path(scratch) / "x86-64")
-        there = build(options.plan, "aarch64-linux-gnu", Path(scratch) / "aarch64")
+        here = build(plan, "x86_64-linux-gnu", Path(scratch) / "x86-64")
+        there = build(plan, "aarch64-linux-gnu", Path(scratch) / "aarch64")
         expected = run_here(here, asked)
-        found = run_emulated(options.root, there, asked, "max")
-        old = run_emulated(options.root, there, asked, "cortex-a53")
+        found = run_emulated(root, there, asked, "max")
+        old = run_emulated(root, there, asked, "cortex-a53")
     print(found.stdout + found.stderr)
     if found.returncode != 0 or found.stdout != expected.stdout:
         print(f"NOT EQUAL: x86-64 gives\n{expected.stdout}{expected.stderr}")
-        return 1
+        return True
     if old.returncode != 2 or "P302" not in old.stderr:
         print(f"NOT REFUSED by a cortex-a53 ({old.returncode}):\n{old.stderr}")
-        return 1
-    print("equal to the text on x86-64; a cortex-a53 is refused (P302)")
-    return 0
+        return True
+    print(f"{plan.name}: equal to the text on x86-64; a cortex-a53 is refused (P302)")
+    return False
 
 
 def find_missing() -> str | None:
     """What this machine lacks; None if nothing."""
     if platform.machine() != "x86_64":
         return f"a bundle for x86-64 is compared with, this is {platform.machine()}"
-    for program in ("qemu-aarch64", "apt-get", "dpkg-deb", "ld.lld"):
+    for program in ("qemu-aarch64", "qemu-hexagon", "apt-get", "dpkg-deb", "ld.lld"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     return None

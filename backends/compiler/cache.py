@@ -21,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import pi2
+from pi2.backends.compiler.compilers import LIBRARIES, Compiler
 from pi2.backends.compiler.signature import find_signatures
 from pi2.caches import VARIABLE, find_cache_folder
 from pi2.diagnostics import UserError
@@ -36,19 +36,6 @@ from pi2.progress import Progress
 LABEL = "compiling kernels"
 _DIGITS = 32
 _NO_TOOL = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    """A program that writes compiled kernels: ``python -m MODULE PROGRAM SPEC.json OUTPUT``."""
-
-    module: str
-    suffix: str
-    """Suffix of the file that it writes."""
-
-
-LIBRARIES = Compiler("pi2.backends.compiler.compile", ".so")
-"""Shared libraries for the processor."""
 
 
 class Spec(Protocol):
@@ -63,8 +50,9 @@ class Spec(Protocol):
         """Return canonical JSON."""
 
 
-def compute_key(spec: Spec) -> str:
-    """Return the digest of everything that the compiled code depends on."""
+def compute_key(spec: Spec, triple: str | None = None) -> str:
+    """Return the digest of everything that the compiled code depends on; ``triple``: of another
+    machine than this one."""
     digest = hashlib.sha256()
     folders = (Path(__file__).parent, _find_sources(spec))
     layout = Path(pi2.__file__).parent / "plan" / "weights" / "layout.py"
@@ -75,6 +63,9 @@ def compute_key(spec: Spec) -> str:
         digest.update(importlib.metadata.version(package).encode())
     digest.update(spec.program.encode())
     digest.update(spec.to_json().encode())
+    if triple is not None:
+        digest.update(triple.encode())
+        digest.update(hashlib.sha256((Path(__file__).parent / "threads.ll").read_bytes()).digest())
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -87,7 +78,13 @@ def _find_sources(spec: Spec) -> Path:
 
 def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARIES) -> Path:
     """Return the compiled kernels of ``spec``, made now unless intact ones are cached."""
-    key = compute_key(spec)
+    return _load_or_compile(spec, progress, compiler, None)
+
+
+def _load_or_compile(
+    spec: Spec, progress: Progress, compiler: Compiler, triple: str | None
+) -> Path:
+    key = compute_key(spec, triple)
     folder = find_cache_folder("kernels")
     cached = _find_intact(folder, key, compiler.suffix)
     if cached is not None:
@@ -104,7 +101,7 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
     os.close(probe)
     temporary = Path(name)
     try:
-        _compile(spec, temporary, progress, compiler)
+        _compile(spec, temporary, progress, compiler, triple)
         target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
         # The file itself comes last: where a library is, its signatures are.
         if find_signatures(temporary).exists():
@@ -156,11 +153,13 @@ def _hash_files(path: Path) -> str:
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
     """Write the library of ``spec`` for another machine, and its signatures beside it, to run
     without TVM; UserError P650 without a linker for it, P651 where compiling fails."""
-    _compile(spec, output, progress, LIBRARIES, triple)
+    made = _load_or_compile(spec, progress, LIBRARIES, triple)
+    shutil.copyfile(made, output)
+    shutil.copyfile(find_signatures(made), find_signatures(output))
 
 
 def _compile(
-    spec: Spec, output: Path, progress: Progress, compiler: Compiler, triple: str | None = None
+    spec: Spec, output: Path, progress: Progress, compiler: Compiler, triple: str | None
 ) -> None:
     """Run the compiler in a process of its own."""
     progress(LABEL, 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.compilers import Compiler
 from pi2.backends.gpu.kernels.signature import KernelImage
 from pi2.backends.gpu.kernels.specification import GpuSpec
 from pi2.backends.gpu.launchers.interface import Launcher, LoadedKernel

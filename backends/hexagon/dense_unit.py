@@ -95,7 +95,9 @@ class HexagonUnit:
             found = error.diagnostics[0]
             raise UnitFailed(found.message, help=found.help) from error
         self._reserve_all(sizes)
-        self._session = Session(machine, str(library), self._bytes, sizes.scratch_bytes)
+        self._session = Session(
+            machine, str(library), len(spec.index), self._bytes, sizes.scratch_bytes
+        )
         self._memory = request.adopt(self._session.memory)
         self._loading = request.allocate(sizes.loading_bytes)
         for name, tensor in request.matrices.items():

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.compilers import Compiler
 from pi2.backends.hexagon.index import write_index
 from pi2.backends.hexagon.sizes import UnitSizes
 from pi2.backends.hexagon.specification import HexagonSpec, Version
@@ -20,6 +21,8 @@ from pi2.progress import Progress, ignore_progress
 
 PROGRAMS = Compiler("pi2.backends.hexagon.kernels.compile", ".elf")
 OBJECTS = Compiler("pi2.backends.hexagon.kernels.compile", ".o")
+PROGRAM = f"graphs{PROGRAMS.suffix}"
+"""The file that the emulator runs."""
 DEFAULT_VERSION: Version = "v66"
 """The oldest; newer NPUs run it, too."""
 
@@ -36,6 +39,7 @@ def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_p
     for compiler in (PROGRAMS, OBJECTS):
         made = load_or_compile(spec, progress, compiler)
         _replace(folder / f"graphs{compiler.suffix}", made.read_bytes())
+    (folder / PROGRAM).chmod(0o755)  # the emulator asks for it
     _replace(folder / "graphs.json", write_index(spec).encode())
 
 

@@ -89,7 +89,8 @@ def choose_machine(unit: Unit) -> Machine:
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
     """Return what keeps the unit from being used here, and what to install."""
-    from pi2.backends.hexagon.linkers import LINKERS, find_linker
+    # A bundle has its libraries, and nothing to link.
+    from pi2.backends.hexagon import linkers
 
     found = []
     if unit.architecture not in (None, "hexagon"):
@@ -106,6 +107,4 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
         return found
     if shutil.which(EMULATOR) is None:
         found.append(f"there is no {EMULATOR}, which plays the NPU: apt install qemu-user")
-    if find_linker() is None:
-        found.append(f"there is no {LINKERS[0]}, which links its programs: apt install lld")
-    return found
+    return found + linkers.find_obstacles()

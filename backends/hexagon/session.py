@@ -28,14 +28,19 @@ class Reply:
     start_s: float
     end_s: float
     """Seconds of `time.perf_counter`."""
+    graphs: int = 0
+    """Graphs of the library, in the reply to a hello."""
 
 
 class Session:
     """A worker and the memory that it shares with this process."""
 
-    def __init__(self, machine: Machine, library: str, size: int, scratch: int = 0) -> None:
-        """Start the worker with ``size`` bytes of memory; ``scratch`` of them are what graphs keep
-        while they run.  `UnitFailed` where that cannot be."""
+    def __init__(
+        self, machine: Machine, library: str, graphs: int, size: int, scratch: int = 0
+    ) -> None:
+        """Start the worker of a library of so many ``graphs`` with ``size`` bytes of memory;
+        ``scratch`` of them are what graphs keep while they run.  `UnitFailed` where that cannot
+        be."""
         file = machine.open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -44,7 +49,11 @@ class Session:
             words = (m.MAGIC, m.PROTOCOL, file, size, scratch)
             self._write(m.HELLO.pack(*words, *[0] * (m.OPERANDS - 1)))
             try:
-                self._take_reply(m.PROTOCOL)
+                found = self._take_reply(m.PROTOCOL).graphs
+                if found != graphs:
+                    raise UnitFailed(
+                        f"its library has {found} graphs and not {graphs}: build it again"
+                    )
             except UnitFailed:
                 self.close(at_once=True)
                 raise
@@ -94,12 +103,12 @@ class Session:
         if len(data) < m.REPLY.size:
             status = self._process.wait()
             raise UnitFailed(f"its worker has ended with exit code {status}{self._read_errors()}")
-        magic, number, failure, _, start_s, start_ns, end_s, end_ns = m.REPLY.unpack(data)
+        magic, number, failure, graphs, start_s, start_ns, end_s, end_ns = m.REPLY.unpack(data)
         if failure:
             raise UnitFailed(m.FAILURES.get(failure, f"its worker reports error {failure}"))
         if magic != m.MAGIC or expected not in (None, number):
             raise UnitFailed(m.FAILURES[3])
-        return Reply(number, start_s + start_ns * 1e-9, end_s + end_ns * 1e-9)
+        return Reply(number, start_s + start_ns * 1e-9, end_s + end_ns * 1e-9, graphs)
 
     def _read_errors(self) -> str:
         """The last line that the worker has written about itself."""

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from pi2.phone.contents import PACKAGES, list_code
 from pi2.phone.documents import PLAN, write_resolved
 from pi2.phone.integrity import STORE, write_index
 from pi2.phone.licences import write_notes
+from pi2.phone.npu import list_npus, write_npu
 from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.target import Wish, aim_plan
@@ -101,7 +102,8 @@ def _fill(
     mode: StoreMode,
     progress: Progress,
 ) -> None:
-    for place, source in list_code().items():
+    units = (aimed.sparse_unit, *aimed.dense_units)
+    for place, source in list_code({aimed.name_backend(unit) for unit in units}).items():
         target = room / place
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -109,7 +111,15 @@ def _fill(
     with NeuronStore.open(store_path, model=aimed.model) as store:
         specs = list_specs(aimed, store)
         tokenizer = store.tokenizer_path.name
-    _compile_kernels(room, specs, wish.triple, progress)
+    libraries = [
+        *_compile_kernels(room, specs, wish.triple, progress),
+        *(write_npu(room, aimed, unit, progress) for unit in list_npus(aimed)),
+    ]
+    index = [
+        {"file": file.relative_to(room).as_posix(), "spec": describe_spec(spec)}
+        for spec, file in libraries
+    ]
+    (room / KERNELS).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     (room / PLAN).write_text(write_resolved(aimed), encoding="utf-8")
     (room / "run.sh").write_text(START, encoding="utf-8")
     (room / "run.sh").chmod(0o755)
@@ -162,9 +172,10 @@ def _name_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
     return "pclmulqdq" if architecture == "x86-64" else "crc32x"
 
 
-def _compile_kernels(room: Path, specs: list[Spec], triple: str, progress: Progress) -> None:
-    """Compile the libraries, and write the list that they are found by."""
-    index: list[Mapping[str, object]] = []
+def _compile_kernels(
+    room: Path, specs: list[Spec], triple: str, progress: Progress
+) -> Iterator[tuple[Spec, Path]]:
+    """Compile the processor's libraries."""
     (room / KERNELS).parent.mkdir(parents=True)
     for number, spec in enumerate(specs):
         file = room / KERNELS
@@ -177,10 +188,7 @@ def _compile_kernels(room: Path, specs: list[Spec], triple: str, progress: Progr
         compile_ahead(spec, file, triple, report)
         assert find_signatures(file).exists()
         file.chmod(0o755)
-        index.append(
-            {"file": file.relative_to(room).as_posix(), "spec": describe_spec(spec)},
-        )
-    (room / KERNELS).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+        yield spec, file
 
 
 def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress) -> None:

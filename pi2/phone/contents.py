@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pi2
@@ -11,14 +11,20 @@ import pi2
 ROOTS = (
     "pi2.phone.runtime.command",
     "pi2.orchestrator",
-    "pi2.backends.cpu.backend",
     "pi2.sandbox.template",
 )
-"""What a run begins with, or imports by its name."""
+"""What a run begins with, or imports by its name; the module ``backend`` of each backend is one,
+too."""
+
+SPARSE_BACKENDS = frozenset({"cpu"})
+"""Backends whose executors bundles can have."""
+DENSE_BACKENDS = frozenset({"hexagon"})
+"""Backends of units beside the executor that they can have."""
 
 REPLACEMENTS: Mapping[str, str] = {
     "pi2.backends.compiler.cache": "pi2.phone.replacements.libraries",
     "pi2.backends.compiler.functions": "pi2.phone.replacements.functions",
+    "pi2.backends.hexagon.linkers": "pi2.phone.replacements.linkers",
     "pi2.logging": "pi2.phone.replacements.logs",
     "pi2.sandbox.tokenizer": "pi2.phone.replacements.tokenizers",
 }
@@ -46,12 +52,12 @@ PACKAGES = "pi2_phone/packages"
 """Where the code lies in a bundle."""
 
 
-def list_code() -> dict[PurePosixPath, Path]:
-    """Return the files of code, by their places in a bundle."""
+def list_code(backends: Collection[str]) -> dict[PurePosixPath, Path]:
+    """Return the files of code of a bundle with some backends, by their places in it."""
     root = Path(pi2.__file__).parent
     home = PurePosixPath(PACKAGES)
     files: dict[PurePosixPath, Path] = {}
-    for module, path in sorted(find_modules().items()):
+    for module, path in sorted(find_modules(backends).items()):
         place = PurePosixPath(*module.split("."))
         is_package = path.name == "__init__.py"
         name = place / "__init__.py" if is_package else place.with_suffix(".py")
@@ -65,9 +71,11 @@ def list_code() -> dict[PurePosixPath, Path]:
     return files
 
 
-def find_modules() -> dict[str, Path]:
-    """Return the files of all of pi2's modules that a run may import, by name."""
-    waiting, found = list(ROOTS), dict[str, Path]()
+def find_modules(backends: Collection[str]) -> dict[str, Path]:
+    """Return the files of all of pi2's modules that a run with some backends may import, by
+    name."""
+    waiting = [*ROOTS, *(f"pi2.backends.{name}.backend" for name in sorted(backends))]
+    found = dict[str, Path]()
     while waiting:
         name = waiting.pop()
         if name in found or name in LEFT_OUT:

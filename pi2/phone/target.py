@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from pi2.diagnostics import UserError
+from pi2.phone.contents import DENSE_BACKENDS, SPARSE_BACKENDS
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
 
@@ -73,15 +74,16 @@ def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
 
 
 def _check_units(resolved: ResolvedPlan) -> None:
-    names = (resolved.sparse_unit, *resolved.dense_units)
-    others = {name: resolved.name_backend(name) for name in names}
-    wrong = {name: backend for name, backend in others.items() if backend != "cpu"}
+    allowed = {resolved.sparse_unit: SPARSE_BACKENDS}
+    allowed |= dict.fromkeys(resolved.dense_units, DENSE_BACKENDS)
+    backends = {name: resolved.name_backend(name) for name in allowed}
+    wrong = {name: backend for name, backend in backends.items() if backend not in allowed[name]}
     if wrong:
         listed = ", ".join(f"{name} ({backend})" for name, backend in wrong.items())
         raise UserError.of(
             "P673",
-            f"bundles run on a processor alone, the plan gives work to {listed}",
-            help="build a plan whose split names the cpu only; `pi2 plan` finds one",
+            f"bundles run on a processor and a Hexagon NPU, the plan gives work to {listed}",
+            help="build a plan whose split names these alone; `pi2 plan` finds one",
         )
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
+from tests.helpers.hexagon import require_emulator
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "plans/demo.plan.toml"
+WITH_NPU = ROOT / "plans/demo-npu.plan.toml"
 PROMPT = ["--prompt", "def ", "--max-tokens", "24"]
 NUMPY_ALONE = """
 import os, runpy, sys
@@ -61,8 +63,8 @@ assert library.prctl(22, 2, ctypes.addressof(program), 0, 0) == 0, ctypes.get_er
 pytestmark = pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs lld")
 
 
-def build(folder: Path, *options: str) -> Path:
-    arguments = ["build", str(PLAN), "--threads", "2", "-o", str(folder), *options]
+def build(folder: Path, *options: str, plan: Path = PLAN) -> Path:
+    arguments = ["build", str(plan), "--threads", "2", "-o", str(folder), *options]
     assert run(arguments) == 0
     return folder
 
@@ -97,6 +99,13 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
 
 
+@pytest.fixture(scope="module")
+def npu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_emulator()
+    folder = tmp_path_factory.mktemp("bundles") / "npu"
+    return build(folder, "--target", "x86_64-linux-gnu", plan=WITH_NPU)
+
+
 def test_the_text_is_that_of_pi2_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", str(PLAN), *PROMPT]) == 0
     expected = capsys.readouterr().out
@@ -106,17 +115,74 @@ def test_the_text_is_that_of_pi2_run(bundle: Path, capsys: pytest.CaptureFixture
     assert "within the budget" in done.stderr
 
 
-def test_two_builds_are_equal_byte_by_byte(bundle: Path, tmp_path: Path) -> None:
-    again = build(tmp_path / "again", "--target", "x86_64-linux-gnu", "--copy-store")
+def test_with_an_npu_the_text_is_that_of_pi2_run_and_the_npu_is_called_emulated(
+    npu_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", str(WITH_NPU), *PROMPT]) == 0
+    expected = capsys.readouterr().out
+    done = start(npu_bundle, *PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+    assert "npu (emulated) owns 30% of the neurons" in done.stderr
+
+
+def test_an_npu_has_its_graphs_their_index_and_what_a_real_one_is_built_of(
+    npu_bundle: Path,
+) -> None:
+    folder = npu_bundle / "hexagon/npu"
+    graphs = json.loads((folder / "graphs.json").read_text())
+    assert {graph["tokens"] for graph in graphs["graphs"]} == {1, 32, 128}
+    for name in ("graphs.elf", "graphs.o"):
+        content = (folder / name).read_bytes()
+        assert int.from_bytes(content[18:20], "little") == 164  # EM_HEXAGON
+    names = {path.name for path in folder.iterdir()}
+    assert {"build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c"} <= names
+    listed = json.loads((npu_bundle / "bundle.json").read_text())["files"]
+    assert "hexagon/npu/graphs.elf" in listed
+
+
+def test_a_bundle_for_a_real_npu_says_what_is_to_be_built_for_it(tmp_path: Path) -> None:
+    device, plan = tmp_path / "real.device.toml", tmp_path / "real.plan.toml"
+    device.write_text(
+        'extends = ["host-npu"]\nschema_version = 2\nid = "real"\nname = "Real"\n'
+        "[units.npu]\nemulated = false\n"
+    )
+    plan.write_text(
+        f'extends = ["{os.path.relpath(WITH_NPU, tmp_path)}"]\nschema_version = 2\n'
+        'name = "Real"\ndevice = "real.device.toml"\nmodel = "pi2-demo"\n'
+    )
+    done = start(build(tmp_path / "out", "--target", "x86_64-linux-gnu", plan=plan), *PROMPT)
+    assert done.returncode == 2
+    assert done.stderr.count("error[") == 1 and "P320" in done.stderr
+    assert "pi2-npu-host" in done.stderr and "vendor's SDK" in done.stderr
+
+
+def test_two_builds_are_equal_byte_by_byte(
+    npu_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "cache"))
+    options = ("--target", "x86_64-linux-gnu", "--copy-store")
+    again = build(tmp_path / "again", *options, plan=WITH_NPU)
     first, second = (
         {
             path.relative_to(folder): path.read_bytes()
             for path in folder.rglob("*")
             if path.is_file()
         }
-        for folder in (bundle, again)
+        for folder in (npu_bundle, again)
     )
     assert first == second
+
+
+def test_under_an_emulated_arm64_the_texts_are_those_of_x86() -> None:
+    root = os.environ.get("PI2_ARM64_ROOT")
+    if not root:
+        pytest.skip("PI2_ARM64_ROOT names no folder of tools/emulate_phone.py")
+    tool = [sys.executable, str(ROOT / "tools/emulate_phone.py"), "--root", root]
+    done = subprocess.run([*tool, "--max-tokens", "8"], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_without_its_store_it_is_small_and_says_what_is_missing(tmp_path: Path) -> None:

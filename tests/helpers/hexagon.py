@@ -75,7 +75,7 @@ class Bench:
     def __init__(self, spec: HexagonSpec, size: int = 1 << 22) -> None:
         self.spec = spec
         library = load_or_compile(spec, ignore_progress, PROGRAMS)
-        self.session = Session(Emulator(), str(library), size)
+        self.session = Session(Emulator(), str(library), len(spec.index), size)
         self._end = 0
 
     def place(self, room: Room) -> dict[str, int]:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pi2.phone.contents import LEFT_OUT, REPLACEMENTS, STAND_INS, find_modules, list_code
+from pi2.phone.contents import (
+    DENSE_BACKENDS,
+    LEFT_OUT,
+    REPLACEMENTS,
+    SPARSE_BACKENDS,
+    STAND_INS,
+    find_modules,
+    list_code,
+)
 from pi2.phone.documents import read_resolved, write_resolved
 from pi2.plan.resolve import load_plan
 
@@ -36,7 +44,7 @@ for document in (found.plan, found.device, found.model):
 
 
 def test_modules_import_nothing_else_when_they_are_loaded() -> None:
-    modules = find_modules()
+    modules = find_modules(SPARSE_BACKENDS | DENSE_BACKENDS)
     assert {"pi2.engine.forward", "pi2.memory.flash", "pi2.backends.cpu.executor"} <= set(modules)
     for name, path in modules.items():
         for node in ast.parse(path.read_text()).body:
@@ -52,10 +60,18 @@ def test_modules_import_nothing_else_when_they_are_loaded() -> None:
 
 
 def test_nothing_that_compiles_plans_or_shares_is_in_a_bundle() -> None:
-    names = {path.as_posix() for path in list_code()}
+    names = {path.as_posix() for path in list_code(SPARSE_BACKENDS | DENSE_BACKENDS)}
     for part in ("cli", "planning", "sharing", "lsp", "importing", "simulate"):
         assert not any(f"packages/pi2/{part}/" in name for name in names), part
-    assert not any(name.endswith("compiler/compile.py") for name in names)
+    assert not any(name.endswith(("compiler/compile.py", "kernels/program.py")) for name in names)
+
+
+def test_a_bundle_has_the_backends_that_its_plan_names_and_no_other() -> None:
+    alone, beside = (
+        {path.as_posix() for path in list_code(names)} for names in ({"cpu"}, {"cpu", "hexagon"})
+    )
+    assert not any("backends/hexagon" in name for name in alone)
+    assert any(name.endswith("backends/hexagon/dense_unit.py") for name in beside)
 
 
 @pytest.mark.parametrize("module", sorted(set(REPLACEMENTS) - {"pi2.logging"}))
@@ -64,6 +80,7 @@ def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
     public = {
         "pi2.backends.compiler.cache": ["load_or_compile"],
         "pi2.backends.compiler.functions": ["CompiledFunctions", "find_obstacles"],
+        "pi2.backends.hexagon.linkers": ["find_obstacles"],
         "pi2.sandbox.tokenizer": ["open_tokenizer", "encode_text", "decode_ids"],
     }[module]
     for name in public:

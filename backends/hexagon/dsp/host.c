@@ -1,7 +1,9 @@
 /* The engine's worker on a phone: reads messages (protocol.h) from standard input and passes them on
    to the vendor's driver.  Compiled here against the declarations in check/; it has not run. */
 #include <errno.h>
+#include <libgen.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <time.h>
@@ -54,7 +56,17 @@ static void allow_unsigned(void) {
     remote_session_control(DSPRPC_CONTROL_UNSIGNED_MODULE, &wish, sizeof(wish));
 }
 
-int main(void) {
+/* Let the driver look for libpi2_npu_skel.so where the library of graphs is, unless it was told. */
+static void name_folder(char *library) {
+    const char *folder = dirname(library);
+    setenv("ADSP_LIBRARY_PATH", folder, 0);
+    setenv("DSP_LIBRARY_PATH", folder, 0);
+}
+
+int main(int count, char **arguments) {
+    if (count > 1) {
+        name_folder(arguments[1]);
+    }
     struct pi2_message message;
     struct pi2_reply reply = {.magic = PI2_MAGIC, .number = PI2_PROTOCOL};
     remote_handle64 handle = 0;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import time
 import traceback
@@ -84,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
     bundle = read_bundle(find_folder(options.folder))
     check_bundle(bundle, hashed=options.verify)
     resolved = open_plan(bundle.folder, options.store)
+    offer_programs(bundle.folder)
     if options.verify:
         return verify_store(resolved)
     return generate(resolved, options)
@@ -100,6 +102,12 @@ def find_folder(given: Path | None) -> Path:
             help=f"start the other one with {given / 'run.sh'}",
         )
     return own
+
+
+def offer_programs(folder: Path) -> None:
+    """Let programs of an NPU be found that were built in the bundle (``hexagon/UNIT/build.sh``)."""
+    own = [str(path) for path in sorted((folder / "hexagon").glob("*/"))]
+    os.environ["PATH"] = os.pathsep.join([*own, os.environ.get("PATH", os.defpath)])
 
 
 def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
