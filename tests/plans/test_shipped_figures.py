@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from pi2.backends.hexagon import backend as hexagon
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_chunks, count_ffn_bytes
+from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.common import Origin
 from pi2.plan.documents.device import Device, ReadFigure
@@ -344,12 +346,25 @@ class TestPlans:
         ids=name_file,
     )
     def test_phones_have_backends_and_one_reader(self, path: Path) -> None:
-        """But mixtures, whose neurons an NPU has no room for within the paper's memory."""
         resolved = load_plan(path)
-        wanted = {"null"} if "mixtral" in path.name else {"cpu", "hexagon"}
-        assert set(resolved.plan.backends.values()) == wanted
+        assert resolved.plan.backends == {"cpu": "cpu", "npu": "hexagon"}
         assert resolved.plan.io.threads == 1
         assert all(layer.split["npu"] == layer.hot for layer in resolved.layers)
+
+    @pytest.mark.parametrize(
+        "path",
+        [p for p in PLAN_FILES if p.parent.name in PHONES and "-as-" not in p.name],
+        ids=name_file,
+    )
+    def test_the_npus_of_phones_have_graphs_that_fit_into_their_own_memory(
+        self, path: Path
+    ) -> None:
+        resolved = load_plan(path)
+        facts, unit = describe_unit(resolved, "npu"), resolved.device.units["npu"]
+        assert not hexagon.find_limits(facts)
+        assert unit.hexagon is not None and unit.hexagon.own_memory is not None
+        graphs = hexagon.list_graphs(facts)
+        assert graphs and all(graph.own_bytes <= unit.hexagon.own_memory for graph in graphs)
 
     def test_rivals_have_plans_that_are_simulated_as_slow_as_published(self) -> None:
         """PowerInfer-2, sec 7.2: 24.6 and 3.84 times faster, on the mean of four models."""
