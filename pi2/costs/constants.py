@@ -44,6 +44,25 @@ class Constants:
     dense_launch_s: float = _constant(
         400e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )
+    recorded_kernel_s: float = _constant(
+        3e-6,
+        "s",
+        "assumed",
+        "a kernel's start and end where a GPU replays a recorded list of them, which nothing else "
+        "hides while the kernels are small",
+    )
+    submit_s: float = _constant(
+        60e-6,
+        "s",
+        "assumed",
+        "a token's submission to a GPU that has the whole model, and its logits' way back",
+    )
+    whole_gather_efficiency: float = _constant(
+        0.6,
+        "share",
+        "assumed",
+        "part of its memory's rate that such a GPU reaches with single neurons",
+    )
     gather_efficiency: float = _constant(
         0.36,
         "share",

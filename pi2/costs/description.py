@@ -25,6 +25,7 @@ from pi2.costs.rates import Rates, read_rates
 from pi2.costs.settings import POSITION, Settings, read_settings, share_cold
 from pi2.costs.sizes import Sizes, measure_sizes
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
+from pi2.costs.whole_rates import read_whole_rates
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import reads_embedding
 
@@ -130,7 +131,9 @@ def describe_plan(
     """
     plan, model = resolved.plan, resolved.model
     units = list_dense_units(resolved)
-    if rates is None:
+    if rates is None and resolved.has_whole_unit:
+        rates = read_whole_rates(resolved.device, resolved.sparse_unit, constants)
+    elif rates is None:
         width = model.shape.stored_hidden
         rates = read_rates(resolved.device, width, constants, unit=units[0] if units else None)
     rates = rates.choose(plan.kv.type, plan.decode.activations)

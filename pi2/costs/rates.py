@@ -101,6 +101,9 @@ class Rates:
     shared_bytes_s: float
     dense: DenseUnit | None
     flash: Flash | None
+    whole_unit: str | None = None
+    """The GPU or NPU that has the whole model, and whose rates these are
+    (`pi2.costs.whole_rates`); None where the processor computes."""
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
     power_w: float | None = None

@@ -213,7 +213,7 @@ def _find_hot_part(
     """Engines of devices that pi2 has no kernels for are taken to compute hot clusters densely, as
     PowerInfer-2 does; pi2's own gathers what is named."""
     clusters = settings.pipeline == "neuron-cluster" and settings.is_predicted
-    if rates.measured or not clusters:
+    if rates.measured or rates.whole_unit is not None or not clusters:
         return 1.0
     chances = average_chances(activity.named)
     share = weigh_hot(hot) - weigh_hot(min(dense, hot))

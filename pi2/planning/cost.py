@@ -60,6 +60,8 @@ class Cost:
     """Reading a token's row of the embedding, where it does not stay in memory."""
     faults_s: float = 0.0
     """Reading mapped weights beside the FFN's that did not stay."""
+    whole_unit: str | None = None
+    """The GPU or NPU that has the whole model, where one has."""
 
     spreads: Mapping[str, float] = field(default_factory=dict)
     """How far measurements of steps were apart, as shares."""
@@ -175,5 +177,6 @@ def cost_description(
         both_w=rates.both_w if description.uses_dense else rates.power_w,
         embedding_s=settings.batch * description.embedding_s,
         faults_s=0.0 if faults is None else faults.attention_bytes * faults.byte_s,
+        whole_unit=rates.whole_unit,
         assumptions=description.assumptions,
     )

@@ -34,6 +34,8 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
     libraries = count_libraries(resolved.model, _measure_tokenizer(resolved))
+    if resolved.has_whole_unit:
+        libraries = segments.runtime  # the driver's part is as the plan states it
     return ceil(libraries + fixed + cold - untouched)
 
 

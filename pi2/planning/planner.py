@@ -9,6 +9,7 @@ from typing import Any
 
 from pi2.costs.rates import Rates, check_flash, check_power, read_rates
 from pi2.costs.stored import StoredLayout, read_stored
+from pi2.costs.whole_rates import read_whole_rates
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import (
     MIB,
@@ -21,6 +22,7 @@ from pi2.plan.arithmetic.fitting import (
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.authoring.drafting import choose_backends
+from pi2.plan.documents.plan import PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
@@ -36,10 +38,11 @@ from pi2.planning.bundle_layout import (
     needs_rewriting,
 )
 from pi2.planning.cost import Cost, cost_resolved
-from pi2.planning.problem import Problem, pose_problem, with_wish
+from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.refinement import Decision, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
+from pi2.planning.whole_unit import list_whole_plans
 from pi2.planning.wish import Wish
 
 _LEAST_DENSE = 0.02
@@ -55,8 +58,9 @@ class PlannedPlan:
     wish: Wish
     values: dict[str, Any]
     resolved: ResolvedPlan
-    solution: Solution
     cost: Cost
+    solution: Solution | None = None
+    """What the program found; None where a unit has the whole model, and nothing is divided."""
     full_tokens_s: float | None = None
     """Speed once the context is full: there is more to attend to, and nothing left to lend."""
     decisions: tuple[Decision, ...] = ()
@@ -71,6 +75,41 @@ def plan(wish: Wish) -> PlannedPlan:
     Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
     where the device lacks figures; P352 without a solver.
     """
+    whole = _plan_whole(wish)
+    try:
+        divided = _plan_divided(wish)
+    except UserError:
+        # Whatever the processor lacks, it is not needed.
+        if whole is None or score_plan(wish, whole)[0] > 0.0:
+            raise
+        return whole
+    if whole is None or score_plan(wish, divided) <= score_plan(wish, whole):
+        return divided
+    others = ((f"{whole.cost.whole_unit} alone", whole), ("the CPU and what is beside it", divided))
+    speeds = tuple((name, item.cost.tokens_s) for name, item in others)
+    decision = Decision(key="layers.split", chosen=others[0][0], tokens_s=speeds)
+    return replace(whole, decisions=(decision,))
+
+
+def _plan_whole(wish: Wish) -> PlannedPlan | None:
+    """The best plan whose GPU or NPU has the whole model; None where it has no room for it."""
+    bundle = list_bundles(wish.device, wish.model, read_stored(wish.store))[0]
+    modes, _ = list_predictors(wish)
+    every: PredictorMode = "none" if wish.model.moe is None else "router"
+    found = [
+        PlannedPlan(wish=wish, values=item.values, resolved=item.resolved, cost=item.cost)
+        for item in list_whole_plans(wish, bundle, tuple(dict.fromkeys((*modes, every))))
+    ]
+    if not found:
+        return None
+    best = min(found, key=lambda item: score_plan(wish, item))
+    rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
+    full = cost_resolved(best.resolved, rates, store=wish.store, position=wish.context)
+    return replace(best, full_tokens_s=full.tokens_s)
+
+
+def _plan_divided(wish: Wish) -> PlannedPlan:
+    """The best plan whose processor computes, with or without a unit beside it."""
     rates = read_rates(wish.device, wish.model.shape.stored_hidden)
     if wish.objective == "energy":
         check_power(rates, wish.device)

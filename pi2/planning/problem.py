@@ -175,7 +175,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
     if bundle is None:
         least = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
         bundle = model.lay_out_bundle(least)
-    modes, ahead = _list_predictors(wish)
+    modes, ahead = list_predictors(wish)
     activities = {
         mode: describe_activity(model, mode, wish.store, batch=wish.batch) for mode in modes
     }
@@ -232,7 +232,7 @@ def _lies_by_expert(wish: Wish) -> bool:
     return stored is not None and stored.order == "expert"
 
 
-def _list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
+def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
     """Ways to find active neurons that the model has, and whether reads may begin early."""
     model = wish.model
     exact: PredictorMode = "none" if model.moe is None else "router"

@@ -41,7 +41,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         lines.append(f"{key} = {write_value(values['memory']['segments'][key])}  # {remark}")
     for unit, memory in values["memory"].get("units", {}).items():
         lines += ["", f"[memory.units.{write_key(unit)}]"]
-        lines += [f"budget = {write_value(memory['budget'])}  # its hot neurons"]
+        what = "the whole model" if planned.resolved.has_whole_unit else "its hot neurons"
+        lines += [f"budget = {write_value(memory['budget'])}  # {what}"]
     used = planned.resolved.bundle.used_bytes
     lines += ["", "[bundle]"]
     lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
@@ -67,6 +68,8 @@ def _name_segments(planned: PlannedPlan) -> dict[str, str]:
     """What the segments hold in this plan."""
     embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
     own = name_segments(planned.resolved.model)
+    if planned.resolved.has_whole_unit:
+        own = own | {"runtime": "Python, libraries, and the unit's driver"}
     return own | ({"attention": "attention, norms, head"} if embedded else {})
 
 
@@ -105,8 +108,11 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     whole = count_ffn_bytes(resolved)
     for name, need in count_unit_needs(resolved).items():
         if not resolved.shares_main_memory(name):
-            yield f"{name} has {approximate_bytes(need.bytes)} of neurons in its own memory."
-    if all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
+            what = "the whole model, keys and values too" if resolved.has_whole_unit else "neurons"
+            yield f"{name} has {approximate_bytes(need.bytes)} of {what}, in its own memory."
+    if resolved.has_whole_unit:
+        yield "The CPU chooses tokens, and computes nothing of the model."
+    elif all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
         yield f"All neurons stay in memory: {approximate_bytes(whole)}."
     else:
         yield (
@@ -213,6 +219,8 @@ def describe_cost(cost: Cost) -> Iterator[str]:
         energy = approximate_number(cost.token_j)
         yield f"Energy: {energy} J a token, from the device's power figures."
     prefill = "Prompts unknown, no unit of the plan has units.*.compute in the device"
+    if cost.whole_unit is not None:
+        prefill = f"Prompts unknown, nobody measured {cost.whole_unit}'s kernels"
     if cost.prefill_tokens_s is not None:
         prefill = f"Prompts {approximate_number(cost.prefill_tokens_s)} tokens/s"
     yield (

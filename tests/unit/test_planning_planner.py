@@ -113,6 +113,7 @@ def test_the_fastest_reads_are_chosen(planned: PlannedPlan) -> None:
 
 
 def test_the_program_and_the_cost_model_agree(planned: PlannedPlan) -> None:
+    assert planned.solution is not None
     assert planned.solution.token_s == pytest.approx(planned.cost.token_s, rel=0.1)
 
 

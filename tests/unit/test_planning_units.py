@@ -15,8 +15,20 @@ from pi2.plan.resolve import load_plan
 
 pytest.importorskip("scipy")
 MIB = 1 << 20
-GPU = ("--device", "pc-rtx-4090")
+ROOT = Path(__file__).parents[2]
+GPU = ("--device", "small-card.device.toml")
 PHONE = ("--device", "oneplus-12", "--memory", "4GiB")
+
+
+@pytest.fixture(autouse=True)
+def folder_with_a_small_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the test has a PC whose card has no room for the whole model."""
+    text = (ROOT / "plans/devices/pc-rtx-4090.device.toml").read_text()
+    assert 'capacity = "24 GiB"' in text
+    text = text.replace('capacity = "24 GiB"', 'capacity = "3900 MiB"')
+    text = text.replace('id = "pc-rtx-4090"', 'id = "small-card"')
+    (tmp_path / "small-card.device.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
 
 
 def write(folder: Path, *wish: str) -> ResolvedPlan:
