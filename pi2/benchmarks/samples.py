@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import RunStatistics, divide
@@ -55,7 +57,8 @@ def add_counters(samples: Sequence[Sample]) -> RunStatistics | None:
     if not counted:
         return None
     names = RunStatistics.__dataclass_fields__
-    return RunStatistics(**{name: sum(getattr(item, name) for item in counted) for name in names})
+    values = {name: [getattr(item, name) for item in counted] for name in names}
+    return RunStatistics(**{name: reduce(add, found) for name, found in values.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,12 @@ GROUP = "Run"
     help=("Penalty for tokens that were already used; above 1 avoids them."),
 )
 @click.option("--seed", type=int, help="Random seed.")
+@click.option(
+    "--best-of",
+    type=click.IntRange(min=2, max=64),
+    metavar="N",
+    help="Draw N texts at the same time; print the likeliest.",
+)
 @click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @click.option(
@@ -99,6 +105,7 @@ def command(
     locked: bool,
     offline: bool,
     as_json: bool,
+    best_of: int | None,
     **options: Any,
 ) -> None:
     """Generate text from PLAN.
@@ -108,6 +115,9 @@ def command(
 
     Several prompts (--prompts, or --prompt repeated) run up to the plan's decode.batch at a time;
     the others are queued.  Each text is printed when it is complete, in the order of the prompts.
+
+    --best-of draws several texts after one prompt, which is read once for those that have a place,
+    and prints the one whose tokens have the highest mean log probability.
     """
     from pi2.cli.details import log_counters, log_plan
     from pi2.cli.progress import ProgressBar
@@ -123,10 +133,16 @@ def command(
     if mlc is not None:
         from pi2.cli.mlc_text import run_mlc
 
-        if memory is not None or len(texts) > 1 or list_file is not None:
-            raise click.UsageError("--mlc takes one prompt, and no --memory")
+        if memory is not None or len(texts) > 1 or list_file is not None or best_of:
+            raise click.UsageError("--mlc takes one prompt, and neither --memory nor --best-of")
         given = messages or texts[0]
         run_mlc(plan, mlc, given, overrides, options, locked=locked, as_json=as_json)
+        return
+    if best_of is not None:
+        if list_file is not None or len(texts) > 1:
+            raise click.UsageError("--best-of takes one prompt")
+        given = messages or texts[0]
+        run_best_of(plan, overrides, locked, memory, given, best_of, as_json, options)
         return
     if list_file is not None or len(texts) > 1:
         run_batch(plan, overrides, locked, memory, texts, as_json, options)
@@ -207,6 +223,53 @@ def run_batch(
         for number in range(shown, len(texts)):
             click.echo(f"--- {number + 1}\n{generation.finished[number].text}")
         click.echo(summarise_batch(model, result), err=True)
+
+
+def run_best_of(
+    plan: Path,
+    overrides: dict[str, object],
+    locked: bool,
+    memory: str | None,
+    given: str | list[dict[str, str]],
+    count: int,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Draw several texts after one prompt, and print the best; UserError P604 where all of them
+    would be the same."""
+    from pi2.cli.details import log_counters, log_plan
+    from pi2.cli.progress import ProgressBar
+    from pi2.engine.run_report import describe_batch, summarise_batch
+    from pi2.orchestrator import load
+
+    with ProgressBar() as progress:
+        model = load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+    log_plan(model)
+    with model:
+        temperature = options["temperature"]
+        if not (model.plan.plan.sampling.temperature if temperature is None else temperature):
+            raise UserError.of(
+                "P604",
+                "all texts would be the same: the temperature is 0",
+                help="give --temperature 0.8, or leave --best-of out",
+            )
+        for change in model.changes:
+            click.echo(f"memory: {change}", err=True)
+        ids = model.encode(given) if isinstance(given, str) else model.encode_chat(given)
+        result = model.generate_batch([ids] * count, scores=True, **options).result
+        assert result.best is not None
+        log_counters(model)
+        if as_json:
+            click.echo(json.dumps(describe_batch(model, result), indent=2))
+            return
+        click.echo(result.sequences[result.best].text)
+        click.echo(summarise_batch(model, result), err=True)
+        if count > (batch := model.plan.plan.decode.batch):
+            click.echo(
+                f"note: {batch} at a time, as decode.batch says; more share what is read, with "
+                f"--set decode.batch={count} and room in memory.segments.kv",
+                err=True,
+            )
 
 
 def list_messages(chat: str | None, system: str | None, *, alone: bool) -> list[dict[str, str]]:

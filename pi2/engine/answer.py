@@ -34,6 +34,9 @@ class SequenceResult:
     """Time to first token, in seconds."""
     decode_s: float
     """Time from the first token to the last, in seconds."""
+    mean_log_probability: float | None = None
+    """Mean natural logarithm of the tokens' probabilities, before penalties and temperature; None
+    where nobody asked for it."""
 
     @property
     def prefill_tokens_s(self) -> float | None:
@@ -114,6 +117,8 @@ class Answer:
         self._ids = np.empty(self._prompt + max(most, 0), np.int64)
         self._ids[: self._prompt] = request.prompt_ids
         self._text: list[str] = []
+        self._log_probability = 0.0
+        """Of all tokens so far, where it is asked for."""
         self._start = self._first = self._now = time.perf_counter()
         self.reason: FinishReason | None = None
         """Why it has ended; None as long as it goes on."""
@@ -184,8 +189,11 @@ class Answer:
         if text:
             self._text.append(text)
         count = self._request.alternatives
-        scores = () if count is None else (_score(logits, token, count),)
-        return Piece(text, scores)
+        if count is None:
+            return Piece(text)
+        score = _score(logits, token, count)
+        self._log_probability += score.log_probability
+        return Piece(text, (score,))
 
     def _flush(self) -> str:
         last = self._stop_filter.push(self._decoder.flush())
@@ -201,6 +209,9 @@ class Answer:
             finish_reason=self.reason,
             ttft_s=self._first - self._start,
             decode_s=self._now - self._first,
+            mean_log_probability=None
+            if self._request.alternatives is None
+            else self._log_probability / self.made_tokens,
         )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from pi2.engine.answer import GenerationRequest, SequenceResult
-from pi2.engine.scheduler import Rounds, Scheduler, Ticket
+from pi2.engine.rounds import Rounds
+from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.statistics import RunStatistics, divide
 
 
@@ -18,33 +19,33 @@ class BatchResult:
     sequences: tuple[SequenceResult, ...]
     """In the order of their prompts.  The times of each include what was done for others
     meanwhile."""
-    steps: int
-    """Steps, each of the sequences that went on."""
-    stepped_sequences: int
-    """Sequences of each step, summed up."""
-    stepped_tokens: int
-    """Tokens that they made: all but the first of each sequence."""
-    steps_s: float
-    """Seconds in them."""
-    prefill_s: float
-    """Seconds in prompts."""
+    rounds: Rounds
+    """Prompts that were read and steps that were done, by the number of sequences in each."""
     statistics: RunStatistics
     """Counters of all of them."""
 
     @property
     def prefill_tokens_s(self) -> float | None:
         """Prompt tokens per second."""
-        return divide(sum(item.prompt_tokens for item in self.sequences), self.prefill_s)
+        return divide(self.rounds.prompt_tokens, self.rounds.prefill_s)
 
     @property
     def decode_tokens_s(self) -> float | None:
         """Tokens per second of all sequences together, while none read its prompt."""
-        return divide(self.stepped_tokens, self.steps_s)
+        return divide(self.rounds.stepped_tokens, self.rounds.steps_s)
 
     @property
     def mean_sequences(self) -> float | None:
         """Sequences in a step, on average."""
-        return divide(self.stepped_sequences, self.steps)
+        return divide(self.rounds.stepped_sequences, self.rounds.steps)
+
+    @property
+    def best(self) -> int | None:
+        """Number of the sequence with the highest mean log probability; None where nobody asked
+        for them."""
+        values = [item.mean_log_probability for item in self.sequences]
+        known = [(value, -number) for number, value in enumerate(values) if value is not None]
+        return -max(known)[1] if known else None
 
 
 class BatchGeneration(Iterator[tuple[int, str]]):
@@ -90,8 +91,7 @@ class BatchGeneration(Iterator[tuple[int, str]]):
     def _generate(self) -> Generator[tuple[int, str], None, None]:
         statistics, rounds = self._read_statistics(), self._scheduler.rounds
         try:
-            for ticket in self._tickets:
-                self._scheduler.submit(ticket)
+            self._scheduler.submit(*self._tickets)
             waiting = dict(enumerate(self._tickets))
             while waiting:
                 self._scheduler.wait(list(waiting.values()))
@@ -115,10 +115,6 @@ class BatchGeneration(Iterator[tuple[int, str]]):
     def _describe(self, statistics: RunStatistics, rounds: Rounds) -> BatchResult:
         return BatchResult(
             sequences=tuple(self.finished[number] for number in range(len(self._tickets))),
-            steps=rounds.steps,
-            stepped_sequences=rounds.stepped_sequences,
-            stepped_tokens=rounds.stepped_tokens,
-            steps_s=rounds.steps_s,
-            prefill_s=rounds.prefill_s,
+            rounds=rounds,
             statistics=statistics,
         )

@@ -36,9 +36,9 @@ class Driver:
             if not self._ending:
                 self._wake.wait(_PATIENCE_S)
 
-    def submit(self, ticket: Ticket) -> None:
-        """Put a request into the line; UserError P615 if the model is closed."""
-        self._scheduler.submit(ticket)
+    def submit(self, *tickets: Ticket) -> None:
+        """Put requests into the line; UserError P615 if the model is closed."""
+        self._scheduler.submit(*tickets)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that nobody wants a request any more."""
@@ -53,8 +53,11 @@ class Driver:
             self._thread.join()
 
 
-async def stream_pieces(driver: Driver, ticket: Ticket) -> AsyncGenerator[Piece, None]:
-    """Put ``ticket`` into the line and give its pieces as they are made.
+async def stream_pieces(
+    driver: Driver, ticket: Ticket, *, submitted: bool = False
+) -> AsyncGenerator[Piece, None]:
+    """Put ``ticket`` into the line, unless it is ``submitted``, and give its pieces as they are
+    made.
 
     Whoever stops iterating gives the request up.  Raises what the request fails with.
     """
@@ -70,7 +73,11 @@ async def stream_pieces(driver: Driver, ticket: Ticket) -> AsyncGenerator[Piece,
             ticket.cancel()
 
     ticket.notify = notify
-    driver.submit(ticket)
+    if submitted:
+        # Something may have come before there was anybody to tell.
+        ready.set()
+    else:
+        driver.submit(ticket)
     try:
         while True:
             await ready.wait()

@@ -9,13 +9,23 @@ from functools import partial
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.protocol import Executor, LengthAware, StateKeeper
+from pi2.backends.protocol import (
+    CONTEXT_BLOCK,
+    ContextKeeper,
+    Executor,
+    LengthAware,
+    StateKeeper,
+)
 from pi2.diagnostics import UserError
 from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.sequences import Sequences, tell_share
 from pi2.memory.lending import ContextLoan
+from pi2.plan.weights.layout import round_up
 from pi2.store.embedding_rows import EmbeddingRows
+
+COPIED_TOKENS = 16 * CONTEXT_BLOCK
+"""Tokens whose keys and values are copied at once."""
 
 
 @dataclass(slots=True)
@@ -91,6 +101,26 @@ class Forward(Sequences):
         self._interrupted.discard(sequence)
         self._marks.pop(sequence, None)
         super().go_on_from(sequence, position)
+
+    @property
+    def copies(self) -> bool:
+        """See `pi2.engine.sequences.Sequences`."""
+        executor = self._executor
+        has_keeper = not self._has_states or isinstance(executor, StateKeeper)
+        return isinstance(executor, ContextKeeper) and has_keeper
+
+    def copy(self, source: int, target: int) -> None:
+        """See `pi2.engine.sequences.Sequences`."""
+        executor, position = self._executor, self.positions[source]
+        assert isinstance(executor, ContextKeeper), "nothing can be copied"
+        self.go_on_from(target, position)
+        whole = round_up(position, CONTEXT_BLOCK)
+        for first in range(0, whole, COPIED_TOKENS):
+            end = min(whole, first + COPIED_TOKENS)
+            executor.put_context(target, first, end, executor.read_context(source, first, end))
+        if self._has_states:
+            assert isinstance(executor, StateKeeper)
+            executor.put_state(target, executor.read_state(source))
 
     def mark(self, sequence: int) -> None:
         """See `pi2.engine.sequences.Sequences`."""

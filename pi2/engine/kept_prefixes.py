@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -83,6 +83,18 @@ class KeptPrefixes:
         exact, saved = min(kept.exact, reused), min(kept.saved, reused // self._block)
         self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic())
         return target, reused
+
+    def choose_empty(self, free: Sequence[int]) -> int:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        place = self._find_oldest(free)
+        self._forward.reset(place)
+        self.forget(place)
+        return place
+
+    def note_copy(self, source: int, target: int) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        kept = self._places[source]
+        self._places[target] = replace(kept, ids=list(kept.ids), used_at=time.monotonic())
 
     def note_prompt(self, place: int, ids: I32) -> None:
         """See `pi2.engine.prefixes.Prefixes`."""

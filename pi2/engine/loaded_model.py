@@ -375,15 +375,18 @@ class LoadedModel:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         ignore_eos: bool = False,
+        scores: bool = False,
         progress: Callable[[float], None] = lambda share: None,
     ) -> BatchGeneration:
         """Generate text after each of ``prompts``, as many at the same time as the plan's
         ``decode.batch`` says; others wait until one of those has ended.
 
         Options are those of ``generate``.  Prompt number n, from 0, draws as if it were alone with
-        ``seed + n``.  Returns an iterator of pairs of a prompt's number and a piece of its text;
-        its ``result`` is a `BatchResult`.  Raises what ``generate`` raises, for any of the prompts,
-        before anything is computed.
+        ``seed + n``; the same prompt is read once for all that begin at the same time.  With
+        ``scores`` the results say how likely their tokens were, and the batch which is the best.
+        Returns an iterator of pairs of a prompt's number and a piece of its text; its ``result`` is
+        a `BatchResult`.  Raises what ``generate`` raises, for any of the prompts, before anything
+        is computed.
         """
         if not prompts:
             raise UserError.of("P603", "there is no prompt", help="give at least one")
@@ -400,7 +403,8 @@ class LoadedModel:
             own = sampling
             if sampling.seed is not None:
                 own = replace(sampling, seed=sampling.seed + number)
-            requests.append(self._describe_request(prompt, own, max_tokens, stop, ignore_eos))
+            request = self._describe_request(prompt, own, max_tokens, stop, ignore_eos)
+            requests.append(replace(request, alternatives=0) if scores else request)
         return BatchGeneration(
             requests,
             scheduler=self._scheduler,

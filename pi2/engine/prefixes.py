@@ -16,6 +16,12 @@ class Prefixes(Protocol):
         """Choose one of the places ``free`` for a prompt, and bring there what is known of its
         keys and values; return it, and how many tokens of the prompt need not be read."""
 
+    def choose_empty(self, free: Sequence[int]) -> int:
+        """Choose one of the places ``free``, and empty it."""
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Take notice that one place has what the other one has."""
+
     def note_prompt(self, place: int, ids: I32) -> None:
         """Take notice that the first tokens of a prompt, ``ids`` [n], were read into a place."""
 
@@ -40,8 +46,15 @@ class NoPrefixes:
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
         """The first place, empty."""
+        return self.choose_empty(free), 0
+
+    def choose_empty(self, free: Sequence[int]) -> int:
+        """The first place."""
         self._forward.reset(free[0])
-        return free[0], 0
+        return free[0]
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Do nothing."""
 
     def note_prompt(self, place: int, ids: I32) -> None:
         """Do nothing."""

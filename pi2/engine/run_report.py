@@ -10,7 +10,7 @@ from pi2.engine.batch import BatchResult
 from pi2.engine.generation import GenerationResult
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.speculation_report import describe_speculation, summarise_speculation
-from pi2.engine.statistics import RunStatistics, read_peak_rss_bytes
+from pi2.engine.statistics import RunStatistics, divide, read_peak_rss_bytes
 from pi2.engine.unit_report import describe_units, summarise_units
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -26,6 +26,16 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
         "sequences": [describe_sequence(item) for item in result.sequences],
         "batch": model.plan.plan.decode.batch,
         "mean_sequences": _rounded(result.mean_sequences),
+        "phases": [
+            {
+                "sequences": sequences,
+                "steps": phase.steps,
+                "tokens": phase.tokens,
+                "tokens_s": _rounded(divide(phase.tokens, phase.seconds)),
+            }
+            for sequences, phase in sorted(result.rounds.phases.items(), reverse=True)
+        ],
+        "best": result.best,
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
         "decode_tokens_s": _rounded(result.decode_tokens_s),
         **describe_model(model, result.statistics),
@@ -42,6 +52,7 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
         "ttft_s": round(result.ttft_s, 4),
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
         "decode_tokens_s": _rounded(result.decode_tokens_s),
+        "mean_log_probability": _rounded(result.mean_log_probability),
     }
 
 
@@ -108,7 +119,7 @@ def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
 def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
     """A summary of a run with several sequences for people, in a few lines."""
     run = describe_batch(model, result)
-    prompts = sum(item.prompt_tokens for item in result.sequences)
+    prompts = result.rounds.prompt_tokens
     decoded = sum(len(item.token_ids) for item in result.sequences)
     speed, mean = result.decode_tokens_s, result.mean_sequences
     each = "" if speed is None or mean is None else f", {_rate(speed / mean)} each"
@@ -118,7 +129,29 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
         f"prefill {_rate(run['prefill_tokens_s'])} ({prompts} tokens) · "
         f"decode {_rate(speed)}{each} ({decoded} tokens)"
     )
-    return _summarise(model, run, first)
+    lines = [first, *_list_phases(run)]
+    if result.best is not None:
+        lines.append(_describe_best(result, result.best))
+    return _summarise(model, run, "\n".join(lines))
+
+
+def _list_phases(run: dict[str, Any]) -> list[str]:
+    """How fast steps were while as many sequences went on, the most first."""
+    if len(run["phases"]) < 2:
+        return []
+    parts = [
+        f"{phase['sequences']} at a time {_rate(phase['tokens_s'])} ({phase['tokens']} tokens)"
+        for phase in run["phases"]
+    ]
+    return [" · ".join(parts)]
+
+
+def _describe_best(result: BatchResult, best: int) -> str:
+    values = ", ".join(f"{item.mean_log_probability:.3f}" for item in result.sequences)
+    return (
+        f"number {best + 1} of {len(result.sequences)} is the best: its tokens have the highest "
+        f"mean log probability ({values})"
+    )
 
 
 def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:

@@ -10,17 +10,18 @@ prompt does not keep the others waiting.  Clients take turns at the places that 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, RLock, get_ident
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Piece, SequenceResult
+from pi2.engine.line import Line
 from pi2.engine.prefixes import NoPrefixes, Prefixes
+from pi2.engine.rounds import Rounds
 from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.text import TokenDecoder
@@ -61,74 +62,12 @@ class Ticket:
         """Whether nothing will come any more."""
         self.reused_tokens = 0
         """Tokens of the prompt whose keys and values were there already."""
+        self.shared_tokens = 0
+        """Tokens of the prompt that were read for another request at the same time."""
 
     def cancel(self) -> None:
         """Say that nobody wants it any more."""
         self.cancelled = True
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """What was done for all requests so far."""
-
-    steps: int = 0
-    """Steps, each of the sequences that were under way."""
-    stepped_sequences: int = 0
-    """Sequences of each step, summed up."""
-    stepped_tokens: int = 0
-    """Tokens that they made."""
-    steps_s: float = 0.0
-    """Seconds in them."""
-    prompt_tokens: int = 0
-    """Tokens of prompts that were read."""
-    prefill_s: float = 0.0
-    """Seconds in them."""
-
-    def __sub__(self, other: Rounds) -> Rounds:
-        return Rounds(
-            self.steps - other.steps,
-            self.stepped_sequences - other.stepped_sequences,
-            self.stepped_tokens - other.stepped_tokens,
-            self.steps_s - other.steps_s,
-            self.prompt_tokens - other.prompt_tokens,
-            self.prefill_s - other.prefill_s,
-        )
-
-
-class Line:
-    """Requests that wait, by client; clients take turns.  Whoever drives uses it alone."""
-
-    def __init__(self) -> None:
-        self._clients: OrderedDict[str, deque[Ticket]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._clients.values()))
-
-    def __iter__(self) -> Iterator[Ticket]:
-        for tickets in self._clients.values():
-            yield from tickets
-
-    def push(self, ticket: Ticket) -> None:
-        """Put a request at the end of its client's."""
-        self._clients.setdefault(ticket.client, deque()).append(ticket)
-
-    def pop(self) -> Ticket:
-        """Take the next one: the first of the client whose turn it is."""
-        client, tickets = self._clients.popitem(last=False)
-        ticket = tickets.popleft()
-        if tickets:
-            self._clients[client] = tickets
-        return ticket
-
-    def drop_cancelled(self) -> list[Ticket]:
-        """Take out those that nobody wants any more."""
-        dropped = [ticket for ticket in self if ticket.cancelled]
-        for ticket in dropped:
-            own = self._clients[ticket.client]
-            own.remove(ticket)
-            if not own:
-                del self._clients[ticket.client]
-        return dropped
 
 
 class Scheduler:
@@ -159,26 +98,29 @@ class Scheduler:
         """Threads that use the model without a request, by the places that they keep."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to do for somebody who drives all the time."""
-        self._inbox: deque[Ticket] = deque()
-        """New requests: whoever brings one need not wait for the round that is under way."""
+        self._inbox: deque[Sequence[Ticket]] = deque()
+        """New requests: whoever brings some need not wait for the round that is under way."""
         self._line = Line()
         self._free = list(range(len(forward.positions)))
         self._reading: dict[int, Ticket] = {}
         """Requests whose prompts are read, by their places, in the order in which they came."""
         self._running: dict[int, Ticket] = {}
         """Requests under way, by their places."""
+        self._following: dict[int, list[tuple[int, Ticket]]] = {}
+        """Requests, with their places, whose prompts are read for another one, by its place."""
         self._closed = False
         self.rounds = Rounds()
 
     @property
     def waiting(self) -> int:
         """Requests that have no place yet."""
-        return len(self._inbox) + len(self._line)
+        return sum(map(len, list(self._inbox))) + len(self._line)
 
     @property
     def running(self) -> int:
         """Requests that have a place."""
-        return len(self._reading) + len(self._running)
+        following = sum(map(len, list(self._following.values())))
+        return len(self._reading) + len(self._running) + following
 
     @property
     def places(self) -> int:
@@ -191,10 +133,11 @@ class Scheduler:
         used = sum(self._forward.positions[place] for place in places)
         return used / (self._context * self.places)
 
-    def submit(self, ticket: Ticket) -> None:
-        """Put a request into the line; UserError P615 if the model is closed."""
+    def submit(self, *tickets: Ticket) -> None:
+        """Put requests into the line; those of them that have the same prompt, and a place, share
+        its reading.  UserError P615 if the model is closed."""
         self.check_open()
-        self._inbox.append(ticket)
+        self._inbox.append(tickets)
         self.wake()
 
     def check_open(self) -> None:
@@ -276,13 +219,15 @@ class Scheduler:
         """End everything: whoever waits is told (P615)."""
         self._closed = True
         with self._lock:
-            for ticket in [*self._inbox, *self._line, *self._reading.values()]:
-                self._fail(ticket, _describe_closed())
-            for ticket in self._running.values():
+            new = [ticket for tickets in self._inbox for ticket in tickets]
+            following = [ticket for group in self._following.values() for _, ticket in group]
+            under_way = [*self._reading.values(), *following, *self._running.values()]
+            for ticket in [*new, *self._line, *under_way]:
                 self._fail(ticket, _describe_closed())
             self._inbox.clear()
             self._line = Line()
             self._reading.clear()
+            self._following.clear()
             self._running.clear()
             self._given_back.notify_all()
             self.prefixes.close()
@@ -292,27 +237,71 @@ class Scheduler:
     def _admit(self) -> None:
         """Free the places of those that nobody wants; give free ones to those that wait."""
         while self._inbox:
-            self._line.push(self._inbox.popleft())
+            for ticket in self._inbox.popleft():
+                self._line.push(ticket)
         for ticket in self._line.drop_cancelled():
             self._end(ticket)
+        for leader, followers in self._following.items():
+            for place, ticket in [item for item in followers if item[1].cancelled]:
+                self._following[leader].remove((place, ticket))
+                self._end(ticket)
+                self._give_back(place, ticket)
         for group in (self._reading, self._running):
             for place in [place for place, ticket in group.items() if ticket.cancelled]:
                 ticket = group.pop(place)
+                self._let_next_read(place)
                 self._end(ticket)
                 self._give_back(place, ticket)
         while len(self._line) and self._free:
             ticket = self._line.pop()
             try:
-                place, reused = self.prefixes.choose_place(self._free, ticket.request.prompt_ids)
+                self._give_place(ticket)
             except Exception as error:
                 self._fail(ticket, error)
-                continue
-            self._free.remove(place)
-            ticket.reused_tokens = reused
-            ticket.answer = Answer(
-                ticket.request, self._make_decoder(ticket.request), self._context
-            )
+
+    def _give_place(self, ticket: Ticket) -> None:
+        """Choose a free place for a request, and whether its prompt is read for it."""
+        ids, leader = ticket.request.prompt_ids, self._find_leader(ticket)
+        if leader is None:
+            place, ticket.reused_tokens = self.prefixes.choose_place(self._free, ids)
             self._reading[place] = ticket
+        else:
+            place = self.prefixes.choose_empty(self._free)
+            ticket.reused_tokens = self._reading[leader].reused_tokens
+            self._following.setdefault(leader, []).append((place, ticket))
+        self._free.remove(place)
+        ticket.answer = Answer(ticket.request, self._make_decoder(ticket.request), self._context)
+
+    def _find_leader(self, ticket: Ticket) -> int | None:
+        """The place in which the prompt of a request is being read for another one."""
+        if not self._forward.copies:
+            return None
+        ids = list(ticket.request.prompt_ids)
+        reading = self._reading.items()
+        same = (place for place, other in reading if list(other.request.prompt_ids) == ids)
+        return next(same, None)
+
+    def _let_next_read(self, place: int) -> None:
+        """Let the first of those read the prompt for whom ``place`` will not read it."""
+        followers = self._following.pop(place, [])
+        if followers:
+            own, ticket = followers.pop(0)
+            ticket.reused_tokens = 0
+            self._reading[own] = ticket
+            self._following[own] = followers
+
+    def _share_prompt(self, place: int, logits: F32) -> None:
+        """Give what was read in ``place`` to those for whom it was read, too; ``logits`` [vocab]
+        are those after it."""
+        for own, ticket in self._following.pop(place, []):
+            try:
+                self._forward.copy(place, own)
+                self.prefixes.note_copy(place, own)
+                ticket.shared_tokens = len(ticket.request.prompt_ids)
+                self._take(ticket, logits)
+            except Exception as error:
+                self._fail(ticket, error)
+            self._running[own] = ticket
 
     def _read_prompts(self) -> None:
         """Read pieces of prompts, together as many tokens as go through a layer at once."""
@@ -333,14 +322,12 @@ class Scheduler:
                 self.prefixes.note_prompt(place, ids[:end])
                 if end == len(ids):
                     self._take(ticket, logits[0])
+                    self._share_prompt(place, logits[0])
             except Exception as error:
                 self._fail(ticket, error)
+                self._let_next_read(place)
             taken_s = time.perf_counter() - start
-            self.rounds = replace(
-                self.rounds,
-                prompt_tokens=self.rounds.prompt_tokens + end - done,
-                prefill_s=self.rounds.prefill_s + taken_s,
-            )
+            self.rounds = self.rounds.add_prompt(end - done, taken_s)
             room -= end - done
             if end == len(ids) or ticket.ended:
                 del self._reading[place]
@@ -378,13 +365,7 @@ class Scheduler:
         taken_s = time.perf_counter() - start
         if self.speculation is not None:
             self.speculation.note_step(len(running), guesses, kept, taken_s)
-        self.rounds = replace(
-            self.rounds,
-            steps=self.rounds.steps + 1,
-            stepped_sequences=self.rounds.stepped_sequences + len(running),
-            stepped_tokens=self.rounds.stepped_tokens + sum(kept.values()),
-            steps_s=self.rounds.steps_s + taken_s,
-        )
+        self.rounds = self.rounds.add_step(len(running), sum(kept.values()), taken_s)
         self._free_ended()
 
     def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:

@@ -89,6 +89,15 @@ class Sequences(ABC):
         before it.  Returns their logits [n, vocab], valid until the next call.
         """
 
+    @property
+    def copies(self) -> bool:
+        """Whether what a sequence has can be copied to another one."""
+        return False
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a sequence go on where another one is."""
+        raise AssertionError("nothing can be copied")
+
     def mark(self, sequence: int) -> None:
         """Let steps of a sequence that follow be taken back."""
         assert self.positions[sequence] > 0, "a prompt cannot be taken back"

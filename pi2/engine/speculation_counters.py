@@ -29,10 +29,16 @@ class SpeculationCounters:
     plain_bytes: int = 0
     """Bytes that these have touched."""
 
+    def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
+        return self._combine(other, 1)
+
     def __sub__(self, other: SpeculationCounters) -> SpeculationCounters:
+        return self._combine(other, -1)
+
+    def _combine(self, other: SpeculationCounters, sign: int) -> SpeculationCounters:
         names = [name for name in self.__dataclass_fields__ if name != "accepted_by_position"]
         pairs = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
         return SpeculationCounters(
-            accepted_by_position=tuple(mine - theirs for mine, theirs in pairs),
-            **{name: getattr(self, name) - getattr(other, name) for name in names},
+            accepted_by_position=tuple(mine + sign * theirs for mine, theirs in pairs),
+            **{name: getattr(self, name) + sign * getattr(other, name) for name in names},
         )

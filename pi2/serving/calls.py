@@ -143,6 +143,11 @@ async def generate(
     """
     tickets = _make_tickets(host, ask, limits)
     events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
+    try:
+        # Together, so that their prompt is read once.
+        host.driver.submit(*tickets)
+    except UserError as error:
+        raise explain_user_error(error) from None
     tasks = [
         asyncio.create_task(_follow(host, ask, ticket, number, events, metrics))
         for number, ticket in enumerate(tickets)
@@ -159,6 +164,9 @@ async def generate(
     except TimeoutError:
         raise ApiError(504, f"the answer took more than {limits.time_s:g} s") from None
     finally:
+        for ticket in tickets:
+            if not ticket.ended:
+                host.driver.cancel(ticket)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,7 +217,7 @@ async def _follow(
     first_s = None
     called, reasoning_tokens, taken = False, 0, 0
     try:
-        async with aclosing(stream_pieces(host.driver, ticket)) as pieces:
+        async with aclosing(stream_pieces(host.driver, ticket, submitted=True)) as pieces:
             async for piece in pieces:
                 if first_s is None:
                     first_s = time.perf_counter() - start

@@ -59,7 +59,7 @@ class Metrics:
         self._queue.labels(model).observe(max(0.0, first_s - ticket.answer.first_token_s))
         self._prompt.labels(model).inc(len(ticket.request.prompt_ids))
         self._queries.labels(model).inc(len(ticket.request.prompt_ids))
-        self._hits.labels(model).inc(ticket.reused_tokens)
+        self._hits.labels(model).inc(max(ticket.reused_tokens, ticket.shared_tokens))
         self._prompts.labels(model).observe(len(ticket.request.prompt_ids))
 
     def note_end(

@@ -32,7 +32,7 @@ def _describe(host: Host) -> dict[str, Any]:
         "running": scheduler.running,
         "waiting": scheduler.waiting,
         "context_use": round(scheduler.measure_context_use(), 4),
-        "rounds": asdict(scheduler.rounds),
+        "rounds": scheduler.rounds.describe(),
         "statistics": asdict(model.stats),
         "budget_bytes": plan.memory.budget,
         "segments": dict(plan.memory.segments),

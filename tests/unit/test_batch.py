@@ -179,7 +179,7 @@ def test_prompts_wait_for_a_place_and_give_the_text_that_they_give_alone(
         assert [item.finish_reason for item in result.sequences] == [
             item.finish_reason for item in alone
         ]
-        assert result.stepped_tokens == sum(lengths) - len(lengths)
+        assert result.rounds.stepped_tokens == sum(lengths) - len(lengths)
         assert result.mean_sequences is not None
         assert 1 <= result.mean_sequences <= batch
         assert (result.mean_sequences > 1) == (batch > 1)

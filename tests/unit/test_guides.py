@@ -42,7 +42,7 @@ def test_the_python_reference_has_every_public_name() -> None:
 def test_the_examples_in_python_run() -> None:
     guide = (DOCS / "python.md").read_text("utf-8").partition(write_api_docs.BEGIN)[0]
     examples = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(examples)],
         cwd=ROOT,

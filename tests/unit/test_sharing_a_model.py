@@ -14,8 +14,9 @@ import pytest
 
 import pi2
 from pi2.engine.answer import GenerationRequest
+from pi2.engine.line import Line
 from pi2.engine.sampling import SamplingOptions
-from pi2.engine.scheduler import Line, Ticket
+from pi2.engine.scheduler import Ticket
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
