@@ -32,6 +32,7 @@ import httpx2
 import numpy as np
 
 import pi2
+from pi2.cli.named_plans import find_plan_path
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.sampling import Sampler
 from pi2.plan.composing.overrides import parse_assignments
@@ -283,6 +284,7 @@ def main() -> int:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    options.plan = find_plan_path(options.plan)
     command = [sys.executable, "-m", "pi2", "serve", str(options.plan), "--port", "0"]
     command += [part for setting in options.settings for part in ("--set", setting)]
     environment = {**os.environ, "PI2_API_KEY": KEY}

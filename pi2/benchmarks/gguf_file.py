@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files that are written; raise it when they change."""
 INSTALL_HELP = (
     "pip install gguf, and CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary "
@@ -171,10 +171,27 @@ def _add_settings(writer: GGUFWriter, model: Model) -> None:
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(model.rope.theta)
     writer.add_layer_norm_rms_eps(model.norm.epsilon)
-    writer.add_tokenizer_model("no_vocab")
+    _add_tokenizer(writer, model)
     if model.moe is not None:
         writer.add_expert_count(model.moe.experts)
         writer.add_expert_used_count(model.moe.active_experts)
+
+
+def _add_tokenizer(writer: GGUFWriter, model: Model) -> None:
+    """A token for each byte, numbers for the rest: llama.cpp's server takes and gives texts."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocab, signs = model.shape.vocab, sorted(ByteLevel.alphabet())
+    if vocab < len(signs):
+        writer.add_tokenizer_model("no_vocab")
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*signs, *(f"<{number}>" for number in range(len(signs), vocab))])
+    writer.add_token_types([1] * vocab)  # ordinary tokens
+    writer.add_token_merges([])
+    if model.tokenizer.eos:
+        writer.add_eos_token_id(model.tokenizer.eos[0])
 
 
 def _add_tensor(writer: GGUFWriter, tensor: GgufTensor, kind: GGMLQuantizationType) -> None:

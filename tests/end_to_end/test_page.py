@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 from pi2.serving.page import read_page
 from tests.helpers.servers import describe_plan, make_chat_plan, serve
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
@@ -42,18 +44,30 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def open_page(browser: Any, address: str, *, width: int = 1200, height: int = 800) -> Any:
-    # The test asks the page in ways that its own policy forbids.
-    page = browser.new_page(viewport={"width": width, "height": height}, bypass_csp=True)
-    page.failures = []
-    page.on("pageerror", lambda error: page.failures.append(str(error)))
-    page.goto(address)
-    page.wait_for_selector("#model option", state="attached")
-    return page
+@pytest.fixture
+def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens the page; it is closed after the test, which ends the answers under way."""
+    pages = []
+
+    def open(*, width: int = 1200, height: int = 800, **more: Any) -> Any:
+        # The test asks the page in ways that its own policy forbids.
+        page = browser.new_page(
+            viewport={"width": width, "height": height}, bypass_csp=True, **more
+        )
+        pages.append(page)
+        page.failures = []
+        page.on("pageerror", lambda error: page.failures.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector("#model option", state="attached")
+        return page
+
+    yield open
+    for page in pages:
+        page.close()
 
 
-def test_a_conversation_with_the_keyboard_alone(browser: Any, address: str) -> None:
-    page = open_page(browser, address)
+def test_a_conversation_with_the_keyboard_alone(open_page: Callable[..., Any]) -> None:
+    page = open_page()
     page.evaluate("document.getElementById('max_tokens').value = 12")
     page.evaluate("document.getElementById('temperature').value = 1")
     page.keyboard.type("hello")
@@ -73,8 +87,8 @@ def test_a_conversation_with_the_keyboard_alone(browser: Any, address: str) -> N
     assert page.failures == []
 
 
-def test_an_answer_can_be_stopped(browser: Any, address: str) -> None:
-    page = open_page(browser, address)
+def test_an_answer_can_be_stopped(open_page: Callable[..., Any]) -> None:
+    page = open_page()
     page.keyboard.type("go on")
     page.keyboard.press("Enter")
     page.wait_for_function("document.querySelector('.busy .text')?.textContent.length > 3")
@@ -84,8 +98,8 @@ def test_an_answer_can_be_stopped(browser: Any, address: str) -> None:
     assert page.inner_text("#send") == "Send"
 
 
-def test_the_live_view_shows_what_the_model_does(browser: Any, address: str) -> None:
-    page = open_page(browser, address)
+def test_the_live_view_shows_what_the_model_does(open_page: Callable[..., Any]) -> None:
+    page = open_page()
     page.keyboard.type("go on")
     page.keyboard.press("Enter")
     page.wait_for_function("parseFloat(document.getElementById('speed').textContent) > 0")
@@ -95,8 +109,24 @@ def test_the_live_view_shows_what_the_model_does(browser: Any, address: str) -> 
     assert "cpu" in page.inner_text("#lanes")
 
 
-def test_a_telephone_has_room_for_it(browser: Any, address: str) -> None:
-    page = open_page(browser, address, width=360, height=640)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_light_or_dark_as_the_system_is(open_page: Callable[..., Any], scheme: str) -> None:
+    page = open_page(color_scheme=scheme)
+    brightness = (
+        "(name, key) => getComputedStyle(document.querySelector(name))[key]"
+        ".match(/[\\d.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0)"
+    )
+    back = page.evaluate(f"({brightness})('body', 'backgroundColor')")
+    ink = page.evaluate(f"({brightness})('body', 'color')")
+    assert (back > ink) == (scheme == "light")
+    assert abs(back - ink) > 300, "text stands out"
+    page.click("#theme")
+    changed = page.evaluate(f"({brightness})('body', 'backgroundColor')")
+    assert (changed > back) == (scheme == "dark")
+
+
+def test_a_telephone_has_room_for_it(open_page: Callable[..., Any]) -> None:
+    page = open_page(width=360, height=640)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert not page.is_visible("#state")
     page.click("#live")
@@ -106,8 +136,8 @@ def test_a_telephone_has_room_for_it(browser: Any, address: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_what_a_model_writes_is_text_and_never_a_program(browser: Any, address: str) -> None:
-    page = open_page(browser, address)
+def test_what_a_model_writes_is_text_and_never_a_program(open_page: Callable[..., Any]) -> None:
+    page = open_page()
     shown = page.evaluate(
         "markdown('# T\\n<img src=x onerror=alert(1)> **b** `<i>`\\n- a\\n- b\\n```\\n<s>\\n```"
         "\\n[x](javascript:alert(1)) [y](https://a.b/\"onclick=alert(1))')"
@@ -127,3 +157,4 @@ def test_the_key_is_asked_for(browser: Any, tmp_path: Path) -> None:
         page.fill("#key", "secret")
         page.click("#settings button")
         page.wait_for_selector("#model option", state="attached")
+        page.close()

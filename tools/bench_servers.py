@@ -1,0 +1,274 @@
+"""pi2's server beside llama.cpp's, in turns: a few clients, in memory and within a share of it.
+
+    python tools/bench_servers.py --peer-python /opt/llama/bin/python
+    python tools/bench_servers.py --model bamboo-7b --store /data/bamboo-7b --repetitions 3
+
+Makes the synthetic store (tools/synthesize.py) and a GGUF file of the same shape once, in cache
+folders.  Then, for each case, repetition and engine: drops the page cache, starts the server, in a
+control group where the case has a limit (page cache counted, no swap), asks it once, and then lets
+the clients ask at the same time, each the same number of times.  Tokens per second are all tokens
+of all answers by the time from the first question to the last answer.  The bandwidth of the memory
+is measured in the same run.  Needs root, and a Python with llama-cpp-python[server].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from limited.plans import CONTEXT, find_limit, prepare_store, write_limited_plan
+from limited.rows import FEWEST, LEND, Row
+from pi2.benchmarks.bandwidth import BandwidthLimit
+from pi2.benchmarks.gguf_file import find_gguf, write_gguf
+from pi2.caches import find_cache_folder
+from pi2.cli.progress import ProgressBar
+from pi2.diagnostics import UserError, render
+from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.resolve import load_plan
+
+PATIENCE_S = 1800.0
+"""Seconds in which a server has to be there, and an answer to come."""
+MAPPED = """
+import runpy, llama_cpp.llama_cpp as library
+make = library.llama_model_default_params
+def make_mapped():
+    settings = make()
+    settings.use_extra_bufts = False
+    return settings
+library.llama_model_default_params = make_mapped
+runpy.run_module("llama_cpp.server", run_name="__main__")
+"""
+"""llama.cpp's server with weights that stay mapped: repacked ones are copies, which a limit below
+their size does not hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is compared, and how often pi2 shall be as fast."""
+
+    name: str
+    limit_bytes: int
+    """0 is none."""
+    goal: float
+    plan: Path
+    settings: Mapping[str, object]
+    peer_tokens: int
+
+
+def main() -> int:
+    """Measure and print."""
+    arguments = parse_arguments()
+    try:
+        measure(arguments)
+    except UserError as error:
+        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        return error.exit_code
+    except GroupUnavailable as reason:
+        print(f"no memory limit can be set here: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="pi2's server beside llama.cpp's.")
+    parser.add_argument("--model", default="bamboo-7b", help="a model document (bamboo-7b)")
+    parser.add_argument("--skew", type=float, default=0.26, help="of a store that is made (0.26)")
+    parser.add_argument("--cache", type=Path, default=find_cache_folder("peers").parent / "limited")
+    parser.add_argument("--store", type=Path, help="a store that is there already")
+    parser.add_argument("--share", type=float, default=0.6, help="of the store in memory (0.6)")
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--questions", type=int, default=2, help="of each client (2)")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer (48)")
+    parser.add_argument("--peer-tokens", type=int, default=4, help="of llama.cpp's, limited (4)")
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="has llama-cpp-python[server]"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--only", choices=["in memory", "limited"], help="leave the other case out")
+    parser.add_argument("-o", "--output", type=Path, help="append the table to this file")
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Prepare, run in turns, print."""
+    from pi2.plan.composing.overrides import parse_assignments
+
+    more = parse_assignments(tuple(arguments.set))
+    row = Row(model=arguments.model, limit=arguments.share, goal="")
+    store, whole = prepare_store(row, arguments)
+    limit = find_limit(row, store, whole)
+    resolved = load_plan(whole)
+    path = find_gguf(resolved.model, find_cache_folder("peers"))
+    if not path.exists():
+        with ProgressBar() as progress:
+            write_gguf(resolved.model, path, progress)
+    # As many contexts as clients, in the memory of one long one.
+    batch = {"decode.batch": arguments.clients, "kv.context": CONTEXT // arguments.clients, **more}
+    cases = [
+        Case(
+            name="in memory",
+            limit_bytes=0,
+            goal=1.5,
+            plan=whole,
+            settings=batch,
+            peer_tokens=arguments.tokens,
+        ),
+        Case(
+            name=f"limited to {approximate_bytes(limit)}",
+            limit_bytes=limit,
+            goal=10.0,
+            plan=write_limited_plan(row, store, whole, limit),
+            settings={**LEND, **FEWEST, **batch},
+            peer_tokens=arguments.peer_tokens,
+        ),
+    ]
+    if arguments.only is not None:
+        cases = [case for case in cases if (case.limit_bytes == 0) == (arguments.only != "limited")]
+    results: dict[tuple[str, str], list[float]] = {}
+    with BandwidthLimit(2) as meter:
+        speeds = meter.measure()
+        for _ in range(arguments.repetitions):
+            for case in cases:
+                for engine in ("pi2", "llama.cpp"):
+                    found = run_engine(engine, case, path, arguments)
+                    results.setdefault((case.name, engine), []).append(found)
+                    print(f"# {case.name}, {engine}: {found:.2f} tokens/s", file=sys.stderr)
+            speeds += meter.measure()
+        bandwidth = meter.summarise(speeds)
+    lines = list(report(cases, results, arguments, resolved.digest))
+    lines.append(
+        f"Memory: {bandwidth.bytes_s / 1e9:.1f} GB/s read by {bandwidth.threads} threads. Load "
+        f"average at the end {os.getloadavg()[0]:.1f}."
+    )
+    print("\n".join(lines))
+    if arguments.output is not None:
+        with arguments.output.open("a") as file:
+            file.write("\n".join(lines) + "\n\n")
+
+
+def report(
+    cases: Sequence[Case],
+    results: Mapping[tuple[str, str], Sequence[float]],
+    arguments: argparse.Namespace,
+    digest: str,
+) -> Iterator[str]:
+    """Lines of the table."""
+    yield (
+        f"**Servers**: {arguments.model}, {arguments.clients} clients, {arguments.questions} "
+        f"questions each, {arguments.repetitions} repetitions. Plan {digest[:12]}."
+    )
+    yield ""
+    yield "| case | pi2, tokens/s | llama.cpp's server, tokens/s | ratio | goal |"
+    yield "|---|---|---|---|---|"
+    for case in cases:
+        ours, theirs = (statistics.median(results[case.name, it]) for it in ("pi2", "llama.cpp"))
+        ratio = f"{ours / theirs:.2f}"
+        yield f"| {case.name} | {ours:.2f} | {theirs:.2f} | {ratio} | >= {case.goal:g} |"
+    yield ""
+
+
+def run_engine(engine: str, case: Case, gguf: Path, arguments: argparse.Namespace) -> float:
+    """Start a server with an empty page cache and ask it; tokens per second."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    if engine == "pi2":
+        command = [sys.executable, "-m", "pi2", "serve", str(case.plan), "--port", "0"]
+        for key, value in case.settings.items():
+            text = json.dumps(value) if isinstance(value, (bool, str)) else value
+            command += ["--set", f"{key}={text}"]
+        tokens = arguments.tokens
+    else:
+        port = find_port()
+        start = ["-c", MAPPED] if case.limit_bytes else ["-m", "llama_cpp.server"]
+        command = [arguments.peer_python, *start, "--model", str(gguf), "--port", str(port)]
+        command += ["--n_ctx", str(CONTEXT), "--n_threads", "2", "--n_threads_batch", "2"]
+        # Otherwise a question ends the answer under way.
+        command += ["--interrupt_requests", "False", "--verbose", "False"]
+        tokens = case.peer_tokens
+    with start_server(command, case.limit_bytes) as address:
+        return ask_together(address, arguments.clients, arguments.questions, tokens)
+
+
+@contextmanager
+def start_server(command: Sequence[str], limit_bytes: int) -> Iterator[str]:
+    """The address of a server that says on standard error where it listens."""
+    with ExitStack() as cleanup:
+        options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        if limit_bytes:
+            group = cleanup.enter_context(MemoryGroup(limit_bytes, name="pi2-bench"))
+            process = group.start(command, **options)
+        else:
+            process = subprocess.Popen(command, **options, text=True)
+        assert process.stderr is not None
+        said = ""
+        while not (found := re.search(r" on (http://[\w.]+:\d+)", said)):
+            line = process.stderr.readline()
+            if not line:
+                raise SystemExit(f"{command[0]} does not start: {said[-800:]}")
+            said += line
+        drain = threading.Thread(target=process.stderr.read)
+        drain.start()
+        try:
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            drain.join()
+
+
+def ask_together(address: str, clients: int, questions: int, tokens: int) -> float:
+    """Let clients ask at the same time; all tokens of the answers per second."""
+    model = httpx2.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["data"][0]["id"]
+
+    def ask(number: int) -> int:
+        body = {
+            "model": model,
+            "prompt": f"question {number:03}:",
+            "max_tokens": tokens,
+            "temperature": 0.0,
+        }
+        answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S)
+        answer.raise_for_status()
+        return int(answer.json()["usage"]["completion_tokens"])
+
+    ask(999)
+    with ThreadPoolExecutor(clients) as pool:
+        start = time.perf_counter()
+        made = sum(pool.map(ask, range(clients * questions)))
+        seconds = time.perf_counter() - start
+    return made / seconds
+
+
+def find_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())
