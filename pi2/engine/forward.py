@@ -14,6 +14,7 @@ from pi2.backends.protocol import (
     ContextKeeper,
     Executor,
     LengthAware,
+    RowDivider,
     StateKeeper,
 )
 from pi2.diagnostics import UserError
@@ -155,7 +156,28 @@ class Forward(Sequences):
         sequence: int = 0,
     ) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
-        parts = []
+        read = self._rows.compute_logits
+        return self._read_prompt(tokens, read, all_logits, progress, end, sequence)
+
+    def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
+        """Process the next ``tokens`` of a sequence as `prefill` does; returns what the head reads
+        of each, float32 [tokens, hidden] or wider: zeros follow.  The executor must be a
+        `RowDivider`."""
+        assert isinstance(self._executor, RowDivider)
+        read = self._executor.read_head_input
+        return self._read_prompt(tokens, read, True, lambda share: None, end, sequence)
+
+    def _read_prompt(
+        self,
+        tokens: I32,
+        read: Callable[[int], F32],
+        all_rows: bool,
+        progress: Callable[[float], None],
+        end: int,
+        sequence: int,
+    ) -> F32:
+        """What ``read`` gives of the chunks' tokens from a first one on: of all, or of the last."""
+        parts: list[F32] = []
         size = self._chunk * self._chunks
         if len(self.positions) > 1:
             self._executor.select_sequence(sequence)
@@ -171,11 +193,11 @@ class Forward(Sequences):
             self._run_dense(chunks, sequence, tell)
             for number, chunk in enumerate(chunks):
                 last = start + len(together) == len(tokens) and number == len(chunks) - 1
-                if all_logits or last:
+                if all_rows or last:
                     self._executor.select_chunk(number)
-                    first = 0 if all_logits else len(chunk) - 1
+                    first = 0 if all_rows else len(chunk) - 1
                     while first < len(chunk):
-                        parts.append(self._rows.compute_logits(first).copy())
+                        parts.append(read(first).copy())
                         first += len(parts[-1])
         return np.concatenate(parts)
 

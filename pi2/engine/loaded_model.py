@@ -14,13 +14,14 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.dense_unit import FixedShapes
-from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
+from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, RowDivider, StateKeeper
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, make_staying_child, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
+from pi2.engine.forward import Forward
 from pi2.engine.generation import AsyncGeneration, Generation
 from pi2.engine.kept_prefixes import KeptPrefixes
 from pi2.engine.parts import Parts
@@ -556,6 +557,48 @@ class LoadedModel:
                     with scheduler.exclude():
                         found = forward.step([token], [place]).copy()
                     yield found
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether `embed` works: a dry run has no numbers, and a unit that has the model as a whole
+        gives logits alone."""
+        parts = self._parts
+        if self.is_dry or not isinstance(parts.forward, Forward):
+            return False
+        return isinstance(parts.executor, RowDivider)
+
+    def embed(
+        self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] = "mean"
+    ) -> F32:
+        """The embedding of a text, or of token ids: float32 [hidden], of the length 1.
+
+        It is the mean of what the head would read of all tokens, or that of the last one; all
+        neurons are computed.  Raises UserError P601, P603, P606 and P615 as `generate` does, P617
+        where `can_embed` is false.
+        """
+        if not self.can_embed:
+            raise UserError.of(
+                "P617",
+                "the backend of this plan gives no hidden states, which embeddings are made of",
+                help="use the cpu or the reference backend",
+            )
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_ids(ids, answer=0)
+        tokens, chunk = np.array(ids, np.int32), self.plan.plan.prefill.chunk
+        forward, scheduler = self._parts.forward, self._scheduler
+        assert isinstance(forward, Forward)
+        width = self.plan.model.shape.hidden
+        total = np.zeros(width, np.float64)
+        with scheduler.borrow_place() as place:
+            for start in range(0, len(tokens), chunk):
+                with scheduler.exclude():
+                    found = forward.read_hidden(
+                        tokens[start : start + chunk], end=len(tokens), sequence=place
+                    )
+                hidden = found[:, :width].astype(np.float64)
+                total = total + hidden.sum(axis=0) if pooling == "mean" else hidden[-1]
+        length = float(np.linalg.norm(total))
+        return (total / length if length else total).astype(np.float32)
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:

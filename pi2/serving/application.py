@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
-from pi2.serving import chat, completions, messages, ollama, responses
+from pi2.serving import chat, completions, embeddings, messages, ollama, responses
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form
 from pi2.serving.host import Host, Hosts, ServedPlan
@@ -140,6 +140,7 @@ def make_application(settings: Settings) -> Starlette:
             route("/v1/models/{name:path}", show_model, "GET"),
             route("/v1/chat/completions", chat.answer_chat),
             route("/v1/completions", completions.answer_completion),
+            route("/v1/embeddings", embeddings.answer_embeddings),
             route("/v1/responses", responses.answer_responses),
             route("/v1/messages", messages.answer_messages),
             route("/v1/messages/count_tokens", messages.count_tokens),

@@ -58,6 +58,10 @@ class Host:
         self._thread: Thread | None = None
         self.replay = Replay()
         """What was sampled in conversations."""
+        self.embedding_turn = asyncio.Lock()
+        """Held by the request whose text is embedded: generations go on beside one of them."""
+        self.embedding_clients = 0
+        """Requests for embeddings that are under way or wait."""
         self._vocabulary: LLTokenizer | None = None
         self._facts: ChatFacts | UserError | None = None
 

@@ -228,6 +228,21 @@ class CompletionRequest(Sampled):
         return self
 
 
+class EmbeddingRequest(Body):
+    """``/v1/embeddings``."""
+
+    input: (
+        Text
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=2048)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    """Not OpenAI's: of all tokens, or of the last one."""
+
+
 class TokenizeRequest(BaseModel):
     """``/tokenize``: a text, or a conversation."""
 

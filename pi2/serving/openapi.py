@@ -13,12 +13,14 @@ from pi2.serving.openai_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 
 _POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue a prompt."),
+    "/v1/embeddings": (EmbeddingRequest, "Embed texts."),
     "/v1/responses": (responses.ResponsesRequest, "Answer a conversation, item by item."),
     "/v1/messages": (messages.MessagesRequest, "Answer a conversation (Anthropic)."),
     "/v1/messages/count_tokens": (messages.CountRequest, "Count a conversation's tokens."),

@@ -418,6 +418,39 @@ def test_bodies_and_headers_have_limits(plan: Path) -> None:
         assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
+def test_texts_are_embedded(client: Any, plan: Path) -> None:
+    # The client asks for base64 when nobody says what he wants.
+    texts = ["hello", "hello you", "hello"]
+    found = client.embeddings.create(model="tiny", input=texts, user="me")
+    vectors = [item.embedding for item in found.data]
+    with pi2.load(plan) as model:
+        expected = [model.embed(text).tolist() for text in texts]
+        ids = model.encode("hello you")
+        last = model.embed(ids, pooling="last")
+    assert vectors == expected and vectors[0] == vectors[2] != vectors[1]
+    assert [round(sum(x * x for x in vector), 5) for vector in vectors] == [1.0] * 3
+    assert [item.index for item in found.data] == [0, 1, 2]
+    assert found.usage.prompt_tokens == found.usage.total_tokens == 6 + 10 + 6
+
+    asked: dict[str, Any] = {"model": "tiny", "input": ids, "extra_body": {"pooling": "last"}}
+    short = client.embeddings.create(**asked, encoding_format="float", dimensions=8)
+    assert len(short.data) == 1
+    values = short.data[0].embedding
+    assert sum(x * x for x in values) == pytest.approx(1)
+    assert values[0] / values[1] == pytest.approx(last[0] / last[1], rel=1e-4)
+
+    refused: list[dict[str, Any]] = [
+        {"input": []},
+        {"input": "x", "dimensions": 65},
+        {"input": "x", "extra_body": {"unheard": 1}},
+        {"input": "x" * 2000},
+    ]
+    for wrong in refused:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.embeddings.create(model="tiny", **wrong)
+        assert error.value.body["type"] == "invalid_request_error", wrong
+
+
 def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
     plans = []
     for name in ("one", "two"):

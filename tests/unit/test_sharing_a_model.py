@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest
 from pi2.engine.line import Line
 from pi2.engine.sampling import SamplingOptions
@@ -116,6 +117,29 @@ def test_logits_that_are_read_piece_by_piece_keep_a_place(tmp_path: Path) -> Non
         assert model.generate("b", **OPTIONS).result.text
         found += pieces
         assert np.allclose(np.concatenate(found), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_embeddings_are_what_the_head_reads(tmp_path: Path, backend: str) -> None:
+    tiny = make_tiny(tmp_path)
+    plan = write_plan(tmp_path, tiny)
+    names = tiny.model.tensors
+    head = tiny.weights[names.embedding if tiny.model.tied_head else names.head]
+    ids = list(range(5, 47))  # more than a chunk
+    with pi2.load(plan, set={"backends.cpu": backend}) as model:
+        logits = model.logits(ids)
+        last, mean = model.embed(ids, pooling="last"), model.embed(ids)
+        apart = [model.embed(ids[: n + 1], pooling="last") for n in range(len(ids))]
+        with pytest.raises(UserError, match="P603"):
+            model.embed([])
+    assert np.corrcoef(head @ last, logits[-1])[0, 1] > 0.999
+    assert np.linalg.norm(mean) == pytest.approx(1, abs=1e-6)
+    # Norms of what the head reads differ little: the mean of directions is near.
+    assert np.dot(mean, np.sum(apart, axis=0)) / np.linalg.norm(np.sum(apart, axis=0)) > 0.99
+    with pi2.load(plan, set={"backends.cpu": "null"}) as dry:
+        assert not dry.can_embed
+        with pytest.raises(UserError, match="P617"):
+            dry.embed([5])
 
 
 def test_a_closed_model_says_so(tmp_path: Path) -> None:
