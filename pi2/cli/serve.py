@@ -113,7 +113,9 @@ def command(
     from pi2.refit import parse_budget
     from pi2.serving.application import Settings, make_application
     from pi2.serving.calls import Limits
+    from pi2.serving.traces import Traces, make_tracer
 
+    tracer = make_tracer()
     scaling = read_scaling(on, replicas, autoscale)
     configure_logging(1)
     overrides = parse_assignments(settings)
@@ -142,7 +144,7 @@ def command(
         application = make_application(chosen)
         models = application.state.hosts
     config = uvicorn.Config(
-        application,
+        application if tracer is None else Traces(application, tracer),
         host=host,
         port=port,
         log_level="warning",

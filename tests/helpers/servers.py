@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,11 @@ def describe_plan(
 
 
 @contextmanager
-def serve(plans: Sequence[ServedPlan], **settings: Any) -> Iterator[str]:
-    """The address of a server that runs meanwhile."""
-    application = make_application(Settings(plans=plans, **settings))
+def serve(
+    plans: Sequence[ServedPlan], wrap: Callable[[Any], Any] = lambda app: app, **settings: Any
+) -> Iterator[str]:
+    """The address of a server that runs meanwhile; ``wrap`` is what requests go through first."""
+    application = wrap(make_application(Settings(plans=plans, **settings)))
     config = uvicorn.Config(
         application,
         port=0,
