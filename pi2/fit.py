@@ -37,6 +37,12 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
     return locate_findings(found, resolved.path) if found else []
 
 
+def find_processor_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
+    """What keeps the kernels of a plan's processor from running on ``machine``: P301 and P302."""
+    unit = resolved.device.units[resolved.sparse_unit]
+    return list(_check_processor(resolved.device.id, unit, machine))
+
+
 def list_backends(resolved: ResolvedPlan) -> frozenset[str]:
     """Backends of the units that the plan gives layers to."""
     return frozenset(map(resolved.name_backend, (resolved.sparse_unit, *resolved.dense_units)))

@@ -31,6 +31,7 @@ TARGETS = ("aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu")
     help="Folder of the bundle, a new one.",
 )
 @click.option("--without-store", is_flag=True, help="Leave the weights out.")
+@click.option("--without-probe", is_flag=True, help="Leave out the kernels that --probe times.")
 @click.option("--copy-store", is_flag=True, help="Copy the weights instead of linking them.")
 @click.option(
     "--features",
@@ -49,6 +50,7 @@ def command(
     target: str,
     output: Path,
     without_store: bool,
+    without_probe: bool,
     copy_store: bool,
     features: str | None,
     threads: int | None,
@@ -75,6 +77,7 @@ def command(
         triple=triple,  # type: ignore[arg-type] # the choices are the names
         features=None if names is None else parse_features(names, triple),  # type: ignore[arg-type]
         threads=threads,
+        probe=not without_probe,
     )
     resolver = LockedReferences(plan.parent, locked=locked)
     resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)

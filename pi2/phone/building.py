@@ -30,6 +30,7 @@ from pi2.phone.licences import write_notes
 from pi2.phone.npu import list_npus, write_npu
 from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
+from pi2.phone.runtime.probing import list_recipes
 from pi2.phone.target import Wish, aim_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress
@@ -110,6 +111,8 @@ def _fill(
     _write_version(room)
     with NeuronStore.open(store_path, model=aimed.model) as store:
         specs = list_specs(aimed, store)
+        if wish.probe:
+            specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
         tokenizer = store.tokenizer_path.name
     libraries = [
         *_compile_kernels(room, specs, wish.triple, progress),

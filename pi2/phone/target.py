@@ -39,6 +39,8 @@ class Wish:
     """Features that kernels may use; None: those of the plan's device, else the usual ones."""
     threads: int | None = None
     """Compute threads; None: those of the plan, else the cores of its device, else four."""
+    probe: bool = True
+    """Whether the bundle has the kernels that its probe times."""
 
 
 def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:

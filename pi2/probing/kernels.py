@@ -11,7 +11,9 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from pi2.backends.cpu.specification import make_spec
 from pi2.backends.host import load_host_loops
+from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import Executor
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.plan.documents.backends import find_executor_backend
@@ -20,7 +22,7 @@ from pi2.probing.series import Key, collect_rounds
 from pi2.probing.steps import VARIANTS, Steps
 from pi2.probing.storage import ReadSpec, StorageBench
 from pi2.probing.timing import StepFacts, make_timer
-from pi2.probing.token_steps import EXACT, GATES, USUAL, TokenSteps
+from pi2.probing.token_steps import EXACT, GATES, USUAL, TokenSteps, Variety
 from pi2.progress import Progress, ignore_progress
 
 
@@ -32,9 +34,22 @@ class KernelRecipe:
     features: frozenset[str]
     architecture: str
     sizes: synthetic.ProbeShape = synthetic.LARGE
+    varieties: tuple[Variety, ...] = (USUAL, GATES, EXACT)
 
     def __call__(self, progress: Progress) -> KernelBench:
         return KernelBench(self, progress)
+
+    def list_specs(self) -> list[KernelSpec]:
+        """What its kernels are compiled from."""
+        request = synthetic.make_request(
+            synthetic.make_model(self.sizes),
+            threads=self.threads,
+            features=self.features,
+            architecture=self.architecture,
+            progress=ignore_progress,
+            filled=False,
+        )
+        return [make_spec(variety.choose_types(request)) for variety in self.varieties]
 
 
 class KernelBench:
@@ -65,7 +80,7 @@ class KernelBench:
         layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
         self._others: list[Executor] = []
         self._tokens = []
-        for variety in (USUAL, GATES, EXACT):
+        for variety in recipe.varieties:
             executor = self._executor
             if variety != USUAL:
                 executor = backend.build(variety.apply(request, layers))

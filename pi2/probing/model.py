@@ -154,14 +154,19 @@ def make_request(
     features: frozenset[str],
     architecture: str,
     progress: Progress,
+    filled: bool = True,
 ) -> BuildRequest:
-    """Everything that a backend needs to run the model; weights are random."""
+    """Everything that a backend needs to run the model; weights are random, or not there unless
+    ``filled``, for who asks what would be compiled."""
     assert model.predictor is not None
     shape = model.shape
     ranks = [model.predictor.rank] * shape.layers
     return BuildRequest(
         model=model,
-        tensors={item.name: _make_tensor(item) for item in list_tensors(model, ranks)},
+        tensors={
+            item.name: _make_tensor(item) if filled else _wrap(item, np.zeros(0, np.uint8), None)
+            for item in list_tensors(model, ranks)
+        },
         bundle=model.lay_out_bundle(),
         neurons=shape.ffn,
         chunk=CHUNK,

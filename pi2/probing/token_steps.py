@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pi2.arrays import U8
+from pi2.arrays import F16, U8
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
@@ -34,15 +34,22 @@ class Variety:
     activations: ActivationType = "int16"
     has_gates: bool = False
 
+    def choose_types(self, request: BuildRequest) -> BuildRequest:
+        """``request`` with this variety's types, and an empty list of gates where it has them:
+        all that kernels depend on."""
+        gates: list[tuple[U8, F16 | None]] | None = [] if self.has_gates else None
+        return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
+
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
         """``request`` with this variety's types and gates; tokens go through the first
         ``layers`` layers."""
-        gates = None
-        if self.has_gates:
-            rows = synthetic.make_gate_rows(request.model, layers)
-            # Only the first layers run; the others' gates are never read.
-            gates = [rows[min(layer, layers - 1)] for layer in range(request.model.shape.layers)]
-        return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
+        chosen = self.choose_types(request)
+        if not self.has_gates:
+            return chosen
+        rows = synthetic.make_gate_rows(request.model, layers)
+        # Only the first layers run; the others' gates are never read.
+        gates = [rows[min(layer, layers - 1)] for layer in range(request.model.shape.layers)]
+        return replace(chosen, gate_rows=gates)
 
 
 USUAL = Variety()

@@ -8,11 +8,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pi2.cli.main import run
+from pi2.costs.rates import read_rates
+from pi2.phone import building
+from pi2.phone.runtime.probing import list_recipes
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.probing import storage
+from pi2.probing.kernels import KernelRecipe
+from pi2.probing.token_steps import USUAL
 from tests.helpers.hexagon import require_emulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +69,27 @@ assert library.prctl(38, 1, 0, 0, 0) == 0
 assert library.prctl(22, 2, ctypes.addressof(program), 0, 0) == 0, ctypes.get_errno()
 """
 """Lets the kernel refuse some calls with EPERM (seccomp), as Android does."""
+SMALL_PROBE = """
+import os, sys
+sys.path.insert(0, os.path.join(os.environ["PYTHONPATH"], "pi2_phone/packages"))
+from dataclasses import replace
+from pi2.phone.runtime import probing
+from pi2.probing import storage, timing, token_steps
+whole = probing.list_recipes
+probing.list_recipes = lambda plan: [replace(whole(plan)[1], varieties=(probing.USUAL,))]
+probing.write_probe.__kwdefaults__["rounds"] = 1
+probing.METER_BYTES = 4 << 20
+storage.ROUND_S = timing.ROUND_S = 0.002
+token_steps.SERIES_S = token_steps.CACHED_S = 0.02
+"""
+"""Times one kind of the smaller model's kernels, and not for long."""
 
 pytestmark = pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs lld")
 
 
 def build(folder: Path, *options: str, plan: Path = PLAN) -> Path:
-    arguments = ["build", str(plan), "--threads", "2", "-o", str(folder), *options]
+    options += ("--threads", "2", "--without-probe")
+    arguments = ["build", str(plan), "-o", str(folder), *options]
     assert run(arguments) == 0
     return folder
 
@@ -155,6 +180,31 @@ def test_a_bundle_for_a_real_npu_says_what_is_to_be_built_for_it(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.count("error[") == 1 and "P320" in done.stderr
     assert "pi2-npu-host" in done.stderr and "vendor's SDK" in done.stderr
+
+
+def test_its_probe_times_the_kernels_that_it_has_for_a_device_that_plans_are_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def list_some(plan: ResolvedPlan) -> list[KernelRecipe]:
+        return [replace(list_recipes(plan)[1], varieties=(USUAL,))]
+
+    monkeypatch.setattr(building, "list_recipes", list_some)
+    flash = tmp_path / "store/layers/ffn-000.arrow"
+    flash.parent.mkdir(parents=True)
+    flash.write_bytes(bytes(storage.SAMPLE_BYTES + (1 << 20)))
+    target = ["--target", "x86_64-linux-gnu", "--threads", "2", "-o", str(tmp_path / "bundle")]
+    assert run(["build", str(PLAN), *target]) == 0
+    output = tmp_path / "phone.device.toml"
+    asked = ["--probe", "-o", str(output), "--disk", str(tmp_path / "store")]
+    done = start(tmp_path / "bundle", *asked, before=SMALL_PROBE)
+    assert done.returncode == 0, done.stderr
+    assert "not timed" not in done.stderr
+    report = check_file(output)
+    assert report.is_sound and isinstance(report.document, Device), report.diagnostics
+    found = {item.kernel for item in report.document.units["cpu"].kernels}
+    assert {"multiply", "project", "attend", "predict", "gather", "dense", "engine"} <= found
+    assert report.document.storage is not None and report.document.storage.overlap is not None
+    assert read_rates(report.document).measured
 
 
 def test_two_builds_are_equal_byte_by_byte(

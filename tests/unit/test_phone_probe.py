@@ -26,7 +26,7 @@ def test_what_is_written_is_a_valid_device_with_rates_of_flash_and_memory(
     flash.mkdir(parents=True)
     (flash / "ffn-000.arrow").write_bytes(bytes(storage.SAMPLE_BYTES + MIB))
     output = tmp_path / "phone.device.toml"
-    probing.write_probe(output, tmp_path / "store", rounds=1)
+    probing.write_probe(output, tmp_path / "store", [], rounds=1)
     report = check_file(output)
     assert report.is_sound, report.diagnostics
     values = tomllib.loads(output.read_text())
@@ -41,7 +41,7 @@ def test_an_existing_file_is_never_replaced(tmp_path: Path) -> None:
     output = tmp_path / "phone.device.toml"
     output.write_text("mine")
     with pytest.raises(UserError, match="P675"):
-        probing.write_probe(output, tmp_path)
+        probing.write_probe(output, tmp_path, [])
     assert output.read_text() == "mine"
 
 

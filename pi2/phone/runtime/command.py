@@ -80,10 +80,10 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(options.verbose)
     if options.machine:
         return show_machine()
-    if options.probe:
-        return probe(options)
     bundle = read_bundle(find_folder(options.folder))
     check_bundle(bundle, hashed=options.verify)
+    if options.probe:
+        return probe(read_plan(bundle.folder), options)
     resolved = open_plan(bundle.folder, options.store)
     offer_programs(bundle.folder)
     if options.verify:
@@ -110,12 +110,17 @@ def offer_programs(folder: Path) -> None:
     os.environ["PATH"] = os.pathsep.join([*own, os.environ.get("PATH", os.defpath)])
 
 
-def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
-    """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
+def read_plan(folder: Path) -> ResolvedPlan:
+    """Read the bundle's plan; UserError P671 if it is damaged."""
     try:
-        resolved = read_resolved(folder / PLAN)
+        return read_resolved(folder / PLAN)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError.of("P671", f"{folder / PLAN} cannot be read: {error}") from None
+
+
+def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
+    """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
+    resolved = read_plan(folder)
     if store is not None:
         plan = resolved.plan.model_copy(update={"store": str(store.resolve())})
         own = resolved.__dict__["digest"]
@@ -166,15 +171,23 @@ def show_machine() -> int:
     return 0
 
 
-def probe(options: argparse.Namespace) -> int:
-    """Write a device file."""
-    from pi2.phone.runtime.probing import write_probe
+def probe(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
+    """Write a device file; UserError P301 and P302 where the bundle's kernels cannot run."""
+    from pi2.fit import find_processor_misfits
+    from pi2.machine import detect_machine
+    from pi2.phone.runtime.probing import has_kernels, list_recipes, write_probe
 
     if options.output is None:
         raise UserError.of("P675", "--probe needs -o NAME.device.toml", help="name a new file")
+    if misfits := find_processor_misfits(resolved, detect_machine()):
+        raise UserError(tuple(misfits), exit_code=2)
     place = options.disk or options.output.absolute().parent
-    print("measuring takes about half a minute; run nothing else meanwhile", file=sys.stderr)
-    write_probe(options.output, place)
+    recipes = list_recipes(resolved)
+    if not has_kernels(recipes):
+        recipes = []
+        print("kernels are not timed: the bundle was built --without-probe", file=sys.stderr)
+    print("measuring takes some minutes; run nothing else meanwhile", file=sys.stderr)
+    write_probe(options.output, place, recipes)
     print(options.output)
     return 0
 

@@ -1,7 +1,8 @@
 """``python -m pi2_phone --probe``: a device file of what a bundle can measure by itself.
 
 Flash is measured with the reader that runs use, memory by numpy's largest of many numbers, noise by
-equal pieces of that.  Kernels are not timed: `pi2 plan` estimates them from the memory's rate.
+equal pieces of that, and the processor's kernels as `pi2 probe` does, in the models of
+`pi2.probing.model`: the bundle has them compiled, for the threads of its plan (`list_recipes`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.host import load_host_loops
 from pi2.benchmarks.bandwidth import BandwidthMeter
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
 from pi2.phone.runtime.toml_text import write_toml
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.probing.document import describe_device
+from pi2.probing.kernels import KernelRecipe
+from pi2.probing.model import LARGE, SMALL
 from pi2.probing.probe import Measurements
 from pi2.probing.series import Key
-from pi2.probing.storage import StorageBench, list_reads, open_sample
+from pi2.probing.storage import StorageBench, list_overlaps, list_reads, open_sample
+from pi2.probing.timing import StepFacts
+from pi2.probing.token_steps import GATES, USUAL
 from pi2.progress import ignore_progress
 
 ROUNDS = 3
@@ -29,10 +36,42 @@ STEADY_PIECES = 50
 SUFFIX = ".device.toml"
 
 
-def write_probe(output: Path, place: Path, *, rounds: int = ROUNDS) -> None:
-    """Measure this machine, the storage at the folder ``place``, and write ``output``, a new file.
+def list_recipes(resolved: ResolvedPlan) -> list[KernelRecipe]:
+    """What times the kernels of a processor, with the threads and features of a bundle's plan; of
+    each, the keys and values and activations that most plans have."""
+    unit, threads = resolved.device.units[resolved.sparse_unit], resolved.plan.threads.compute
+    assert unit.architecture is not None and threads is not None, "a bundle's plan states them"
+    return [
+        KernelRecipe(
+            threads=threads,
+            features=frozenset(unit.features or ()),
+            architecture=unit.architecture,
+            sizes=sizes,
+            varieties=(USUAL, GATES),
+        )
+        for sizes in (LARGE, SMALL)
+    ]
 
-    UserError P675 if it exists, or cannot be written; P341 where nothing can be read.
+
+def has_kernels(recipes: Sequence[KernelRecipe]) -> bool:
+    """Whether the bundle has what the recipes need."""
+    try:
+        for recipe in recipes:
+            for spec in recipe.list_specs():
+                load_or_compile(spec, ignore_progress)
+    except UserError:
+        return False
+    return True
+
+
+def write_probe(
+    output: Path, place: Path, recipes: Sequence[KernelRecipe], *, rounds: int = ROUNDS
+) -> None:
+    """Measure this machine, the storage at the folder ``place`` and kernels, and write ``output``,
+    a new file.
+
+    UserError P675 if it exists, or cannot be written; P341 where nothing can be read; P674 where
+    the bundle has no such kernels.
     """
     if output.exists():
         raise UserError.of("P675", f"{output} exists already", help="choose another name with -o")
@@ -40,7 +79,7 @@ def write_probe(output: Path, place: Path, *, rounds: int = ROUNDS) -> None:
     text = (
         "# Written by `python -m pi2_phone --probe`: no serial numbers, host names or accounts.\n"
     )
-    text += write_toml(describe_device(name, measure(place, rounds)))
+    text += write_toml(describe_device(name, measure(place, recipes, rounds)))
     try:
         temporary = output.with_name(f".{output.name}.part")
         temporary.write_text(text, encoding="utf-8")
@@ -49,14 +88,16 @@ def write_probe(output: Path, place: Path, *, rounds: int = ROUNDS) -> None:
         raise UserError.of("P675", f"{output} cannot be written: {error.strerror}") from None
 
 
-def measure(place: Path, rounds: int) -> Measurements:
-    """Measure everything ``rounds`` times, one after the other."""
+def measure(place: Path, recipes: Sequence[KernelRecipe], rounds: int) -> Measurements:
+    """Measure everything ``rounds`` times, kernels after all else."""
     machine, storage = detect_machine(), inspect_storage(place)
-    threads = machine.cores
+    threads = recipes[0].threads if recipes else machine.cores
     loops = load_host_loops(ignore_progress, machine.features)
     bandwidth: dict[int, list[float]] = {}
     rates: dict[Key, list[float]] = {}
     latency_s: list[float] = []
+    overlap: dict[Key, list[float]] = {}
+    steps, step_s = list[StepFacts](), dict[Key, list[float]]()
     with open_sample(place) as (path, size):
         bench = StorageBench(str(path), size, loops)
         reads = list_reads(size, storage.direct.align_bytes or 512)
@@ -70,18 +111,28 @@ def measure(place: Path, rounds: int) -> Measurements:
                 latency_s += bench.measure_latency(1)
         finally:
             bench.close()
+        for recipe in recipes:
+            kernels = recipe(ignore_progress)
+            try:
+                steps += kernels.list_steps()
+                step_s |= kernels.measure(rounds)
+                if recipe is recipes[0]:
+                    kernels.open_storage(str(path), size)
+                    overlap = kernels.measure_overlap(list_overlaps(reads), rounds)
+            finally:
+                kernels.close()
     return Measurements(
         machine=machine,
         storage=storage,
         threads=threads,
         bandwidth=bandwidth,
         read_work="numpy maximum",
-        steps=(),
-        step_s={},
+        steps=tuple(steps),
+        step_s=step_s,
         reads=tuple(spec for spec in reads if spec.key in rates),
         read_bytes_s=rates,
         latency_s=latency_s,
-        overlap={},
+        overlap=overlap,
         steady_s=measure_steady(),
         steady_work="the maximum of 8 MiB",
     )
