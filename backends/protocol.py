@@ -1,5 +1,5 @@
 """What a backend is: a folder of this one whose module ``backend`` has the members of `Backend` and
-those of `ExecutorBackend`, `WholeBackend` and `UnitBackend`, of one or more.
+those of `ExecutorBackend`, `WholeBackend`, `TextBackend` and `UnitBackend`, of one or more.
 
 A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
 can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
@@ -45,8 +45,11 @@ from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pi2.arrays import F16, F32, I32, U8, Bits, Raw
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
+    from pi2.backends.text_model import TextModel, TextRequest
     from pi2.backends.whole_model import WholeModel, WholeRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.rows import DividedRows
@@ -415,6 +418,26 @@ class WholeBackend(Backend, Protocol):
 
     def build_whole(self, request: WholeRequest) -> WholeModel:
         """Compile or load kernels and make room for the model."""
+
+
+class TextBackend(Backend, Protocol):
+    """Members of a backend's module that drives a program which has a model as a whole and gives
+    text, not logits."""
+
+    WEIGHTS: str
+    """The file by which its folders of weights are known; the plan's ``store`` is one."""
+
+    def find_unit_obstacles(self, unit: Unit) -> list[str]:
+        """What keeps the program from being started here; empty if nothing does."""
+
+    def need_unit_memory(self, facts: UnitFacts) -> Need:
+        """Bytes of the plan's budgets that it needs."""
+
+    def check_weights(self, folder: Path, model: Model) -> None:
+        """UserError unless the folder has weights of the model, as far as one can see."""
+
+    def open_text(self, request: TextRequest) -> TextModel:
+        """Start the program with its weights."""
 
 
 @runtime_checkable

@@ -27,9 +27,10 @@ from pi2.machine.software import (
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.backends import (
+    find_alone_backend,
     find_backend,
+    find_text_backend,
     find_unit_backend,
-    find_whole_backend,
     list_backend_names,
 )
 from pi2.plan.reading.references import find_shipped_folder
@@ -135,11 +136,14 @@ def judge_plan(
     ]
     findings += find_unit_obstacles(resolved)
     findings += find_plan_misfits(resolved, machine)
-    if not (resolved.store_path / "manifest.json").is_file():
+    text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
+    weights = "manifest.json" if text is None else text.WEIGHTS
+    if not (resolved.store_path / weights).is_file():
+        what = "neuron store is" if text is None else "weights are"
         findings.append(
             Diagnostic(
                 code="P501",
-                message="its neuron store is not on this machine",
+                message=f"its {what} not on this machine",
                 help="make it with `pi2 convert`",
                 path="store",
             )
@@ -156,7 +160,7 @@ def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
     found = []
     whole = (resolved.sparse_unit,) if resolved.has_whole_unit else ()
     for name in (*whole, *resolved.dense_units):
-        find = find_whole_backend if name in whole else find_unit_backend
+        find = find_alone_backend if name in whole else find_unit_backend
         backend = find(resolved.name_backend(name))
         # The rules of the plan language have seen to it (P265).
         assert backend is not None, name

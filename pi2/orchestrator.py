@@ -129,6 +129,14 @@ def build(
     make_observer: MakeObserver | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
+    if resolved.gives_text:
+        name = resolved.name_backend(resolved.sparse_unit)
+        raise UserError.of(
+            "P678",
+            f"backend {name!r} of `{resolved.sparse_unit}` gives text and no logits, which this"
+            " needs",
+            help="`pi2 run PLAN --prompt TEXT` works with it; else name another backend",
+        )
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from pi2.backends.text_model import Finished
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.sampling import Sampling
@@ -32,15 +32,6 @@ _MODEL_KEYS = {
     "num_key_value_heads": "kv_heads",
 }
 """Sizes of MLC-LLM's configuration, and what the model document calls them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a text ended."""
-
-    reason: str
-    prompt_tokens: int | None
-    tokens: int | None
 
 
 class MlcEngine:
@@ -172,6 +163,17 @@ class MlcEngine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def find_missing() -> str | None:
+    """Return why MLC-LLM cannot be started, and what to do; None where its Python has it."""
+    python = os.environ.get(PYTHON) or sys.executable
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('mlc_llm') is None)"
+    try:
+        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+    except OSError as error:
+        return f"{python} cannot be started: {error.strerror}: {_INSTALL}"
+    return None if done.returncode == 0 else f"{python} has no mlc_llm: {_INSTALL}"
 
 
 def _has_descriptor(stream: IO[str]) -> bool:

@@ -1,4 +1,4 @@
-"""`pi2 run --mlc`: a plan's model, context and sampling, computed by MLC-LLM."""
+"""`pi2 run` where MLC-LLM computes: a plan's model, context and sampling."""
 
 from __future__ import annotations
 
@@ -6,40 +6,44 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pi2.diagnostics import UserError
 
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+
 PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def run_mlc(
-    plan: Path,
-    folder: Path,
+    resolved: ResolvedPlan,
+    folder: Path | None,
     prompt: str | Sequence[Mapping[str, Any]],
-    overrides: Mapping[str, object],
     options: Mapping[str, Any],
     *,
-    locked: bool,
     as_json: bool,
 ) -> None:
-    """Generate text with the folder's weights; UserError P686-P689."""
-    from pi2.backends.mlc.engine import MlcEngine
-    from pi2.plan.resolve import load_plan
-    from pi2.sharing.resolver import LockedReferences
+    """Generate text with the folder's weights, or those that the plan's ``store`` names where it
+    names the backend; UserError P686-P689."""
+    from pi2.backends.mlc.backend import open_text
+    from pi2.backends.text_model import TextRequest
 
     if options["ignore_eos"]:
         raise UserError.of("P687", "MLC-LLM's interface has no --ignore-eos")
-    chosen = {f"sampling.{name}": options[name] for name in PASSED_ON if options[name] is not None}
-    resolver = LockedReferences(plan.parent, locked=locked)
-    resolved = load_plan(plan, overrides={**overrides, **chosen}, resolver=resolver)
     settings = resolved.plan
-    with MlcEngine(
-        folder, resolved.model, context=settings.kv.context, chunk=settings.prefill.chunk
-    ) as engine:
+    request = TextRequest(
+        folder=resolved.store_path if folder is None else folder,
+        model=resolved.model,
+        unit=resolved.device.units[resolved.sparse_unit] if folder is None else None,
+        context=settings.kv.context,
+        chunk=settings.prefill.chunk,
+    )
+    with closing(open_text(request)) as engine:
         begun, first, pieces = time.monotonic(), None, []
         for piece in engine.generate(
             prompt, settings.sampling, max_tokens=options["max_tokens"], stop=options["stop"]
@@ -77,3 +81,8 @@ def run_mlc(
         f" plan's holds · plan {resolved.digest[:12]}",
         err=True,
     )
+
+
+def choose_sampling(options: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values of the plan that a run's options replace."""
+    return {f"sampling.{name}": options[name] for name in PASSED_ON if options[name] is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,9 +121,12 @@ def command(
     and prints the one whose tokens have the highest mean log probability.
     """
     from pi2.cli.details import log_counters, log_plan
+    from pi2.cli.mlc_text import choose_sampling, run_mlc
     from pi2.cli.progress import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
     from pi2.orchestrator import load
+    from pi2.plan.resolve import load_plan
+    from pi2.sharing.resolver import LockedReferences
 
     del offline  # a promise that is kept without it
     plan = find_plan_path(plan)
@@ -130,13 +134,12 @@ def command(
     alone = not prompts and prompt_file is None and list_file is None
     messages = list_messages(chat, system, alone=alone)
     texts = [] if messages else read_prompts(prompts, prompt_file, list_file)
-    if mlc is not None:
-        from pi2.cli.mlc_text import run_mlc
-
+    read = partial(load_plan, plan, resolver=LockedReferences(plan.parent, locked=locked))
+    if mlc is not None or read(overrides=overrides).gives_text:
         if memory is not None or len(texts) > 1 or list_file is not None or best_of:
-            raise click.UsageError("--mlc takes one prompt, and neither --memory nor --best-of")
-        given = messages or texts[0]
-        run_mlc(plan, mlc, given, overrides, options, locked=locked, as_json=as_json)
+            raise click.UsageError("MLC-LLM takes one prompt, and neither --memory nor --best-of")
+        resolved = read(overrides={**overrides, **choose_sampling(options)})
+        run_mlc(resolved, mlc, messages or texts[0], options, as_json=as_json)
         return
     if best_of is not None:
         if list_file is not None or len(texts) > 1:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import list_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.backends import find_text_backend
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
 from pi2.regular_file import check_regular
@@ -36,14 +37,19 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 
 
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What a run would refuse about the store of ``resolved``: P502-P506, P508, P520, P605.
+    """What a run would refuse about the store of ``resolved``: P502-P506, P508, P520, P605; P689
+    of weights for another program.
 
     Nothing where no store is there: it may be made later, or be on the device alone.
     """
     path = resolved.store_path
     if not path.exists():
         return []
+    text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
     try:
+        if resolved.gives_text and text is not None:
+            text.check_weights(path, resolved.model)
+            return []
         manifest = read_manifest(path)
         check_model(path, manifest, resolved.model)
         check_files(path, manifest)

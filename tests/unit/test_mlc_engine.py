@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from pi2.backends.mlc.engine import PYTHON, MlcEngine
+from pi2.checkup import judge_plan
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.machine import detect_machine
 from pi2.plan.documents.sampling import Sampling
 from pi2.plan.resolve import load_plan
 
@@ -113,6 +115,19 @@ def folder(tmp_path: Path) -> Path:
     return file.parent
 
 
+@pytest.fixture
+def plan(tmp_path: Path, folder: Path) -> Path:
+    """A plan that names the backend, and the folder as its store."""
+    file = tmp_path / "mlc.plan.toml"
+    file.write_text(
+        f'extends = ["{os.path.relpath(PLAN.with_name("demo-opencl.plan.toml"), tmp_path)}"]\n'
+        'schema_version = 2\nname = "Demo in MLC-LLM"\ndevice = "host-opencl"\n'
+        f'model = "pi2-demo"\nstore = "{folder.name}"\nbackends = {{ gpu = "mlc" }}\n'
+        'decode.predictor = "none"\nsampling.repetition_penalty = 1.0\n'
+    )
+    return file
+
+
 def read(said: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in said.read_text().splitlines()]
 
@@ -145,6 +160,46 @@ def test_a_run_takes_context_and_sampling_from_the_plan(
         "stream": True,
     }
     assert ended == {"terminated": True}
+
+
+def test_a_plan_that_names_the_backend_runs_with_the_weights_that_it_names(
+    said: Path, folder: Path, plan: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", str(plan)]) == 0
+    assert run(["run", str(plan), "--max-tokens", "7", "--prompt", "def "]) == 0
+    out, err = capfd.readouterr()
+    assert out.endswith("Hello\n") and "MLC-LLM: load" in err
+    loaded, asked, _ = read(said)
+    assert (loaded["model"], loaded["device"]) == (str(folder.resolve()), "opencl")
+    assert (asked["max_tokens"], asked["temperature"]) == (7, 0.7)
+
+
+def test_what_needs_logits_of_such_a_plan_is_a_finding(
+    plan: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["evaluate", str(plan), "--text", str(PLAN)], ["bench", str(plan)]):
+        assert run(arguments) == 2
+        assert "P678" in capfd.readouterr().err
+
+
+def test_it_says_what_it_cannot_compute_of_a_plan(
+    plan: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(plan.read_text().replace('predictor = "none"', 'predictor = "low-rank"'))
+    assert run(["validate", str(plan)]) == 1
+    out, err = capfd.readouterr()
+    assert "P265" in out + err and 'decode.predictor must be "none"' in out + err
+
+
+def test_doctor_says_of_such_a_plan_what_is_missing(
+    plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    (folder / "mlc-chat-config.json").unlink()
+    verdict = judge_plan(plan, plan.name, detect_machine(), {})
+    assert verdict.verdict == "cannot run"
+    text = " ".join(finding.message for finding in verdict.findings)
+    assert "has no mlc_llm" in text and "its weights are not on this machine" in text
 
 
 def test_conversations_are_rendered_by_mlc_llm(said: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
-from pi2.plan.documents.backends import find_whole_backend
+from pi2.plan.documents.backends import find_alone_backend, find_text_backend
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import BatchSplit, Plan
@@ -112,7 +112,14 @@ class ResolvedPlan:
         unit = self.sparse_unit
         if not self.has_backend(unit) or self.device.units[unit].kind == "cpu":
             return False
-        return find_whole_backend(self.name_backend(unit)) is not None
+        return find_alone_backend(self.name_backend(unit)) is not None
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether that unit's backend drives a program that gives text, not logits."""
+        if not self.has_whole_unit:
+            return False
+        return find_text_backend(self.name_backend(self.sparse_unit)) is not None
 
     def count_units(self) -> int:
         """Number of units that compute beside the processor, or in its place."""

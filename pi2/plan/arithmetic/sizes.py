@@ -20,9 +20,9 @@ from pi2.plan.arithmetic.mixers import (
 )
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import (
+    find_alone_backend,
     find_executor_backend,
     find_unit_backend,
-    find_whole_backend,
 )
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
@@ -114,7 +114,7 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
     needs = {}
     if resolved.has_whole_unit:
         name = resolved.sparse_unit
-        whole = find_whole_backend(resolved.name_backend(name))
+        whole = find_alone_backend(resolved.name_backend(name))
         assert whole is not None, name
         needs[name] = whole.need_unit_memory(describe_unit(resolved, name))
     for name in resolved.dense_units:

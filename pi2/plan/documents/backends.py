@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import Backend, ExecutorBackend, UnitBackend, WholeBackend
+    from pi2.backends.protocol import (
+        Backend,
+        ExecutorBackend,
+        TextBackend,
+        UnitBackend,
+        WholeBackend,
+    )
     from pi2.plan.documents.device import UnitKind
 
 _PACKAGE = "pi2.backends"
@@ -47,3 +53,15 @@ def find_whole_backend(name: str) -> WholeBackend | None:
     they do not."""
     backend = find_backend(name)
     return cast("WholeBackend", backend) if hasattr(backend, "build_whole") else None
+
+
+def find_text_backend(name: str) -> TextBackend | None:
+    """Import the module of a backend that drives a program which gives text; None if it does
+    not."""
+    backend = find_backend(name)
+    return cast("TextBackend", backend) if hasattr(backend, "open_text") else None
+
+
+def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
+    """Import the module of a backend whose units have whole models, whatever comes out of them."""
+    return find_whole_backend(name) or find_text_backend(name)
