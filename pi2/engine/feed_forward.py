@@ -284,7 +284,7 @@ class FeedForward(Waves):
     def end_token(self) -> None:
         """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
-        if self.balance is not None:
+        if self.balance is not None and not self._only_resident:
             self.balance.end_token()
 
     def _predict(
@@ -320,6 +320,10 @@ class FeedForward(Waves):
                 indices = self._cache.leave_out(layer, named, scores, least)
                 if self.twins is not None:
                     indices = self.twins.take_left_out(layer, token, named, indices)
+        if self._only_resident:
+            named, indices = indices, self._keep_resident(layer, indices)
+            if self.twins is not None:
+                indices = self.twins.take_left_out(layer, token, named, indices)
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons if late is None and end is None else 0
         return indices

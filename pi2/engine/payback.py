@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WINDOW_STEPS = 16
 """Last steps that are compared."""
@@ -25,18 +26,40 @@ LONGEST_REST = 512
 GAIN = 0.05
 """Share of bytes and of seconds that guessing must save to be taken up again; it is given up where
 it saves nothing."""
+FLASH_WEIGHT = 10
+"""Bytes in memory that count as much as one from flash: drives give a tenth of what memory gives,
+or less.  Guesses of what is in memory touch more there, so that less is read."""
+
+
+class Touched(NamedTuple):
+    """Bytes that steps have touched."""
+
+    memory: int
+    flash: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all: what comes from flash is touched there and in memory."""
+        return self.memory + self.flash
+
+    @property
+    def weight(self) -> int:
+        """What steps are compared by."""
+        return self.memory + FLASH_WEIGHT * self.flash
 
 
 @dataclass(slots=True)
 class _Window:
     """The last steps of a kind."""
 
-    steps: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    steps: deque[tuple[int, Touched, float]] = field(
+        default_factory=lambda: deque(maxlen=WINDOW_STEPS)
+    )
     """Tokens that were kept, bytes that were touched, seconds."""
 
-    def find_bytes(self) -> float:
-        """Bytes for each token that was kept."""
-        return sum(step[1] for step in self.steps) / max(1, self._count())
+    def find_weight(self) -> float:
+        """Weight of the bytes for each token that was kept."""
+        return sum(step[1].weight for step in self.steps) / max(1, self._count())
 
     def find_seconds(self) -> float:
         """Seconds for each; a few steps that the machine has disturbed do not count."""
@@ -69,10 +92,10 @@ class Payback:
             return False
         return self._in_row < REFRESH_STEPS
 
-    def note(self, *, drafted: bool, tokens: int, touched_bytes: int, seconds: float) -> None:
+    def note(self, *, drafted: bool, tokens: int, touched: Touched, seconds: float) -> None:
         """Take note of a step: of ``tokens`` that were kept."""
         window = self._drafted if drafted else self._plain
-        window.steps.append((tokens, touched_bytes, seconds))
+        window.steps.append((tokens, touched, seconds))
         if drafted:
             self._in_row += 1
             self._decide()
@@ -89,7 +112,7 @@ class Payback:
             return
         most = 1 - GAIN if self._is_tried else 1.0
         if (
-            self._drafted.find_bytes() < most * self._plain.find_bytes()
+            self._drafted.find_weight() < most * self._plain.find_weight()
             and self._drafted.find_seconds() < most * self._plain.find_seconds()
         ):
             self._is_tried, self._rest = False, FIRST_REST

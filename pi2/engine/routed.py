@@ -93,7 +93,7 @@ class RoutedFeedForward(FeedForward):
     def end_token(self) -> None:
         """Count what a token activated, and whether looking ahead pays."""
         super().end_token()
-        if self._look_ahead != "none":
+        if self._look_ahead != "none" and not self._only_resident:
             self.read_ahead.end_token(time.perf_counter() - self._start_s)
             self.counters.without_ahead = self.read_ahead.idle_tokens
 
@@ -106,7 +106,7 @@ class RoutedFeedForward(FeedForward):
 
     def _looks_ahead(self, layer: int) -> bool:
         """Whether reads of ``layer`` begin before its routing is known."""
-        if layer == self._layers or not self.read_ahead.is_on:
+        if layer == self._layers or not self.read_ahead.is_on or self._only_resident:
             return False
         return len(self._cache.hot_slots[layer]) < self._cache.neurons
 
@@ -184,6 +184,8 @@ class RoutedFeedForward(FeedForward):
         """What ``token`` computes of the layer's granules, of its ``experts`` and, hot ones, of
         those whose twins compute the rest."""
         found = self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)
+        if self._only_resident:
+            found = self._keep_resident(layer, found)
         if self.twins is None or not self._by_twins:
             return found
         end = min(bounds.stop, self.twins.firsts[layer] // self._cache.granule)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pi2.backends.protocol import StateKeeper
-from pi2.engine.drafting import PromptLookup
+from pi2.engine.drafting import Drafter, PromptLookup
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
+from pi2.engine.resident_drafts import ResidentDrafts
 from pi2.engine.speculation import Speculation
 from pi2.engine.step_bytes import StepBytes
 
@@ -18,8 +19,11 @@ def make_speculation(parts: Parts) -> Speculation | None:
         return None
     if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
         return None
+    drafter: Drafter = PromptLookup(settings.match)
+    if settings.drafts == "resident":
+        drafter = ResidentDrafts(forward, parts.feed_forward)
     return Speculation(
-        PromptLookup(settings.match),
+        drafter,
         tokens=settings.tokens,
         step_tokens=plan.decode.step_tokens,
         count_bytes=StepBytes(parts, forward).count,

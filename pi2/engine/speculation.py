@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pi2.engine.answer import Answer
 from pi2.engine.drafting import Drafter
-from pi2.engine.payback import Payback
+from pi2.engine.payback import Payback, Touched
 from pi2.engine.speculation_counters import SpeculationCounters
 
 
@@ -26,7 +26,7 @@ class Speculation:
         *,
         tokens: int,
         step_tokens: int,
-        count_bytes: Callable[[], int],
+        count_bytes: Callable[[], Touched],
         always: bool = False,
     ) -> None:
         """``tokens``: most of a guess; ``step_tokens``: most of a step; ``count_bytes`` gives the
@@ -42,7 +42,7 @@ class Speculation:
         self._lengths: dict[int, int] = {}
         """Tokens to guess next, by place: fewer where guesses were wrong."""
         self._counters = SpeculationCounters(accepted_by_position=(0,) * tokens)
-        self._bytes = 0
+        self._bytes = Touched(0, 0)
 
     @property
     def counters(self) -> SpeculationCounters:
@@ -76,17 +76,20 @@ class Speculation:
     ) -> None:
         """Take note of a step of ``sequences``: the tokens that each place has ``kept``, guesses
         that were drawn and the one drawn after them; ``taken_s``: seconds, guessing included."""
-        touched, tokens = self._count_bytes() - self._bytes, sum(kept.values())
+        now, before, tokens = self._count_bytes(), self._bytes, sum(kept.values())
+        touched = Touched(now.memory - before.memory, now.flash - before.flash)
         payback = self._paybacks.setdefault(sequences, Payback())
-        payback.note(drafted=bool(guesses), tokens=tokens, touched_bytes=touched, seconds=taken_s)
+        payback.note(drafted=bool(guesses), tokens=tokens, touched=touched, seconds=taken_s)
         counters = self._counters
         if not guesses:
             counters.plain_tokens += tokens
-            counters.plain_bytes += touched
+            counters.plain_bytes += touched.total
+            counters.plain_flash_bytes += touched.flash
             return
         counters.drafted_steps += 1
         counters.drafted_tokens += tokens
-        counters.drafted_bytes += touched
+        counters.drafted_bytes += touched.total
+        counters.drafted_flash_bytes += touched.flash
         for place, guess in guesses.items():
             self._note_guess(place, len(guess), max(0, kept.get(place, 0) - 1))
 

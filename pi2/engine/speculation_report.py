@@ -24,8 +24,14 @@ def describe_speculation(
         "drafted_steps": counters.drafted_steps,
         "drafted_tokens": counters.drafted_tokens,
         "drafted_bytes_per_token": _round(divide(counters.drafted_bytes, counters.drafted_tokens)),
+        "drafted_flash_bytes_per_token": _round(
+            divide(counters.drafted_flash_bytes, counters.drafted_tokens)
+        ),
         "plain_tokens": counters.plain_tokens,
         "plain_bytes_per_token": _round(divide(counters.plain_bytes, counters.plain_tokens)),
+        "plain_flash_bytes_per_token": _round(
+            divide(counters.plain_flash_bytes, counters.plain_tokens)
+        ),
     }
 
 
@@ -38,10 +44,15 @@ def summarise_speculation(found: dict[str, Any]) -> str:
     line = (
         f"speculation: {found['draft_tokens']} tokens guessed, {share:.1%} of them kept · "
         f"{found['drafted_tokens'] / found['drafted_steps']:.2f} tokens a step, "
-        f"{approximate_bytes(drafted)} touched for each"
+        f"{approximate_bytes(drafted)} touched for each, "
+        f"{approximate_bytes(found['drafted_flash_bytes_per_token'])} of it on flash"
     )
     if plain is not None:
-        line += f", {approximate_bytes(plain)} without guesses ({found['plain_tokens']} tokens)"
+        line += (
+            f"; without guesses {approximate_bytes(plain)}, "
+            f"{approximate_bytes(found['plain_flash_bytes_per_token'])} of it on flash "
+            f"({found['plain_tokens']} tokens)"
+        )
     return line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
+from pi2.engine.payback import Touched
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.weights.layout import vector_bytes
@@ -15,7 +16,7 @@ class StepBytes:
     """Counts what the steps of a model that is computed layer by layer touch.
 
     Every step reads the dense weights and predictors once, neurons that any of its tokens uses
-    once, and keys and values for each token; what comes from flash is counted once more.
+    once, and keys and values for each token; what comes from flash is counted there, too.
     """
 
     def __init__(self, parts: Parts, forward: Forward) -> None:
@@ -27,13 +28,13 @@ class StepBytes:
         model, kind = parts.resolved.model, parts.resolved.plan.kv.type
         self._context_bytes = model.shape.layers * count_kv_token_bytes(model, kind)
 
-    def count(self) -> int:
+    def count(self) -> Touched:
         """Bytes of all steps so far; also of prompts, what was read from flash."""
         forward = self._forward
         memory = forward.steps * self._dense_bytes
         memory += forward.attended_tokens * self._context_bytes
         memory += self._counters.touched * self._neuron_bytes
-        return memory + self._reader.read_bytes
+        return Touched(memory, self._reader.read_bytes)
 
 
 def count_dense_bytes(resolved: ResolvedPlan) -> int:

@@ -8,6 +8,7 @@ token computes what its own prediction named.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.granules import SingleNeurons, expand
 from pi2.memory.null_reader import NullReader
+from pi2.memory.policy import ABSENT
 from pi2.plan.documents.plan import Decode
 
 
@@ -100,6 +102,21 @@ class Waves:
         self._separate_scales = separate_scales
         self._tokens = 1
         self.counters = NeuronCounters()
+        self._only_resident = False
+        """Whether what is not in memory is left out."""
+
+    @contextmanager
+    def leave_out_missing(self) -> Iterator[None]:
+        """Let nothing be read meanwhile: tokens are computed with what is in memory."""
+        self._only_resident = True
+        try:
+            yield
+        finally:
+            self._only_resident = False
+
+    def _keep_resident(self, layer: int, indices: I32) -> I32:
+        """Those of ``indices`` [n] that are in memory."""
+        return indices.compress(self._cache.locate(layer, indices) != ABSENT)
 
     def _select_tokens(self) -> Iterator[int]:
         """Let the executor's calls be about one token of a step after the other."""

@@ -102,6 +102,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "graphs-of-no-npu.plan.toml": ("P276", 11, 1),
     "guesses-of-a-whole-unit.plan.toml": ("P281", 31, 1),
     "guesses-of-long-positions.plan.toml": ("P322", 46, 15),
+    "guesses-that-leave-nothing-out.plan.toml": ("P281", 45, 26),
     "kinds-of-too-few-layers.model.toml": ("P275", 17, 9),
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),

@@ -15,7 +15,7 @@ from pi2.arrays import F32, I32, I64
 from pi2.engine.answer import GenerationRequest
 from pi2.engine.drafting import PromptLookup
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback
+from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback, Touched
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.sequences import Sequences
@@ -65,7 +65,7 @@ def foretell(model: LoadedModel, texts: Sequence[Sequence[int]], wrong_every: in
         Prophet(texts, model.plan.model.shape.vocab, wrong_every),
         tokens=decode.speculation.tokens,
         step_tokens=decode.step_tokens,
-        count_bytes=lambda: 0,
+        count_bytes=lambda: Touched(0, 0),
         always=True,
     )
 
@@ -160,6 +160,54 @@ def test_experts_of_a_mixture_are_read_once_for_all_guesses(tmp_path: Path) -> N
         result = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
         assert model._parts.feed_forward.counters.touched < 0.8 * touched
     assert result.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("kind", ["neurons", "gates, ahead", "experts"])
+def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
+    tmp_path: Path, kind: str
+) -> None:
+    settings: dict[str, Any] = {"layers.hot": 0.2, "cache.fill": False}
+    if kind == "experts":
+        plan = make_mixture_plan(tmp_path, "drelu")
+        settings |= {
+            "decode.predictor": "router",
+            "decode.look_ahead": "layer",
+            "backends.cpu": "reference",
+            "memory.budget": "2 GiB",
+            "memory.segments.workspace": "16 MiB",
+            "memory.segments.cold": "700 KiB",
+            "memory.segments.hot": "2 MiB",
+            "memory.segments.predictor": "1 MiB",
+        }
+    else:
+        plan = write_plan(tmp_path, make_tiny(tmp_path))
+        settings["cache.rebalance"] = 4
+        settings["decode.predictor"] = "gate" if kind == "gates, ahead" else "low-rank"
+    with pi2.load(plan, set=settings) as model:
+        alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
+    guessing = {"drafts": "resident", "when": "always", "tokens": 3}
+    with pi2.load(plan, set={**settings, "decode.speculation": guessing}) as model:
+        speculation, forward = model.scheduler.speculation, model._parts.forward
+        assert speculation is not None
+        propose, places = speculation._drafter.propose, []
+
+        def watch(place: int, ids: I64, most: int) -> list[int]:
+            read = model.stats.flash_read_bytes
+            found = propose(place, ids, most)
+            assert model.stats.flash_read_bytes == read
+            places.append(forward.positions[place])
+            assert len(found) == most
+            return found
+
+        speculation._drafter.propose = watch
+        result = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
+        counters = count_guesses(model)
+        cache = model._parts.cache
+        assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
+    assert result.token_ids == alone.token_ids
+    assert places == sorted(set(places)), "what was guessed is taken back"
+    assert counters.accepted_tokens > 0
+    assert counters.drafted_bytes > 0
 
 
 def test_several_sequences_share_the_room_of_a_step(tmp_path: Path) -> None:
@@ -325,7 +373,7 @@ def draw_texts(count: int) -> Counter[tuple[int, ...]]:
         piece_tokens=8,
         make_decoder=lambda request: TokenDecoder(lambda ids: ""),
         speculation=Speculation(
-            Stubborn(), tokens=3, step_tokens=4, count_bytes=lambda: 0, always=True
+            Stubborn(), tokens=3, step_tokens=4, count_bytes=lambda: Touched(0, 0), always=True
         ),
     )
     found: Counter[tuple[int, ...]] = Counter()
@@ -403,17 +451,19 @@ def test_an_index_that_grows_finds_what_a_new_one_finds() -> None:
 # Whether it pays.
 
 
-def feed(payback: Payback, steps: int, *, kept: int, size: int, seconds: float) -> list[bool]:
+def feed(
+    payback: Payback, steps: int, *, kept: int, size: int, seconds: float, flash: int = 0
+) -> list[bool]:
     """Steps as they are wanted, of which those with guesses keep ``kept`` tokens, touch ``size``
-    bytes and take ``seconds``; those without touch 100 bytes and take a second."""
+    bytes in memory and ``flash`` on flash, and take ``seconds``; those without touch 90 and 10, and
+    take a second."""
     found = []
     for _ in range(steps):
         drafted = payback.wants_draft()
         found.append(drafted)
-        if drafted:
-            payback.note(drafted=True, tokens=kept, touched_bytes=size, seconds=seconds)
-        else:
-            payback.note(drafted=False, tokens=1, touched_bytes=100, seconds=1.0)
+        touched = Touched(size, flash or 10 * kept) if drafted else Touched(90, 10)
+        tokens, taken_s = (kept, seconds) if drafted else (1, 1.0)
+        payback.note(drafted=drafted, tokens=tokens, touched=touched, seconds=taken_s)
     return found
 
 
@@ -425,7 +475,7 @@ def test_guessing_goes_on_while_it_saves_bytes_and_time() -> None:
     assert sum(found) > 180
 
 
-@pytest.mark.parametrize(("kept", "size", "seconds"), [(1, 150, 0.5), (2, 250, 1.0), (2, 150, 2.5)])
+@pytest.mark.parametrize(("kept", "size", "seconds"), [(1, 140, 0.5), (2, 230, 1.0), (2, 130, 2.5)])
 def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
     kept: int, size: int, seconds: float
 ) -> None:
@@ -438,8 +488,14 @@ def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
     assert sum(found) <= 6 * TRIAL_STEPS, "each rest is longer than the one before"
 
 
+def test_guesses_that_touch_more_memory_pay_where_they_read_less() -> None:
+    found = feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=6)
+    assert sum(found) > 180
+    assert sum(feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=30)) < 40
+
+
 def test_what_rests_is_taken_up_only_for_more_than_it_takes_to_go_on() -> None:
-    slight: dict[str, Any] = {"kept": 2, "size": 196, "seconds": 1.5}
+    slight: dict[str, Any] = {"kept": 2, "size": 176, "seconds": 1.5}
     assert sum(feed(Payback(), 400, **slight)) > 350
     payback = Payback()
     feed(payback, PLAIN_STEPS + TRIAL_STEPS, kept=1, size=300, seconds=3.0)
