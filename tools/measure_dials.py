@@ -4,7 +4,9 @@
         --plot docs/images/dials.svg
 
 Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
-given share of all experts, once for every setting of the table ``[experts]`` below.  Prints a table
+given share of all experts, once for every setting of the table ``[experts]`` below.  With
+``--twin`` the store has a twin (``pi2 store twin``): settings in which it computes what is left
+out are measured, too, and exact ones whose cache has the twin's memory besides.  Prints a table
 and draws it.
 """
 
@@ -23,6 +25,7 @@ import pi2
 from pi2.evaluation.scores import score_windows
 from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
 from pi2.plan.resolve import load_plan
+from pi2.plan.weights.layout import lay_out_twin
 from pi2.statistics.texts import encode_windows
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
@@ -34,9 +37,22 @@ DIALS: Mapping[str, list[Mapping[str, Any]]] = {
     "least_weight, not renormalised": [
         {"least_weight": value, "renormalise": False} for value in (0.1, 0.15, 0.2, 0.25)
     ],
+    "read_best": [{"read_best": value} for value in (3, 2, 1)],
     "most_reads": [{"most_reads": value} for value in (2, 1)],
 }
 """Settings by the name of their dial."""
+
+TWIN = {"twin": "int2"}
+TWIN_DIALS: Mapping[str, list[Mapping[str, Any]]] = {
+    "least_weight, twin": [
+        {"least_weight": value, **TWIN} for value in (0.1, 0.15, 0.2, 0.25, 0.4, 1.0)
+    ],
+    "read_best, twin": [{"read_best": value, **TWIN} for value in (3, 2, 1)],
+    "a twin's memory as cache": [{"cache": "and the twin's memory"}],
+}
+"""The same of a store that has a twin."""
+OTHERS = {"twin", "cache"}
+"""What of a setting is no key of ``[experts]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +66,23 @@ class Point:
     """Mean loss less that of exact routing, in nats."""
     loss_change_error: float
     """Its standard error, token by token."""
+    memory_bytes: int
+    """Of cached experts and twins."""
     read_bytes_token: float
     replaced: float
     left_out: float
+    by_twins: float
 
 
-def measure(plan: Path, texts: list[str], share: float, context: int, windows: int) -> list[Point]:
-    """Run all settings."""
+def measure(
+    plan: Path,
+    texts: list[str],
+    share: float,
+    context: int,
+    windows: int,
+    dials: Mapping[str, list[Mapping[str, Any]]],
+) -> list[Point]:
+    """Run exact routing and all settings of ``dials``."""
     resolved = load_plan(plan)
     model = resolved.model
     experts = model.shape.layers * model.expert_count
@@ -66,16 +92,21 @@ def measure(plan: Path, texts: list[str], share: float, context: int, windows: i
         "decode.look_ahead": "none",
         "layers.hot": 0.0,
         "memory.segments.hot": "0 B",
-        "memory.segments.cold": f"{size * resolved.bundle.stride} B",
         "memory.segments.predictor": "64 MiB",
         "memory.budget": "4 GiB",
     }
     points: list[Point] = []
     exact = np.zeros(0)
     settings: list[tuple[str, dict[str, Any]]] = [("exact", {})]
-    settings += [(dial, dict(some)) for dial, all_of in DIALS.items() for some in all_of]
+    settings += [(dial, dict(some)) for dial, all_of in dials.items() for some in all_of]
+    cold = size * resolved.bundle.stride
+    twin = experts * model.shape.ffn * lay_out_twin(resolved.bundle, "int2").stride
     for dial, some in settings:
-        own = {f"experts.{name}": value for name, value in some.items()}
+        chosen_dials = {name: value for name, value in some.items() if name not in OTHERS}
+        own = {f"experts.{name}": value for name, value in chosen_dials.items()}
+        own["memory.segments.cold"] = f"{cold + twin if 'cache' in some else cold} B"
+        if "twin" in some:
+            own |= {"twin.precision": some["twin"], "memory.segments.twin": f"{twin} B"}
         with pi2.load(plan, set={**base, **own}) as loaded:
             chosen = encode_windows(loaded, texts, context=context, stride=None, count=windows)
             before = loaded.stats
@@ -91,9 +122,11 @@ def measure(plan: Path, texts: list[str], share: float, context: int, windows: i
                 perplexity=float(np.exp(losses.mean())),
                 loss_change=float(change.mean()),
                 loss_change_error=float(change.std() / np.sqrt(len(change))),
+                memory_bytes=cold + twin if OTHERS & set(some) else cold,
                 read_bytes_token=done.flash_read_bytes / sum(len(w.tokens) - 1 for w in chosen),
                 replaced=done.replaced_share or 0.0,
                 left_out=done.left_out_share or 0.0,
+                by_twins=done.twin_weight_share or 0.0,
             )
         )
         print(write_row(points[-1], points[0]), flush=True)
@@ -107,17 +140,18 @@ def write_row(point: Point, exact: Point) -> str:
         f"| {names or 'exact'} | {point.perplexity:.3f} "
         f"| {100 * (point.perplexity / exact.perplexity - 1):+.2f} % "
         f"| {point.loss_change:+.4f} ± {point.loss_change_error:.4f} "
-        f"| {point.read_bytes_token / 1e3:.0f} "
+        f"| {point.memory_bytes / 1e6:.1f} | {point.read_bytes_token / 1e3:.0f} "
         f"| {point.read_bytes_token / exact.read_bytes_token:.2f} "
-        f"| {point.replaced:.1%} | {point.left_out:.1%} |"
+        f"| {point.replaced:.1%} | {point.left_out:.1%} | {point.by_twins:.1%} |"
     )
 
 
 def draw(points: list[Point], form: str) -> bytes:
     """Perplexity over bytes read, a line for each dial."""
-    figure = make_figure(8, 4.2)
+    figure = make_figure(8, 4.6)
     axes, exact = figure.subplots(), points[0]
-    for dial, style in zip(DIALS, pick_styles(len(DIALS)), strict=True):
+    dials = list(dict.fromkeys(point.dial for point in points[1:]))
+    for dial, style in zip(dials, pick_styles(len(dials)), strict=True):
         row = [exact, *(point for point in points if point.dial == dial)]
         axes.plot(
             [100 * point.read_bytes_token / exact.read_bytes_token for point in row],
@@ -140,14 +174,22 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--twin", action="store_true", help="measure the store's twin, too")
     parser.add_argument("--plot", type=Path, help="write a picture")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
-    titles = "setting | perplexity | change | nats | kB read per token | of exact | replaced"
-    print(f"| {titles} | left out |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = "setting | perplexity | change | nats | MB of experts | kB read per token | of exact"
+    print(f"| {titles} | replaced | left out | by twins |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     texts = [arguments.text.read_text("utf-8")]
-    points = measure(arguments.plan, texts, arguments.cache, arguments.context, arguments.windows)
+    points = measure(
+        arguments.plan,
+        texts,
+        arguments.cache,
+        arguments.context,
+        arguments.windows,
+        {**DIALS, **(TWIN_DIALS if arguments.twin else {})},
+    )
     if arguments.plot is not None:
         arguments.plot.write_bytes(draw(points, arguments.plot.suffix.lstrip(".")))
     if arguments.output is not None:

@@ -204,7 +204,7 @@ def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
 
 
 def test_an_evaluation_says_what_dials_cost_and_save(
-    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 12)
@@ -215,8 +215,8 @@ def test_an_evaluation_says_what_dials_cost_and_save(
     said = capsys.readouterr().out
     assert "of the experts' weight replaced by experts in memory, 0.0% left out" in said
     # The tool that compares dials, with two of its settings.
-    monkeypatch.setattr(measure_dials, "DIALS", {"most_reads": [{"most_reads": 0}]})
-    exact, fewer = measure_dials.measure(plan, [text.read_text()], 0.5, 32, 2)
+    dials: Any = {"most_reads": [{"most_reads": 0}]}
+    exact, fewer = measure_dials.measure(plan, [text.read_text()], 0.5, 32, 2, dials)
     assert fewer.read_bytes_token < exact.read_bytes_token and fewer.left_out > 0
     assert measure_dials.draw([exact, fewer], "svg").startswith(b"<?xml")
 

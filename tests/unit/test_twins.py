@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomlkit
 
 import pi2
 from pi2.arrays import F32
@@ -17,11 +18,15 @@ from pi2.cli.main import run as cli
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
+from pi2.plan.arithmetic.fitting import fit_plan
+from pi2.plan.arithmetic.sizes import need_twin
+from pi2.plan.resolve import load_plan
 from pi2.store.manifest import MANIFEST, TWIN_FILE, read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
 from pi2.store.twins import add_twin, read_twins
 from pi2.store.verification import verify_store
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -187,6 +192,26 @@ def test_a_store_gets_a_twin_and_keeps_the_rest(
     content[-5000] ^= 1
     (store / TWIN_FILE).write_bytes(content)
     assert [item.code for item in verify_store(store)] == ["P507"]
+
+
+def test_a_conversion_writes_a_twin(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "other")
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", tiny.model, tiny.weights)
+    store = tmp_path / "store"
+    command = ["convert", str(checkpoint), "--model", str(tmp_path / "tiny.model.toml")]
+    values = tiny.model.model_dump(mode="json", exclude_none=True)
+    (tmp_path / "tiny.model.toml").write_text(tomlkit.dumps(values))
+    assert cli([*command, "-o", str(store), "--twin", "int2"]) == 0
+    assert read_manifest(store).twin is not None and verify_store(store) == []
+
+
+def test_a_fitted_budget_has_room_for_the_twins_of_all_neurons(plan: Path) -> None:
+    settings: dict[str, Any] = {"decode.predictor": "router", "layers.hot": 0.5}
+    settings |= {"memory.budget": "1 GiB", "memory.segments.cold": "600 KiB", **TWIN}
+    resolved = load_plan(plan, overrides=settings)
+    fitted = fit_plan(resolved, 400 << 20)
+    every = need_twin(resolved, hot=False).bytes
+    assert resolved.needs.twin.bytes < every <= fitted.plan.memory.segments.twin
 
 
 def test_a_plan_wants_the_twin_that_its_store_has(plan: Path, tmp_path: Path) -> None:
