@@ -51,6 +51,8 @@ TWIN_DIALS: Mapping[str, list[Mapping[str, Any]]] = {
     "a twin's memory as cache": [{"cache": "and the twin's memory"}],
 }
 """The same of a store that has a twin."""
+MOST_DRAWN = 2.0
+"""Per cent; points above are out of the picture, which says how far."""
 OTHERS = {"twin", "cache"}
 """What of a setting is no key of ``[experts]``."""
 
@@ -160,6 +162,13 @@ def draw(points: list[Point], form: str) -> bytes:
             **style,
         )
     axes.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
+    for point in points:
+        change = 100 * (point.perplexity / exact.perplexity - 1)
+        if change > MOST_DRAWN:
+            place = (100 * point.read_bytes_token / exact.read_bytes_token, MOST_DRAWN)
+            beside = {"xytext": (24, -3), "textcoords": "offset points", "va": "top"}
+            axes.annotate(f"to {change:.1f}", place, fontsize=8, **beside)
+    axes.set_ylim(top=min(MOST_DRAWN, axes.get_ylim()[1]))
     axes.set_xlabel("bytes read per token, % of exact routing")
     axes.set_ylabel("perplexity, change in %")
     add_legend(axes)
