@@ -122,8 +122,14 @@ def measure(arguments: argparse.Namespace) -> None:
     if not path.exists():
         with ProgressBar() as progress:
             write_gguf(resolved.model, path, progress)
-    # As many contexts as clients, in the memory of one long one.
-    batch = {"decode.batch": arguments.clients, "kv.context": CONTEXT // arguments.clients, **more}
+    # As many contexts as clients, in the memory of one long one; logits of as many take what
+    # shorter pieces of prompts leave.
+    batch = {
+        "decode.batch": arguments.clients,
+        "kv.context": CONTEXT // arguments.clients,
+        "prefill.chunk": 64,
+        **more,
+    }
     cases = [
         Case(
             name="in memory",

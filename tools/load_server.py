@@ -8,7 +8,8 @@ the plan is loaded afterwards and the answer gone through token by token: a step
 sequences adds in another order than one's, and a token may be another one where two are about
 equally likely, but only there.  Beside them others read slowly, hang up, and send what is too
 large, broken, without a key or with endless headers.  Prints what came of it as JSON; exits with 1
-if an answer was lost or is not the model's, a bad request was not refused, or the server is gone.
+if an answer was lost or is not the model's, a bad request was not refused, memory has grown, or
+the server is gone.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ WORDS = (
     *("def", "class", "import", "return", "for", "while", "if", "else"),
     *("print", "open", "list", "dict", "range", "self", "value", "name"),
 )
+GROWTH_BYTES = 16 << 20
+"""What the server's memory may grow by between the first quarter of the time and the last."""
 ROUNDING = 3e-3
 """Standard deviation of the noise that stands for another order of additions, in logits."""
 
@@ -313,7 +316,9 @@ def main() -> int:
     print(text)
     if options.output is not None:
         options.output.write_text(text + "\n", "utf-8")
-    return int(bool(wrong or load.lost or load.not_refused or not alive))
+    grown = found["rss_last_quarter_bytes"] - found["rss_first_quarter_bytes"]
+    failed = wrong or load.lost or load.not_refused or not alive or grown > GROWTH_BYTES
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

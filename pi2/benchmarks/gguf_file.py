@@ -189,7 +189,7 @@ def _add_tokenizer(writer: GGUFWriter, model: Model) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([*signs, *(f"<{number}>" for number in range(len(signs), vocab))])
     writer.add_token_types([1] * vocab)  # ordinary tokens
-    writer.add_token_merges([])
+    writer.add_token_merges([f"{signs[-1]} {signs[-2]}"])  # llama.cpp wants one at least
     if model.tokenizer.eos:
         writer.add_eos_token_id(model.tokenizer.eos[0])
 
