@@ -114,11 +114,15 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
 
 
 @needs_emulator
-@pytest.mark.parametrize("features", DECODING)
-def test_gathered_neurons_on_aarch64(features: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("features", "ffn", "hidden"),
+    # Twins are computed by the same functions.
+    [*((features, "int4", 544) for features in DECODING), (DECODING[-1], "int2", 704)],
+)
+def test_gathered_neurons_on_aarch64(features: str, ffn: Any, hidden: int, tmp_path: Path) -> None:
     from tests.property.test_kernels_ffn import Layer
 
-    spec = make_arm_spec(ARM_FEATURES[features], hidden=544)
+    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, ffn=ffn)
     layer = Layer(spec, 30, 1, 0)
     slots = np.arange(29, -1, -2).astype(np.int32)
     y, counts = allocate("float32", spec.hidden), allocate("int32", spec.threads + 1)
