@@ -139,6 +139,18 @@ def build(
         )
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
+    parts = build_parts(resolved, progress=progress, start=start, make_observer=make_observer)
+    return LoadedModel(parts)
+
+
+def build_parts(
+    resolved: ResolvedPlan,
+    *,
+    progress: Progress,
+    start: float,
+    make_observer: MakeObserver | None = None,
+) -> Parts:
+    """Instantiate a model that is computed layer by layer."""
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit
@@ -231,23 +243,47 @@ def build(
             has_states=bool(resolved.model.state_layers),
             step_tokens=resolved.plan.decode.step_tokens,
         )
+        draft = build_draft(resolved, tokenizer, progress, start, cleanup)
         release = cleanup.pop_all()
-    return LoadedModel(
-        Parts(
-            resolved=resolved,
-            store=store,
-            tokenizer=tokenizer,
-            budget=budget,
-            layers=LayerParts(executor=executor, cache=cache, feed_forward=feed_forward),
-            reader=reader,
-            forward=forward,
-            load_s=time.perf_counter() - start,
-            loaded_bytes=bulk.total_bytes,
-            compute_threads=request.threads,
-            lock_fallback=lock_fallback,
-            release=release,
-        )
+    return Parts(
+        resolved=resolved,
+        store=store,
+        tokenizer=tokenizer,
+        budget=budget,
+        layers=LayerParts(executor=executor, cache=cache, feed_forward=feed_forward),
+        reader=reader,
+        forward=forward,
+        load_s=time.perf_counter() - start,
+        loaded_bytes=bulk.total_bytes,
+        compute_threads=request.threads,
+        lock_fallback=lock_fallback,
+        release=release,
+        draft=draft,
     )
+
+
+def build_draft(
+    resolved: ResolvedPlan,
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+    start: float,
+    cleanup: ExitStack,
+) -> Parts | None:
+    """Build the model that guesses tokens, if there is one; UserError P618 where its tokens are
+    others."""
+    if resolved.draft is None:
+        return None
+    draft = build_parts(resolved.draft, progress=progress, start=start)
+    cleanup.enter_context(draft.release)
+    if tokenizer is not None and draft.tokenizer is not None:
+        if tokenizer.get_vocab() != draft.tokenizer.get_vocab():
+            raise UserError.of(
+                "P618",
+                f"{resolved.draft.path} cannot guess for this plan: its tokens are others",
+                help="name the plan of a model with the same tokenizer in decode.speculation.plan",
+                file=str(resolved.path),
+            )
+    return draft
 
 
 def build_whole_model(

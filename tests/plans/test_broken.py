@@ -101,6 +101,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "graphs-beyond-own-memory.plan.toml": ("P277", 11, 1),
     "graphs-of-no-npu.plan.toml": ("P276", 11, 1),
     "guesses-of-a-whole-unit.plan.toml": ("P281", 31, 1),
+    "guesses-of-no-plan.plan.toml": ("P284", 46, 26),
     "guesses-of-long-positions.plan.toml": ("P322", 46, 15),
     "guesses-that-leave-nothing-out.plan.toml": ("P281", 45, 26),
     "kinds-of-too-few-layers.model.toml": ("P275", 17, 9),

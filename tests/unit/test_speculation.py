@@ -15,6 +15,7 @@ from pi2.arrays import F32, I32, I64
 from pi2.engine.answer import GenerationRequest
 from pi2.engine.drafting import PromptLookup
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.loading import read_tokenizer
 from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback, Touched
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
@@ -208,6 +209,90 @@ def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
     assert places == sorted(set(places)), "what was guessed is taken back"
     assert counters.accepted_tokens > 0
     assert counters.drafted_bytes > 0
+
+
+def write_draft(folder: Path, name: str = "draft", **changes: Any) -> Path:
+    """Write a plan of a model of one layer with the same tokens."""
+    own = folder / name
+    own.mkdir()
+    smaller = {"shape": {"layers": 1, **changes.pop("shape", {})}, **changes}
+    segments = {
+        "runtime": "300 MiB",
+        **dict.fromkeys(("attention", "kv", "predictor", "hot", "workspace"), "8 MiB"),
+        "cold": "1 MiB",
+    }
+    memory = {"budget": "400 MiB", "segments": segments}
+    return write_plan(own, make_tiny(own, smaller), {"memory": memory, "decode": {"batch": 2}})
+
+
+def test_another_model_guesses_what_is_verified(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    write_draft(tmp_path)
+    with pi2.load(plan, set={"decode.batch": 3}) as model:
+        alone = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result.sequences
+    guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml", "when": "always", "tokens": 3}
+    settings = {"decode.batch": 3, "decode.speculation": guessing}
+    with pi2.load(plan, set=settings) as model:
+        draft = model._parts.draft
+        assert draft is not None and len(draft.forward.positions) == 2
+        result = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result
+        counters = count_guesses(model)
+        assert counters.draft_tokens > 0
+        assert draft.forward.position == 0, "it forgets what has ended"
+    assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
+
+
+def test_a_model_that_is_the_same_guesses_everything(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    (tmp_path / "same.plan.toml").write_text(plan.read_text())
+    guessing = {"drafts": "plan", "plan": "./same.plan.toml", "when": "always", "tokens": 3}
+    with pi2.load(plan, set={"decode.speculation": guessing, "memory.budget": "4 GiB"}) as model:
+        result = model.generate(PROMPTS[0], **ANSWER, temperature=0.0).result
+        counters = result.statistics.speculation
+    assert counters.accepted_tokens == counters.draft_tokens > 12
+
+
+def find_codes(guessed: Path, **speculation: Any) -> list[str]:
+    with pytest.raises(pi2.UserError) as caught:
+        pi2.load(guessed, set={"decode.speculation": {"drafts": "plan", **speculation}})
+    return [item.code for item in caught.value.diagnostics]
+
+
+def test_a_plan_that_cannot_guess_is_refused(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    assert find_codes(plan) == ["P284"]
+    assert find_codes(plan, plan="./nowhere.plan.toml") == ["P015"]
+    assert find_codes(plan, drafts="prompt", plan="./nowhere.plan.toml") == ["P015", "P284"]
+    write_draft(tmp_path, "other", shape={"vocab": 300})
+    assert find_codes(plan, plan="other/tiny.plan.toml") == ["P284"]
+    guessing = {"drafts": "plan", "plan": "./tiny.plan.toml"}
+    with pytest.raises(pi2.UserError, match=r"memory\.budget leaves"):
+        pi2.load(plan, set={"decode.speculation": guessing, "memory.budget": "800 MiB"})
+
+
+def test_both_models_have_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, read = write_plan(tmp_path, make_tiny(tmp_path)), read_tokenizer
+    write_draft(tmp_path)
+
+    def read_other(path: Path) -> Any:
+        tokenizer = read(path)
+        if "draft" in path.parts:
+            tokenizer.add_tokens(["another"])
+        return tokenizer
+
+    monkeypatch.setattr("pi2.orchestrator.read_tokenizer", read_other)
+    guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
+    with pytest.raises(pi2.UserError, match="P618"):
+        pi2.load(plan, set={"decode.speculation": guessing})
+
+
+def test_a_plan_that_speculates_itself_does_not_guess(tmp_path: Path) -> None:
+    speculation = {"drafts": "plan", "plan": "./tiny.plan.toml"}
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"decode": {"speculation": speculation}})
+    with pytest.raises(pi2.UserError) as caught:
+        pi2.load(plan)
+    messages = [item.message for item in caught.value.diagnostics if item.code == "P284"]
+    assert "it speculates itself" in messages
 
 
 def test_several_sequences_share_the_room_of_a_step(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def compute_digest(resolved: ResolvedPlan) -> str:
         del plan["memory"]["lock"]
     if plan["decode"]["speculation"] is None:
         del plan["decode"]["speculation"]
+    elif resolved.draft is not None:
+        plan["decode"]["speculation"]["plan"] = resolved.draft.digest
     # Plans have a copy of it, which counts.
     model = dump_plain(resolved.model)
     del model["sampling"]

@@ -83,6 +83,8 @@ class ResolvedPlan:
     """The plan's file; empty for values that no file holds yet."""
     thresholds: Thresholds | None = None
     """What ``[sparsity]`` names, if the plan has it."""
+    draft: ResolvedPlan | None = None
+    """The plan of the model that guesses tokens, if `decode.speculation` names one."""
 
     @property
     def store_path(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,12 +111,14 @@ def check_plan(
     text: str | None = None,
     reuse: Reuse | None = None,
     thresholds: GivenThresholds = None,
+    drafts: bool = True,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
     ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
     ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
-    plan names, which are not read then.
+    plan names, which are not read then.  Without ``drafts``, the plan of a model that guesses
+    tokens is not looked at.
     """
     check = Inspection(resolver, reuse)
     if overrides:
@@ -133,6 +135,12 @@ def check_plan(
     if thresholds is None:
         thresholds = check.follow_thresholds()
     resolved = _resolve(check, thresholds)
+    draft = check.locate_draft() if drafts else None
+    if draft is not None:
+        report = check_plan(draft.path, name=draft.name, resolver=resolver, drafts=False)
+        check.add_draft(report.diagnostics, report.sources)
+        if resolved is not None:
+            resolved = replace(resolved, draft=report.resolved)
     if resolved is not None:
         check.run_rules({**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,6 +199,39 @@ class Inspection:
                     replace(item, span=span, path=name_path(path)) if named else item
                 )
             return None
+
+    def locate_draft(self) -> Located | None:
+        """Find the plan of the model that guesses tokens, if the plan names one."""
+        plan, file = self.documents.get("plan"), self.files.get("plan")
+        if file is None or not isinstance(plan, Plan) or plan.decode.speculation is None:
+            return None
+        reference = plan.decode.speculation.plan
+        if reference is None:
+            return None
+        path, origin = ("decode", "speculation", "plan"), self.references["plan"]
+        try:
+            folder = file.path.parent
+            return locate_document(reference, "plan", folder, resolver=self.resolver, origin=origin)
+        except UserError as error:
+            found = error.diagnostics
+        except UnknownName as error:
+            found = (
+                Diagnostic(code="P015", message=str(error), help=error.hint, severity="error"),
+            )
+        span = file.spans.find_value(path)
+        self.diagnostics += (replace(item, span=span, path=name_path(path)) for item in found)
+        return None
+
+    def add_draft(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> None:
+        """Take notice of the errors in the plan of the model that guesses tokens."""
+        path, file = ("decode", "speculation", "plan"), self.files["plan"]
+        self.sources.update(sources)
+        for item in diagnostics:
+            if item.severity == "error" and item.code in CANNOT_READ:
+                span = file.spans.find_value(path)
+                item = replace(item, code="P015", span=span, path=name_path(path))
+            if item.severity == "error":
+                self.diagnostics.append(item)
 
     def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
         """Run the rules whose needs are met and that did not run before.

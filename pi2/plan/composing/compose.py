@@ -65,7 +65,10 @@ _WANTED = {
 }
 
 _REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
-    "plan": (("device",), ("model",), ("store",), ("sparsity", "thresholds"))
+    "plan": (
+        *(("device",), ("model",), ("store",), ("sparsity", "thresholds")),
+        ("decode", "speculation", "plan"),
+    )
 }
 """Keys whose texts are paths, or may be."""
 _PLAIN_PATHS = ("store", "thresholds")

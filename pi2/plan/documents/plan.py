@@ -304,10 +304,13 @@ class Speculation(Table):
     same, greedy or not, but for rounding.
     """
 
-    drafts: Literal["prompt", "resident"] = "prompt"
+    drafts: Literal["prompt", "resident", "plan"] = "prompt"
     """Who guesses: ``prompt`` takes what came after the last tokens where they stood before, in the
     prompt or in the answer; ``resident`` the model itself, with the neurons that are in memory
-    alone, so that nothing is read."""
+    alone, so that nothing is read; ``plan`` a smaller model with the same tokens."""
+    plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
+    """Plan of the smaller model, with ``drafts = "plan"``: a path relative to this file, or a short
+    name.  Its segments but ``runtime`` take what ``memory.budget`` leaves beside this plan's."""
     tokens: Annotated[int, Field(ge=1, le=32)] = 4
     """Maximum number of tokens that are guessed at once.  A step has at most one more, or as many
     as ``decode.batch``: with more sequences under way less is guessed."""
