@@ -44,6 +44,8 @@ from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.resolve import load_plan
 
+CHUNK = 64
+"""Most tokens of a prompt that both engines take at once."""
 PATIENCE_S = 1800.0
 """Seconds in which a server has to be there, and an answer to come."""
 MAPPED = """
@@ -127,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> None:
     batch = {
         "decode.batch": arguments.clients,
         "kv.context": CONTEXT // arguments.clients,
-        "prefill.chunk": 64,
+        "prefill.chunk": CHUNK,
         **more,
     }
     cases = [
@@ -208,6 +210,8 @@ def run_engine(engine: str, case: Case, gguf: Path, arguments: argparse.Namespac
         start = ["-c", MAPPED] if case.limit_bytes else ["-m", "llama_cpp.server"]
         command = [arguments.peer_python, *start, "--model", str(gguf), "--port", str(port)]
         command += ["--n_ctx", str(CONTEXT), "--n_threads", "2", "--n_threads_batch", "2"]
+        # Its buffers grow with the batch; prompts are shorter.
+        command += ["--n_batch", str(CHUNK), "--n_ubatch", str(CHUNK)]
         # Otherwise a question ends the answer under way.
         command += ["--interrupt_requests", "False", "--verbose", "False"]
         tokens = case.peer_tokens
@@ -230,7 +234,9 @@ def start_server(command: Sequence[str], limit_bytes: int) -> Iterator[str]:
         while not (found := re.search(r" on (http://[\w.]+:\d+)", said)):
             line = process.stderr.readline()
             if not line:
-                raise SystemExit(f"{command[0]} does not start: {said[-800:]}")
+                killed = bool(limit_bytes) and group.kills > 0
+                why = "it was killed for lack of memory" if killed else said[-800:]
+                raise SystemExit(f"{command[0]} does not start: {why}")
             said += line
         drain = threading.Thread(target=process.stderr.read)
         drain.start()

@@ -218,6 +218,7 @@ def run_server(
                 await models.start()
                 if renew is not None:
                     listen_for_changes(renew)
+                listener.listen(1024)  # from now on nobody is turned away
                 click.echo(f"pi2 serves {', '.join(names)} on {address}", err=True)
                 await server.serve(sockets=[listener])
             finally:

@@ -55,6 +55,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     body_bytes: int = 8 << 20
     """Most bytes of a request's body."""
+    replica: str = ""
+    """Which of several servers behind one address it is."""
 
 
 def make_application(settings: Settings) -> Starlette:
@@ -62,7 +64,7 @@ def make_application(settings: Settings) -> Starlette:
 
     ``application.state.hosts`` are the models, for those who load them themselves."""
     hosts = Hosts(settings.plans, memory_bytes=settings.memory_bytes)
-    metrics = Metrics(list(hosts.hosts.values()))
+    metrics = Metrics(list(hosts.hosts.values()), replica=settings.replica)
     service = Service(
         hosts=hosts, limits=settings.limits, metrics=metrics, body_bytes=settings.body_bytes
     )
@@ -120,7 +122,8 @@ def make_application(settings: Settings) -> Starlette:
         return JsonResponse(ollama.list_tags(service.hosts.hosts))
 
     async def show_state(request: Request, service: Service) -> Response:
-        return JsonResponse(await asyncio.to_thread(describe_state, service.hosts.hosts.values()))
+        found = await asyncio.to_thread(describe_state, service.hosts.hosts.values())
+        return JsonResponse({**found, "replica": settings.replica})
 
     @asynccontextmanager
     async def live(application: Starlette) -> AsyncIterator[None]:

@@ -25,7 +25,9 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
 class Metrics:
     """Counts what the server does."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[Host], *, replica: str = "") -> None:
+        """``replica``: a label of all numbers, where a server is one of several."""
+        self._replica = replica
         self._registry = CollectorRegistry()
         self._registry.register(_ModelCollector(hosts))
 
@@ -85,7 +87,27 @@ class Metrics:
 
     def write(self) -> bytes:
         """All numbers, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        if not self._replica:
+            return generate_latest(self._registry)
+        labelled = CollectorRegistry()
+        labelled.register(_Labelled(self._registry, self._replica))
+        return generate_latest(labelled)
+
+
+class _Labelled(Collector):
+    """The numbers of a registry with one more label."""
+
+    def __init__(self, registry: CollectorRegistry, replica: str) -> None:
+        self._registry = registry
+        self._more = {"replica": replica}
+
+    def collect(self) -> Iterator[Metric]:
+        """Give the numbers."""
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, **self._more}) for sample in metric.samples
+            ]
+            yield metric
 
 
 class _ModelCollector(Collector):

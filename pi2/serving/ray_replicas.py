@@ -15,11 +15,13 @@ from typing import Any
 from starlette.types import Message
 
 from pi2.diagnostics import UserError
+from pi2.logging import get_logger
 from pi2.ray_cluster import import_ray, start_ray
 from pi2.serving.application import Settings, make_application
 from pi2.serving.errors import ApiError
 from pi2.serving.front import USE, ReplicaLost
 from pi2.serving.host import ServedPlan
+from pi2.serving.requests import make_id
 
 NAME = "pi2"
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
@@ -38,7 +40,7 @@ class Replica:
     """A server without a port, which answers what Ray brings."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
-        self._application = make_application(settings)
+        self._application = make_application(replace(settings, replica=make_id("")))
         await self._application.state.hosts.start()
 
     async def answer(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
@@ -109,6 +111,7 @@ class RayReplicas:
         if self._handle is None:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             self._serve.start(proxy_location="Disabled", logging_config=_QUIET)
+        self._check_room()
         inner = replace(self._settings, keys=(), origins=())
         application = self._describe().bind(inner)
         try:
@@ -124,10 +127,33 @@ class RayReplicas:
             ) from None
         self._handle = handle.options(stream=True, method_name="answer")
 
+    @property
+    def _need_bytes(self) -> int:
+        """Memory of a replica."""
+        settings = self._settings
+        return settings.memory_bytes or sum(plan.budget_bytes for plan in settings.plans)
+
+    def _check_room(self) -> None:
+        """`UserError` P685 where a cluster of this machine alone can never hold the replicas; other
+        clusters may grow, and are waited for."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        room = sum(
+            int(min(node.get("CPU", 0), node.get("memory", 0) // self._need_bytes))
+            for node in nodes
+        )
+        if room >= self._scaling.least:
+            return
+        if self._started:
+            raise UserError.of(
+                "P685",
+                f"this machine has room for {room} replicas, not for {self._scaling.least}",
+                help="each takes a processor and the plans' budgets; ask for fewer with --replicas",
+            )
+        get_logger().warning("waiting for machines", replicas=self._scaling.least, room=room)
+
     def _describe(self) -> Any:
         """The Ray Serve deployment."""
         settings, scaling = self._settings, self._scaling
-        need = settings.memory_bytes or sum(plan.budget_bytes for plan in settings.plans)
         number: dict[str, Any] = {"num_replicas": scaling.least}
         if scaling.most > scaling.least:
             places = max(plan.places for plan in settings.plans)
@@ -136,7 +162,7 @@ class RayReplicas:
         return self._serve.deployment(
             Replica,
             name=NAME,
-            ray_actor_options={"num_cpus": 1, "memory": need},
+            ray_actor_options={"num_cpus": 1, "memory": self._need_bytes},
             # Replicas have queues of their own, in which clients take turns.
             max_ongoing_requests=settings.limits.waiting + 256,
             graceful_shutdown_timeout_s=settings.limits.time_s,

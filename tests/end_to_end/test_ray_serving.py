@@ -187,7 +187,7 @@ def test_a_changed_plan_takes_the_place_of_the_other_without_a_lost_answer(serve
         load.wait_for("whole", 2)
         server.plan.write_text(text + "\n[sampling]\ntop_p = 0.5\n", "utf-8")
         server.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while {server.ask("x", max_tokens=1)["system_fingerprint"] for _ in range(4)} & {before}:
             assert time.monotonic() < deadline, "the old plan is still served"
         load.wait_for("whole", 4)
@@ -204,3 +204,13 @@ def test_a_plan_that_is_not_sound_changes_nothing(server: Server) -> None:
         assert server.ask("x")["usage"]["completion_tokens"] == 24
     finally:
         server.plan.write_text(text, "utf-8")
+
+
+def test_more_replicas_than_the_machine_holds_are_refused(server: Server) -> None:
+    command = [sys.executable, "-m", "pi2", "serve", str(server.plan), "--on", "ray", "--port", "0"]
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [*command, "--replicas", "1000"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 2
+    assert "P685" in done.stderr and "not for 1000" in done.stderr

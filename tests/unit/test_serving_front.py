@@ -16,6 +16,7 @@ from starlette.types import Message
 from pi2.serving import front
 from pi2.serving.application import Settings
 from pi2.serving.front import USE, ReplicaLost, make_front
+from pi2.serving.metrics import Metrics
 
 STREAM = {"type": "http.response.start", "status": 200}
 EVENTS: list[Message] = [
@@ -146,3 +147,14 @@ def test_sizes_and_keys_are_looked_at_before_a_replica_is_asked() -> None:
     assert ask(replicas, body=b"x" * 101)[0]["status"] == 413
     assert ask(replicas, key=b"other")[0]["status"] == 401
     assert replicas.bodies == []
+
+
+def test_numbers_of_a_replica_say_whose_they_are() -> None:
+    metrics = Metrics([], replica="r1")
+    metrics.note_abort("tiny")
+    samples = [line for line in metrics.write().decode().splitlines() if not line.startswith("#")]
+    assert samples
+    assert all('replica="r1"' in line for line in samples)
+    alone = Metrics([])
+    alone.note_abort("tiny")
+    assert b"replica" not in alone.write()
