@@ -91,7 +91,7 @@ def answer(session: Session, text: str, *, dim: bool) -> None:
                 part = fragment.part
                 mark = _DIM if part == "reasoning" else _PLAIN
                 sys.stdout.write(mark if dim else "\n")
-            sys.stdout.write(fragment.text)
+            sys.stdout.write(show_controls(fragment.text) if dim else fragment.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if not dim:
@@ -103,6 +103,20 @@ def answer(session: Session, text: str, *, dim: bool) -> None:
     if session.turn is not None:
         line = session.turn.describe()
         click.echo(f"{_DIM}{line}{_PLAIN}" if dim else line, err=True)
+
+
+def show_controls(text: str) -> str:
+    """The text without characters that command a terminal: a model may write what moves the cursor,
+    or puts something on the clipboard."""
+    return "".join("\ufffd" if is_control(letter) else letter for letter in text)
+
+
+def is_control(letter: str) -> bool:
+    """Whether a terminal would obey it: C0 and C1 but for new lines and tabs, and what turns the
+    direction of writing."""
+    code = ord(letter)
+    is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning
 
 
 def read_line() -> str | None:

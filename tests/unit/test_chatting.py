@@ -16,6 +16,7 @@ from pi2.cli import chat
 from pi2.cli.named_plans import find_plan_path, list_shipped_plans
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
+from pi2.serving.answer_reader import Fragment
 from tests.helpers.servers import make_chat_plan
 
 THINKING = """{%- for message in messages %}
@@ -98,6 +99,43 @@ def test_reasoning_is_told_apart(tmp_path: Path) -> None:
         session = Session(model, settings={"max_tokens": 4, "temperature": 0.0})
         assert {item.part for item in session.ask("hello")} == {"reasoning"}
         assert session.messages[-1]["content"] == ""
+
+
+def test_keys_send_break_lines_recall_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prompt_toolkit", reason="needs the extra chat")
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        read = chat.make_prompt()
+        keys.send_text("one\x1b\rtwo\r")
+        assert read() == "one\ntwo"
+        keys.send_text("forget it\x03three\r")
+        assert read() == "three"
+        read = chat.make_prompt()  # as another run does
+        keys.send_text("\x1b[A\r")
+        assert read() == "three"
+        keys.send_text("\x04")
+        assert read() is None
+
+
+def test_an_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    class Speaker:
+        turn = None
+
+        def ask(self, text: str) -> Iterator[Fragment]:
+            yield Fragment("reasoning", "hm\x1b[2J")
+            yield Fragment("content", "a\tb\n\x9b31m\u202ec\x7f")
+
+    chat.answer(Speaker(), "?", dim=True)  # type: ignore[arg-type]
+    gone = "\ufffd"
+    assert capsys.readouterr().out == (
+        f"\x1b[2mhm{gone}[2J\x1b[0ma\tb\n{gone}31m{gone}c{gone}\x1b[0m\n"
+    )
 
 
 def test_text_may_be_piped_into_it(plan: Path) -> None:
