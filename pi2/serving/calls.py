@@ -15,7 +15,12 @@ from pi2.engine.driver import stream_pieces
 from pi2.engine.scheduler import Ticket
 from pi2.serving.answer_reader import AnswerReader, Fragment
 from pi2.serving.constraints import make_constraint, write_call_grammar, write_json_grammar
-from pi2.serving.conversation import Conversation, render_prompt
+from pi2.serving.conversation import (
+    Conversation,
+    list_calls,
+    read_arguments,
+    render_prompt,
+)
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host
 from pi2.serving.metrics import Metrics
@@ -93,7 +98,7 @@ async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str,
 
 def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
     facts, model = host.find_chat_facts(), host.model
-    prompt = render_prompt(host, conversation)
+    prompt = _render_as_sampled(host, conversation)
     ids = host.replay.encode(prompt, model.encode_text)
     has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
     begins_inside = facts.reasoning is not None and prompt.rstrip().endswith(facts.reasoning[0])
@@ -131,6 +136,25 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
         prompt_text=prompt,
         **ask,
     )
+
+
+def _render_as_sampled(host: Host, conversation: Conversation) -> str:
+    """The conversation's prompt, in which calls are written as the model wrote them, where that
+    makes it go on from an earlier turn."""
+    prompt = render_prompt(host, conversation)
+    known = {
+        number: host.replay.recall(message.get("content") or "", list_calls(message))
+        for number, message in enumerate(conversation.messages)
+        if message.get("tool_calls")
+    }
+    written = {number: text for number, text in known.items() if text is not None}
+    if not written:
+        return prompt
+    try:
+        sampled = render_prompt(host, conversation, written)
+    except UserError:
+        return prompt  # a template that wants to see its calls
+    return max(prompt, sampled, key=host.replay.measure)
 
 
 async def generate(
@@ -215,7 +239,8 @@ async def _follow(
     """Put what comes of a sequence into the queue of its request."""
     name, start, reader = host.plan.name, time.perf_counter(), ask.make_reader()
     first_s = None
-    called, reasoning_tokens, taken = False, 0, 0
+    calls: list[ToolCall] = []
+    said, reasoning_tokens, taken = "", 0, 0
     try:
         async with aclosing(stream_pieces(host.driver, ticket, submitted=True)) as pieces:
             async for piece in pieces:
@@ -223,7 +248,8 @@ async def _follow(
                     first_s = time.perf_counter() - start
                     metrics.note_first_token(name, first_s, ticket)
                 items = reader.push(piece.text)
-                called = called or any(isinstance(item, ToolCall) for item in items)
+                calls += [item for item in items if isinstance(item, ToolCall)]
+                said += join_content(items)
                 if items or piece.scores:
                     await events.put(Delta(index, items, piece.scores))
                 assert ticket.answer is not None
@@ -232,7 +258,8 @@ async def _follow(
                     reasoning_tokens += made - taken
                 taken = made
         items = reader.flush()
-        called = called or any(isinstance(item, ToolCall) for item in items)
+        calls += [item for item in items if isinstance(item, ToolCall)]
+        said += join_content(items)
         if items:
             await events.put(Delta(index, items))
         result, answer = ticket.result, ticket.answer
@@ -240,12 +267,15 @@ async def _follow(
         if ask.prompt_text is not None and result.finish_reason == "eos":
             ids = [*ask.prompt_ids, *result.token_ids[:-1]]
             host.replay.note(ask.prompt_text + result.text, ids)
+            if calls:
+                named = [(call.name, read_arguments(call.arguments)) for call in calls]
+                host.replay.note_calls(said, named, result.text)
         reason = _ENDS[result.finish_reason]
         metrics.note_end(name, reason, result, time.perf_counter() - start, ticket)
         await events.put(
             Finished(
                 index=index,
-                reason="tool_calls" if called and reason == "stop" else reason,
+                reason="tool_calls" if calls and reason == "stop" else reason,
                 stop_text=answer.stop_text,
                 tokens=len(result.token_ids),
                 reasoning_tokens=reasoning_tokens,
@@ -261,6 +291,12 @@ async def _follow(
     except Exception as error:
         metrics.note_error(name, error)
         await events.put(ApiError(500, "the server has failed; its log says why"))
+
+
+def join_content(items: Sequence[Fragment | ToolCall]) -> str:
+    """The text that is the answer's content."""
+    texts = (item.text for item in items if isinstance(item, Fragment) and item.part == "content")
+    return "".join(texts)
 
 
 @dataclass(slots=True)

@@ -78,10 +78,31 @@ def make_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     }
 
 
-def render_prompt(host: Host, conversation: Conversation) -> str:
-    """The prompt that the model's template makes of a conversation.  UserError P608 or P609."""
+def list_calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names and arguments of a message's calls."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(str(item["name"]), item["arguments"]) for item in functions]
+
+
+def render_prompt(
+    host: Host, conversation: Conversation, written: Mapping[int, str] | None = None
+) -> str:
+    """The prompt that the model's template makes of a conversation.  UserError P608 or P609.
+
+    ``written``: what stands for messages with calls, by their number, instead of what the template
+    makes of the calls."""
     facts = host.find_chat_facts()
     messages = [dict(message) for message in conversation.messages]
+    for number, message in enumerate(messages):
+        if written is not None and number in written:
+            messages[number] = {"role": message["role"], "content": written[number]}
+        elif message.get("tool_calls") and not facts.knows_tools:
+            # Such a template would leave them out.
+            text = facts.tools.write_calls(list_calls(message))
+            messages[number] = {
+                "role": message["role"],
+                "content": f"{message.get('content') or ''}{text}",
+            }
     variables = dict(conversation.variables)
     if conversation.tools and conversation.tool_choice != "none":
         wrapped = [{"type": "function", "function": dict(tool)} for tool in conversation.tools]

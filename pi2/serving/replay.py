@@ -3,16 +3,23 @@
 A client sends an answer back as text, and the tokens of that text need not be those that the model
 has drawn.  What was drawn is remembered for a while: where the prompt of the next turn begins with
 the same text, it begins with the same tokens, whose keys and values are known.
+
+Calls of tools come back as names and objects, and templates write these in their own way: with
+other spaces, and without what was thought before.  What the model wrote is remembered by what it
+called.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import Any
 
 _MOST_CONVERSATIONS = 64
 _MOST_CHARACTERS = 8 << 20
+_MOST_CALLS = 1024
 
 
 class Replay:
@@ -22,6 +29,8 @@ class Replay:
         self._turns: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         """Tokens by the text of prompt and answer, those that were used longest ago first."""
         self._characters = 0
+        self._calls: OrderedDict[str, str] = OrderedDict()
+        """What the model wrote, by what it said and called."""
         self._lock = Lock()
 
     def note(self, text: str, ids: Sequence[int]) -> None:
@@ -38,11 +47,40 @@ class Replay:
         """Tokens of a prompt: those that are remembered of its longest beginning, and what
         ``encode`` makes of the rest."""
         with self._lock:
-            known = (turn for turn in self._turns if text.startswith(turn))
-            found = max(known, key=len, default="")
+            found = self._find(text)
             if not found:
                 return encode(text)
             self._turns.move_to_end(found)
             ids = list(self._turns[found])
         rest = text[len(found) :]
         return ids + (encode(rest) if rest else [])
+
+    def _find(self, text: str) -> str:
+        """The longest beginning of ``text`` that is remembered."""
+        return max((turn for turn in self._turns if text.startswith(turn)), key=len, default="")
+
+    def measure(self, text: str) -> int:
+        """Characters of the longest beginning that is remembered."""
+        with self._lock:
+            return len(self._find(text))
+
+    def note_calls(self, content: str, calls: Sequence[tuple[str, Any]], written: str) -> None:
+        """Remember how the model wrote ``content`` and ``calls``: names, and arguments as JSON
+        values."""
+        if len(written) > _MOST_CHARACTERS // _MOST_CALLS:
+            return
+        with self._lock:
+            key = _describe_answer(content, calls)
+            self._calls[key] = written
+            self._calls.move_to_end(key)
+            while len(self._calls) > _MOST_CALLS:
+                self._calls.popitem(last=False)
+
+    def recall(self, content: str, calls: Sequence[tuple[str, Any]]) -> str | None:
+        """What the model wrote when it said and called this; None if that is not known."""
+        with self._lock:
+            return self._calls.get(_describe_answer(content, calls))
+
+
+def _describe_answer(content: str, calls: Sequence[tuple[str, Any]]) -> str:
+    return json.dumps([content.strip(), list(calls)], sort_keys=True)

@@ -39,6 +39,15 @@ class ToolFormat:
     """What to write before the name (a JSON string), before and after the arguments, and the end:
     for answers that must be calls."""
 
+    def write_calls(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Calls, names and arguments as JSON values, as a model would write them."""
+        before, middle, after, between = self.write
+        return between.join(
+            f"{before}{name if self.name == 'fenced' else _dump(name)}{middle}"
+            f"{_dump(arguments)}{after}"
+            for name, arguments in calls
+        )
+
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -256,6 +256,46 @@ def test_tools_are_called_and_their_results_read(client: Any, other: Any) -> Non
     assert follow.status == "incomplete"
 
 
+CALLING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% if m.tool_calls %}{% for c in m.tool_calls %}
+<tool_call>{{ c.function | tojson(indent=2) }}</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that writes calls otherwise than they are sampled."""
+
+
+@pytest.mark.parametrize("template", ["chatml", CALLING.replace("{% if tools %}", "{% if 0 %}")])
+def test_calls_are_read_again_as_they_were_sampled(tmp_path: Path, template: str) -> None:
+    plan = make_chat_plan(tmp_path, template=template, context=2048)
+    with serve([describe_plan(plan)]) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        asked: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "max_tokens": 300}
+        messages = list(HELLO)
+        for turn in range(2):
+            first = client.chat.completions.create(
+                **asked, messages=messages, tool_choice="required", temperature=1, seed=turn
+            )
+            said = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls"
+            again = said.model_dump(exclude_none=True)
+            for call in again["tool_calls"]:
+                # Frameworks read arguments, and write them again.
+                arguments = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(arguments, indent=3)
+            result = {"role": "tool", "tool_call_id": again["tool_calls"][0]["id"], "content": "1"}
+            messages += [again, result]
+        second = client.chat.completions.create(**{**asked, "max_tokens": 2}, messages=messages)
+        # All but the end token of the last answer is known.
+        known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+        assert second.usage.prompt_tokens_details.cached_tokens == known
+
+        # Another call is another text.
+        messages[-2]["tool_calls"][0]["function"]["arguments"] = '{"a": 5, "b": "x", "c": 0}'
+        other = client.chat.completions.create(**{**asked, "max_tokens": 2}, messages=messages)
+        assert other.usage.prompt_tokens_details.cached_tokens < known
+
+
 def test_messages_and_responses_stream_what_they_answer(client: Any, other: Any) -> None:
     with other.messages.stream(
         model="tiny", max_tokens=6, messages=HELLO, system="Be kind."
@@ -372,7 +412,11 @@ def test_a_client_that_goes_frees_its_place(address: str, streams: bool) -> None
 
 
 def test_bodies_and_headers_have_limits(plan: Path) -> None:
-    settings = {"body_bytes": 4096, "keys": ["secret"], "limits": Limits(waiting=0, time_s=60)}
+    settings: dict[str, Any] = {
+        "body_bytes": 4096,
+        "keys": ["secret"],
+        "limits": Limits(waiting=0, time_s=60),
+    }
     with serve([describe_plan(plan)], **settings) as address:
         url, head = f"{address}/v1/completions", {"Authorization": "Bearer secret"}
         assert httpx2.get(f"{address}/health").status_code == 200

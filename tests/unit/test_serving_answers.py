@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pi2.serving.answer_reader import AnswerReader, Fragment
@@ -138,3 +140,24 @@ def test_a_conversation_that_goes_on_has_the_tokens_that_were_sampled() -> None:
     for number in range(64):
         replay.note(f"other {number}", [number])
     assert replay.encode("abc", encode) == [97, 98, 99], "only the latest are remembered"
+
+
+def test_calls_are_remembered_by_what_they_call() -> None:
+    replay = Replay()
+    replay.note_calls("well\n", [("get", {"b": 1, "a": [2]})], "well\n<tool_call>{...}")
+    assert replay.recall("well", [("get", {"a": [2], "b": 1})]) == "well\n<tool_call>{...}"
+    assert replay.recall("well", [("get", {"a": [2], "b": 2})]) is None
+    assert replay.recall("", [("get", {"a": [2], "b": 1})]) is None
+    for number in range(1024):
+        replay.note_calls("", [("get", number)], "x")
+    assert replay.recall("well", [("get", {"a": [2], "b": 1})]) is None
+
+
+@pytest.mark.parametrize("kind", [TAGGED, BRACKETS, BARE, BARS, FENCED], ids=lambda kind: kind.name)
+def test_calls_that_are_written_are_read_as_the_same(kind: ToolFormat) -> None:
+    written = kind.write_calls([("w", json.loads(WEATHER))])
+    reasoning, content, calls = read(AnswerReader(tools=kind), written, 5)
+    assert (reasoning, content.strip()) == ("", "")
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("w", json.loads(WEATHER))
+    ]
