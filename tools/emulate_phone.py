@@ -17,12 +17,22 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = (ROOT / "plans/demo.plan.toml", ROOT / "plans/demo-npu.plan.toml")
 PACKAGES = ("python3-minimal", "python3", "libpython3-stdlib", "libstdc++6")
-TAGS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64")
+RPC_PACKAGES = (
+    *("apache-tvm", "apache-tvm-ffi", "ml_dtypes", "typing_extensions"),
+    *("cloudpickle", "psutil", "tornado"),
+)
+TVM = "tvm"
+"""Folder of what a server of TVM's RPC needs, below the root."""
+TAGS = (
+    *("manylinux_2_28_aarch64", "manylinux_2_27_aarch64"),
+    *("manylinux2014_aarch64", "manylinux_2_17_aarch64"),
+)
 SKIPPED = 77
 
 
@@ -31,17 +41,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the demo's bundle under qemu-aarch64.")
     parser.add_argument("--root", type=Path, required=True, help="folder for arm64 packages")
     parser.add_argument("--plan", type=Path, action="append", help="instead of the demo's two")
+    parser.add_argument(
+        "--rpc", action="store_true", help="only prepare the folder, and put TVM's RPC there"
+    )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--max-tokens", type=int, default=32)
     options = parser.parse_args()
-    missing = find_missing()
-    if missing is not None:
-        print(f"skipped: {missing}")
-        return SKIPPED
-    problem = prepare(options.root)
+    problem = find_missing() or prepare(options.root)
+    if options.rpc:
+        problem = problem or fetch_tvm(options.root)
     if problem is not None:
         print(f"skipped: {problem}")
         return SKIPPED
+    if options.rpc:
+        return 0
     asked = ["--prompt", options.prompt, "--max-tokens", str(options.max_tokens)]
     problems = [compare(options.root, plan, asked) for plan in options.plan or PLANS]
     return int(any(problems))
@@ -103,18 +116,40 @@ def prepare(root: Path) -> str | None:
         problem = call("dpkg-deb", "-x", str(package), str(root / "tree"))
         if problem is not None:
             return problem
-    python = find_python(root)
-    version = python.name.removeprefix("python")
+    problem = fetch_wheels(root, "site", "numpy")
+    if problem is None:
+        done.touch()
+    return problem
+
+
+def fetch_tvm(root: Path) -> str | None:
+    """Put what a server of TVM's RPC needs into ``root``; return why it cannot be."""
+    if (root / TVM).exists():
+        return None
+    names = [
+        f"{name}=={version(name)}" if name.startswith("apache") else name for name in RPC_PACKAGES
+    ]
+    return fetch_wheels(root, TVM, *names)
+
+
+def fetch_wheels(root: Path, place: str, *names: str) -> str | None:
+    """Unpack wheels for the emulated Python into a folder of ``root``, which appears whole; return
+    why it cannot be."""
+    python = find_python(root).name.removeprefix("python")
     tags = [part for tag in TAGS for part in ("--platform", tag)]
     fetch = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *tags]
-    place = ["--python-version", version, "-d", str(root / "wheels"), "numpy"]
-    problem = call(sys.executable, *fetch, *place)
-    if problem is not None:
-        return f"numpy's wheel cannot be fetched: {problem}"
-    for wheel in (root / "wheels").glob("numpy-*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(root / "site")
-    done.touch()
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        wheels, site = Path(folder) / "wheels", Path(folder) / "site"
+        problem = call(
+            sys.executable, *fetch, "--python-version", python, "-d", str(wheels), *names
+        )
+        if problem is not None:
+            return f"wheels of {', '.join(names)} cannot be fetched: {problem}"
+        for wheel in wheels.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+        shutil.rmtree(root / place, ignore_errors=True)
+        site.rename(root / place)
     return None
 
 
@@ -150,6 +185,12 @@ def run_here(bundle: Path, arguments: list[str]) -> subprocess.CompletedProcess[
     )
 
 
+def start_emulated(root: Path, processor: str) -> list[str]:
+    """What starts the emulated Python."""
+    emulator = ["qemu-aarch64", "-cpu", processor, "-L", str(root / "tree")]
+    return [*emulator, str(find_python(root))]
+
+
 def run_emulated(
     root: Path, bundle: Path, arguments: list[str], processor: str
 ) -> subprocess.CompletedProcess[str]:
@@ -159,9 +200,8 @@ def run_emulated(
         "PYTHONPATH": os.pathsep.join((str(bundle), str(root / "site"))),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    emulator = ["qemu-aarch64", "-cpu", processor, "-L", str(root / "tree"), str(find_python(root))]
     return subprocess.run(
-        [*emulator, "-m", "pi2_phone", str(bundle), *arguments],
+        [*start_emulated(root, processor), "-m", "pi2_phone", str(bundle), *arguments],
         capture_output=True,
         text=True,
         env=environment,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,19 @@ from pi2.machine import detect_machine
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing import remote
+from tools.emulate_phone import TVM, start_emulated
 
 NEEDED = ("tornado", "psutil", "cloudpickle")
+SERVER = """
+import sys
+from tvm.rpc.server import PopenRPCServerState
+own, tracker = map(int, sys.argv[1:])
+place = ("127.0.0.1", tracker)
+state = PopenRPCServerState("127.0.0.1", own, own + 1, tracker_addr=place, key="phone")
+state.thread.join()
+"""
+"""What ``python -m tvm.exec.rpc_server`` starts in a process of its own, which an emulated program
+cannot start."""
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -32,7 +45,7 @@ def find_port() -> int:
 
 
 def wait_for(port: int) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -40,33 +53,51 @@ def wait_for(port: int) -> None:
     raise AssertionError(f"nobody listens on {port}")
 
 
+def find_emulated_server() -> tuple[list[str], dict[str, str]]:
+    """What starts a server in a Python for arm64, and its environment."""
+    root = os.environ.get("PI2_ARM64_ROOT")
+    if not root:
+        pytest.skip("PI2_ARM64_ROOT names no folder of tools/emulate_phone.py")
+    if not (Path(root) / TVM).is_dir():
+        pytest.skip("tools/emulate_phone.py --rpc has not put TVM for arm64 there")
+    folders = [str(Path(root) / name) for name in ("site", TVM)]
+    begin = [*start_emulated(Path(root), "max"), "-c", SERVER]
+    return begin, {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+@contextmanager
+def open_tracker(server: Sequence[str], changes: Mapping[str, str]) -> Iterator[int]:
+    """A tracker with one machine, ``phone``, whose ``server`` is started with its own port and the
+    tracker's in an environment with ``changes``; gives the tracker's port."""
+    tracker, own = find_port(), find_port()
+    ports = ["--port", str(tracker), "--port-end", str(tracker + 1)]
+    begin = [sys.executable, "-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", *ports]
+    with ExitStack() as cleanup:
+        for port, command in ((tracker, begin), (own, [*server, str(own), str(tracker)])):
+            # What they say would fill a pipe.
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | changes if port == own else os.environ,
+                start_new_session=True,
+            )
+            cleanup.callback(process.wait)
+            cleanup.callback(kill_group, process)
+            wait_for(port)
+        yield tracker
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a server with the processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def tracker() -> Iterator[int]:
-    """A tracker with one machine, ``phone``; returns its port."""
-    port, other = find_port(), find_port()
-    place = f"127.0.0.1:{port}"
-
-    def start(program: str, own: int, *options: str) -> subprocess.Popen[bytes]:
-        ports = ["--port", str(own), "--port-end", str(own + 1)]
-        command = [sys.executable, "-m", f"tvm.exec.{program}", "--host", "127.0.0.1", *ports]
-        # What they say would fill a pipe.
-        return subprocess.Popen(
-            [*command, *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ,
-            start_new_session=True,
-        )
-
-    with ExitStack() as cleanup:
-        for program, own, options in (
-            ("rpc_tracker", port, []),
-            ("rpc_server", other, ["--tracker", place, "--key", "phone"]),
-        ):
-            process = start(program, own, *options)
-            cleanup.callback(process.wait)
-            cleanup.callback(process.kill)
-            wait_for(own)
+    """A tracker with a server of this machine; gives its port."""
+    with open_tracker([sys.executable, "-c", SERVER], {}) as port:
         yield port
 
 
@@ -89,6 +120,25 @@ def test_a_machine_at_a_tracker_gets_a_device_file_with_times_of_its_kernels(
     found = {(item.kernel, item.size) for item in cpu.kernels}
     assert {("multiply", 4096), ("dense", 128), ("gather", 256), ("norm", 2048)} <= found
     assert all(item.time > 0 and "through RPC" in item.source for item in cpu.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+def test_an_emulated_arm64_at_a_tracker_gets_a_device_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "ROUNDS", 1)
+    small = replace(remote.SHAPE, width=256, neurons=512, arena_neurons=512, vocab=1024)
+    monkeypatch.setattr(remote.measure_remote, "__kwdefaults__", {"shape": small})
+    output = tmp_path / "arm.device.toml"
+    with open_tracker(*find_emulated_server()) as port:
+        target = ["--features", "neon,dotprod,fp16", "--threads", "2"]
+        assert run(["probe", "--rpc", f"127.0.0.1:{port}", "-o", str(output), *target]) == 0
+    report = check_file(output)
+    assert report.is_sound and isinstance(report.document, Device), report.diagnostics
+    cpu = report.document.units["cpu"]
+    assert cpu.architecture == "aarch64"
+    assert {"multiply", "dense", "gather", "norm"} <= {item.kernel for item in cpu.kernels}
 
 
 def test_a_tracker_that_is_not_there_is_a_finding() -> None:

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.backends.hexagon import backend as hexagon
 from pi2.cli.main import run
 from pi2.costs.activations import unite_chances
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.phone.npu import describe_npu
+from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -242,6 +245,19 @@ def test_an_npu_gets_neurons_where_it_is_faster() -> None:
     hots = [layer.hot for layer in found.resolved.layers]
     assert max(shares) > 0.0
     assert all(share <= hot + 1e-9 for share, hot in zip(shares, hots, strict=True))
+    # Its backend can build that: shares, graphs within the NPU's own memory, and room for all.
+    resolved, unit = found.resolved, document.units["npu"]
+    assert resolved.name_backend("npu") == "hexagon"
+    facts = describe_unit(resolved, "npu")
+    assert not hexagon.find_limits(facts)
+    assert unit.hexagon is not None and unit.hexagon.own_memory is not None
+    graphs = hexagon.list_graphs(facts)
+    assert graphs and max(graph.own_bytes for graph in graphs) <= unit.hexagon.own_memory
+    need = hexagon.need_unit_memory(facts).bytes
+    assert resolved.name_segment("npu") == "hot"
+    assert need <= resolved.plan.memory.segments.hot
+    names = {(graph.tokens, graph.neurons) for graph in graphs}
+    assert names == {(item.tokens, item.neurons) for item in describe_npu(resolved, "npu").graphs}
 
 
 @pytest.mark.parametrize(
