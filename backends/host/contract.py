@@ -2,10 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, U32, Bits
+
+
+class RingControl(IntEnum):
+    """What is where in the numbers that `HostLoops.drive_ring` works by.
+
+    Those from HEAD to DONE_TAIL are places of 32-bit words of the rings.
+    """
+
+    NAMED = 0
+    """Name of the next request: those before have entries in the pool."""
+    HANDED_OVER = 1
+    """Name of the first one that has not been handed over."""
+    DESCRIPTOR = 2
+    DEPTH = 3
+    """Most requests in flight."""
+    LEAST_ROOM = 4
+    """Room for so many is worth a system call that nobody waits for."""
+    DEFERRED = 5
+    """1 where completions are noted when the ring is asked for them only."""
+    POOL_MASK = 6
+    """Requests that the pool has room for, a power of two, less 1."""
+    SLOT_MASK = 7
+    DONE_MASK = 8
+    """Entries of the rings, less 1."""
+    EVENTS = 9
+    """Word at which completions begin."""
+    HEAD = 10
+    TAIL = 11
+    FLAGS = 12
+    DONE_HEAD = 13
+    DONE_TAIL = 14
+
+
+class FoundNeurons(NamedTuple):
+    """Where neurons are that a layer needs, by four lists of the same room."""
+
+    lists: I32
+    """[4, n], flat: slots of those in memory, hot ones first; indices of missing ones; slots that
+    these were given; the cold ones of all these slots, counted from the first cold one."""
+    taken: int
+    """Neurons that were looked for."""
+    present: int
+    """Those in memory."""
+    hot: int
+    """Hot ones among them."""
+    missing: int
+    placed: int
+    """Missing ones that have a slot now."""
+    seen: int
+    """Candidates that were looked at."""
+    left: int
+    """Neurons that left their slots."""
+    skipped: int
+    """Neurons that were missing and not worth a read."""
 
 
 class HostLoops(Protocol):
@@ -17,12 +72,12 @@ class HostLoops(Protocol):
     Order of calls for the neurons that a layer needs, as `NeuronCache` and `FlashReader` make
     them::
 
-        find_neurons        wanted neurons -> those in memory, and those that are missing
-        place_neurons       cold slots for the missing ones
+        find_neurons        wanted neurons -> those in memory, those that are missing, their slots
+        place_neurons       more cold slots, where it has run out of candidates
         plan_reads          where their bytes lie -> requests
         read_runs           reads the requests, in threads of the reader;  or, with io_uring,
         fill_entries        requests -> entries of its submission ring
-        note_results        completions -> results of the requests
+        drive_ring          entries -> the kernel, completions -> results of the requests
         compute_checks      what was read for the first time -> CRC-32
 
     Arrays are C-contiguous and of exactly the types that are named; numbers of neurons, keys and
@@ -55,21 +110,34 @@ class HostLoops(Protocol):
         self,
         row: I32,
         indices: I32,
+        candidates: I32,
+        held: Bits,
         *,
+        room: int,
+        hot: slice,
+        hot_slot: int,
         first_key: int,
         first_cold: int,
         clock: int,
+        listed_at: int,
         weight: float,
+        growth: float,
+        slot_of: I32,
+        owner: I64,
         counts: F32,
         scores: F32,
         used_at: I64,
-    ) -> tuple[I32, I32]:
-        """Divide ``indices`` [n] (distinct, none of them hot) by ``row`` [neurons], their slots or
-        -1: return cold slots [h] of those in memory, and stored indices [n - h] of the others.
+        marks: F32 | None = None,
+        least: float = 0.0,
+    ) -> FoundNeurons:
+        """Find ``indices`` [n] (ascending), those in ``hot`` from slot ``hot_slot`` on, others by
+        ``row`` [neurons], their slots or -1; end before the first cold one beyond ``room``.  Give
+        the missing ones slots as `place_neurons` does, as far as ``candidates`` go.  Missing ones
+        behind the hot ones whose ``marks`` [neurons], if given, are below ``least`` are left out.
 
-        Of the former ``weight`` is added to ``counts`` [keys], and ``scores`` [cold] becomes that
-        count, ``used_at`` [cold] ``clock``.  ``first_key`` is the layer's, ``first_cold`` the slot
-        of the first cold one.
+        Of cold ones in memory ``weight`` is added to ``counts`` [keys], and ``scores`` [cold]
+        becomes that count, ``used_at`` [cold] ``clock``; of missing ones ``weight`` (1 + ``growth``
+        h) for h such.  ``first_key`` is the layer's, ``first_cold`` the slot of the first cold one.
         """
 
     def place_neurons(
@@ -131,12 +199,29 @@ class HostLoops(Protocol):
         """Write entries of io_uring's ring, [n, 8], for n requests as `read_runs` takes
         them: ``head`` is the first word of each, names are ``first_name``, and so on."""
 
-    def note_results(
-        self, events: I64, results: I64, *, head: int, count: int, first_name: int
-    ) -> int:
-        """Write ``results`` [n] of the requests named ``first_name``, and so on, out of ``count``
-        completions in ``events`` [2^k, 2], the ring of io_uring, from number ``head`` on; return
-        how many of them there were."""
+    def drive_ring(
+        self,
+        control: I64,
+        words: U32,
+        slots: I64,
+        pool: I64,
+        results: I64,
+        *,
+        begin: int,
+        end: int,
+        pending: int,
+    ) -> tuple[bool, int, bool]:
+        """Hand over to io_uring what waits, as far as there is room; write results of what is over;
+        wait until none of ``results`` [begin, end) is ``pending``.
+
+        ``control`` (`RingControl`), ``words`` [w], the memory of both rings, and ``slots`` [s, 8],
+        that of submitted entries, belong to the ring.  ``pool`` [p, 8] has the entry, and
+        ``results`` [p] the result, of the request named i at place i mod p; an entry whose first
+        word is 0 is left out.
+
+        Returns whether a system call has failed, so that its caller has to find out why; how many
+        of those that were waited for are still pending, and whether entries wait.
+        """
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
         """CRC-32 [n] (as `zlib.crc32`) of bundles ``slots`` [n] of ``arena`` [slots, stride]; None

@@ -8,6 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, U32, Bits, Raw
 from pi2.backends.compiler.runtime import ALIGNMENT, Library
+from pi2.backends.host.contract import FoundNeurons
 from pi2.backends.host.spec import CHECKED_BYTES, FOUND
 
 
@@ -28,13 +29,15 @@ class CompiledLoops:
         self._fill = library.bind(
             "fill_entries", "count head address first_name firsts counts offsets entries"
         )
-        self._note = library.bind(
-            "note_results", "count head size number first_name events results", found
+        self._drive = library.bind(
+            "drive_ring", "begin end pending control words slots pool results", found
         )
         uses = "counts scores used_at"
         self._find = library.bind(
             "find_neurons",
-            f"count first_key first_cold clock weight row indices {uses} cold missing",
+            "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at "
+            "weight growth sieves least marks row indices candidates held slot_of owner "
+            f"{uses} lists",
             found,
         )
         self._place = library.bind(
@@ -68,24 +71,45 @@ class CompiledLoops:
         self,
         row: I32,
         indices: I32,
+        candidates: I32,
+        held: Bits,
         *,
+        room: int,
+        hot: slice,
+        hot_slot: int,
         first_key: int,
         first_cold: int,
         clock: int,
+        listed_at: int,
         weight: float,
+        growth: float,
+        slot_of: I32,
+        owner: I64,
         counts: F32,
         scores: F32,
         used_at: I64,
-    ) -> tuple[I32, I32]:
-        """Divide ``indices`` into cold slots and what is missing."""
-        count, found = len(indices), self._found
+        marks: F32 | None = None,
+        least: float = 0.0,
+    ) -> FoundNeurons:
+        """Find neurons, and give slots to those that are missing."""
+        count = len(indices)
+        lists = np.empty(4 * count, np.int32)
         if count == 0 or len(scores) == 0:
-            return indices[:0], indices
-        cold, missing = np.empty(count, np.int32), np.empty(count, np.int32)
-        numbers = (count, first_key, first_cold, clock, weight)
-        self._find(*numbers, row, indices, counts, scores, used_at, cold, missing)
-        present = int(found[0])
-        return cold[:present], missing[: count - present]
+            # No cold slots: what is not hot finds no room.
+            first, end = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+            taken = 0 if first else end
+            np.add(indices[:taken], np.int32(hot_slot - hot.start), out=lists[:taken])
+            return FoundNeurons(lists, taken, taken, taken, 0, 0, 0, 0, 0)
+        if len(candidates) == 0:
+            size, candidates = 0, self._found
+        else:
+            size = len(candidates)
+        numbers = (count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold)
+        uses = (counts, scores, used_at)
+        sieve = (0, 0.0, counts) if marks is None else (1, least, marks)
+        arrays = (row, indices, candidates, held.view(np.uint8), slot_of, owner, *uses, lists)
+        self._find(*numbers, clock, listed_at, weight, growth, *sieve, *arrays)
+        return FoundNeurons(lists, *self._found.tolist())
 
     def place_neurons(
         self,
@@ -112,7 +136,7 @@ class CompiledLoops:
         numbers = (*sizes, first_key, first_cold, clock, listed_at, weight)
         arrays = (missing, candidates, held.view(np.uint8), slot_of, owner, counts, scores, used_at)
         self._place(*numbers, *arrays, given)
-        placed, seen, left = self._found.tolist()
+        placed, seen, left = self._found.tolist()[:3]
         return placed, seen, left
 
     def plan_reads(
@@ -156,15 +180,23 @@ class CompiledLoops:
         numbers = (len(entries), head, vectors.ctypes.data, first_name)
         self._fill(*numbers, firsts, counts, offsets, entries.reshape(-1))
 
-    def note_results(
-        self, events: I64, results: I64, *, head: int, count: int, first_name: int
-    ) -> int:
-        """Write results of completions of io_uring."""
-        if count == 0 or len(results) == 0:
-            return 0
-        numbers = (count, head, len(events), len(results), first_name)
-        self._note(*numbers, events.reshape(-1), results)
-        return int(self._found[0])
+    def drive_ring(
+        self,
+        control: I64,
+        words: U32,
+        slots: I64,
+        pool: I64,
+        results: I64,
+        *,
+        begin: int,
+        end: int,
+        pending: int,
+    ) -> tuple[bool, int, bool]:
+        """Hand over, note and wait."""
+        arrays = (control, words, slots.reshape(-1), pool.reshape(-1), results)
+        self._drive(begin, end, pending, *arrays)
+        failed, left, waits = self._found.tolist()[:3]
+        return bool(failed), left, bool(waits)
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
         """CRC-32 of bundles."""

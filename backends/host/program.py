@@ -12,11 +12,11 @@ from pi2.backends.compiler.target import make_target
 from pi2.backends.host.checks import emit_compute_checks
 from pi2.backends.host.reads import (
     emit_fill_entries,
-    emit_note_results,
     emit_plan_reads,
     emit_read_runs,
 )
 from pi2.backends.host.residency import emit_find_neurons, emit_place_neurons
+from pi2.backends.host.ring import emit_drive_ring
 from pi2.backends.host.spec import HostSpec
 
 
@@ -42,7 +42,7 @@ class Program:
             "read_runs": emit_read_runs,
             "plan_reads": emit_plan_reads,
             "fill_entries": emit_fill_entries,
-            "note_results": emit_note_results,
+            "drive_ring": partial(emit_drive_ring, self._spec.architecture),
             "find_neurons": emit_find_neurons,
             "place_neurons": emit_place_neurons,
         }

@@ -107,28 +107,3 @@ def emit_fill_entries(take: Parameters) -> None:
         )
         for word, value in enumerate(words):
             v.store(entries, v.wide(place) * 8 + word, value, 1)
-
-
-def emit_note_results(take: Parameters) -> None:
-    """Write results of the requests that are named ``first_name``, ... [number] out of ``count``
-    completions of io_uring, ``events`` [size, 2], from ``head`` on; ``size`` is a power of two.
-
-    ``found`` [1] becomes how many of them there were.
-    """
-    count = take.take_number("count")
-    head = take.take_number("head", "int64")
-    size = take.take_number("size", "int64")
-    number = take.take_number("number", "int64")
-    first_name = take.take_number("first_name", "int64")
-    events = take.take_given_array("events", "int64")
-    results = take.take_given_array("results", "int64")
-    found = take.take_array("found", "int32", FOUND)
-    noted = v.Cell(T.int32(0))
-    with T.serial(count) as turn:
-        place = v.let(T.bitwise_and(head + v.wide(turn), size - T.int64(1)) * 2)
-        request = v.let(events[place] - first_name)
-        with T.If(T.And(request >= T.int64(0), request < number)), T.Then():
-            # The upper half of the word has flags.
-            v.store(results, request, v.wide(T.cast(events[place + 1], "int32")), 1)
-            noted.set(noted.get() + 1)
-    v.store(found, 0, noted.get(), 1)

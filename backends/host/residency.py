@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
@@ -14,32 +16,104 @@ if TYPE_CHECKING:
 
 
 def emit_find_neurons(take: Parameters) -> None:
-    """Divide ``indices`` [count] into cold slots of those in memory, whose use is counted, and
-    indices of the others; ``found`` [1] becomes the number of the former."""
-    count = take.take_number("count")
+    """Find ``indices`` [count] (ascending), count the use of those in cold slots, and give slots
+    out of ``candidates`` [size] to the missing ones, as `emit_place_neurons` does.
+
+    Ends before the first cold neuron for which there is no ``room``.  Hot are those from
+    ``first_hot`` on, before ``end_hot``; the first of them is in slot ``hot_slot``.  If it
+    ``sieves``, missing ones behind the hot ones whose ``marks`` [neurons] are below ``least`` are
+    left out.
+
+    ``lists`` [4 count] gets four lists, at 0, count, ...: slots of those in memory, the hot ones
+    first; indices of the missing ones; slots that these have been given; the cold ones of all these
+    slots, counted from the first cold one.  ``found`` [8] becomes: neurons that were looked for,
+    those in memory, hot ones among them, missing ones, those of them that have a slot, candidates
+    that were looked at, neurons that left, and those that were left out.
+    """
+    count, room = take.take_number("count"), take.take_number("room")
+    first_hot, end_hot = take.take_number("first_hot"), take.take_number("end_hot")
+    hot_slot = take.take_number("hot_slot")
+    size = take.take_number("size")
     first_key = take.take_number("first_key")
     first_cold = take.take_number("first_cold")
     clock = take.take_number("clock", "int64")
-    weight = take.take_number("weight", "float32")
+    listed_at = take.take_number("listed_at", "int64")
+    weight = take.take_number("weight", "float64")
+    growth = take.take_number("growth", "float64")
+    sieves = take.take_number("sieves")
+    least = take.take_number("least", "float32")
+    marks = take.take_given_array("marks", "float32")
     row = take.take_given_array("row", "int32")
     indices = take.take_given_array("indices", "int32")
+    candidates = take.take_given_array("candidates", "int32")
+    held = take.take_given_array("held", "uint8")
+    slot_of = take.take_given_array("slot_of", "int32")
+    owner = take.take_given_array("owner", "int64")
     uses = _Uses(take)
-    cold = take.take_given_array("cold", "int32")
-    missing = take.take_given_array("missing", "int32")
+    lists = take.take_given_array("lists", "int32")
     found = take.take_array("found", "int32", FOUND)
-    present, absent = v.Cell(T.int32(0)), v.Cell(T.int32(0))
-    with T.serial(count) as place:
-        index = v.let(indices[place])
-        slot = v.let(row[index])
-        with T.If(slot >= 0):
+    hot, cold, absent, taken, skipped = (v.Cell(T.int32(0)) for _ in range(5))
+    is_over = v.Cell(T.int32(0))
+    light = v.let(T.cast(weight, "float32"))
+    with T.While(T.And(taken.get() < count, is_over.get() == 0)):
+        index = v.let(indices[taken.get()])
+        with T.If(T.And(index >= first_hot, index < end_hot)):
             with T.Then():
-                uses.count(index + first_key, slot - first_cold, weight, clock)
-                v.store(cold, present.get(), slot - first_cold, 1)
-                present.set(present.get() + 1)
+                v.store(lists, hot.get(), index - first_hot + hot_slot, 1)
+                hot.set(hot.get() + 1)
+                taken.set(taken.get() + 1)
             with T.Else():
-                v.store(missing, absent.get(), index, 1)
-                absent.set(absent.get() + 1)
-    v.store(found, 0, present.get(), 1)
+                slot = v.let(row[index])
+                is_sieved = v.Cell(T.int32(0))
+                with T.If(T.And(T.And(sieves > 0, slot < 0), index >= end_hot)), T.Then():
+                    with T.If(marks[index] < least), T.Then():
+                        is_sieved.set(T.int32(1))
+                with T.If(is_sieved.get() > 0):
+                    with T.Then():
+                        skipped.set(skipped.get() + 1)
+                        taken.set(taken.get() + 1)
+                    with T.Else():
+                        with T.If(cold.get() + absent.get() == room):
+                            with T.Then():
+                                is_over.set(T.int32(1))
+                            with T.Else():
+                                taken.set(taken.get() + 1)
+                                with T.If(slot >= 0):
+                                    with T.Then():
+                                        cell = v.let(slot - first_cold)
+                                        uses.count(index + first_key, cell, light, clock)
+                                        v.store(lists, count * 3 + cold.get(), cell, 1)
+                                        cold.set(cold.get() + 1)
+                                    with T.Else():
+                                        v.store(lists, count + absent.get(), index, 1)
+                                        absent.set(absent.get() + 1)
+    with T.serial(cold.get()) as place:
+        v.store(lists, hot.get() + place, lists[count * 3 + place] + first_cold, 1)
+    # What came first makes what comes now count more.
+    uses_before = T.cast(cold.get(), "float64")
+    heavy = v.let(T.cast(weight * (T.float64(1.0) + growth * uses_before), "float32"))
+    given = _Places(candidates, size, held, slot_of, owner, listed_at, first_key, first_cold)
+
+    def give(place: v.Expr, cell: v.Expr) -> None:
+        v.store(lists, count * 2 + place, cell + first_cold, 1)
+        v.store(lists, count * 3 + cold.get() + place, cell, 1)
+
+    def find_missing(place: v.Expr) -> v.Expr:
+        return lists[count + place]
+
+    placed, seen, left = given.emit(absent.get(), find_missing, uses, heavy, clock, give)
+    numbers = (
+        taken.get(),
+        hot.get() + cold.get(),
+        hot.get(),
+        absent.get(),
+        placed.get(),
+        seen.get(),
+        left.get(),
+        skipped.get(),
+    )
+    for place, value in enumerate(numbers):
+        v.store(found, place, value, 1)
 
 
 def emit_place_neurons(take: Parameters) -> None:
@@ -64,23 +138,61 @@ def emit_place_neurons(take: Parameters) -> None:
     uses = _Uses(take)
     given = take.take_given_array("given", "int32")
     found = take.take_array("found", "int32", FOUND)
-    placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
-    with T.While(T.And(placed.get() < count, seen.get() < size)):
-        cell = v.let(candidates[seen.get()])
-        seen.set(seen.get() + 1)
-        with T.If(T.And(uses.used_at[cell] <= listed_at, held[cell] == T.uint8(0))), T.Then():
-            old = v.let(owner[cell])
-            with T.If(old >= T.int64(0)), T.Then():
-                v.store(slot_of, old, T.int32(-1), 1)
-                left.set(left.get() + 1)
-            key = v.let(missing[placed.get()] + first_key)
-            v.store(owner, cell, v.wide(key), 1)
-            v.store(slot_of, key, cell + first_cold, 1)
-            uses.count(key, cell, weight, clock)
-            v.store(given, placed.get(), cell, 1)
-            placed.set(placed.get() + 1)
-    for place, value in enumerate((placed, seen, left)):
+    places = _Places(candidates, size, held, slot_of, owner, listed_at, first_key, first_cold)
+
+    def give(place: v.Expr, cell: v.Expr) -> None:
+        v.store(given, place, cell, 1)
+
+    numbers = places.emit(count, lambda place: missing[place], uses, weight, clock, give)
+    for place, value in enumerate(numbers):
         v.store(found, place, value.get(), 1)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Cold slots that may be given away, and who has them."""
+
+    candidates: v.Buffer
+    size: v.Expr
+    held: v.Buffer
+    slot_of: v.Buffer
+    owner: v.Buffer
+    listed_at: v.Expr
+    first_key: v.Expr
+    first_cold: v.Expr
+
+    def emit(
+        self,
+        count: v.Expr,
+        find_missing: Callable[[v.Expr], v.Expr],
+        uses: _Uses,
+        weight: v.Expr,
+        clock: v.Expr,
+        give: Callable[[v.Expr, v.Expr], None],
+    ) -> tuple[v.Cell, v.Cell, v.Cell]:
+        """Give slots to the ``count`` neurons whose indices ``find_missing`` tells; ``give`` is
+        told each one's place and cold slot.
+
+        Returns how many have a slot, candidates that were looked at, and neurons that left.
+        """
+        count = v.let(count)
+        placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
+        with T.While(T.And(placed.get() < count, seen.get() < self.size)):
+            cell = v.let(self.candidates[seen.get()])
+            seen.set(seen.get() + 1)
+            is_free = T.And(uses.used_at[cell] <= self.listed_at, self.held[cell] == T.uint8(0))
+            with T.If(is_free), T.Then():
+                old = v.let(self.owner[cell])
+                with T.If(old >= T.int64(0)), T.Then():
+                    v.store(self.slot_of, old, T.int32(-1), 1)
+                    left.set(left.get() + 1)
+                key = v.let(find_missing(placed.get()) + self.first_key)
+                v.store(self.owner, cell, v.wide(key), 1)
+                v.store(self.slot_of, key, cell + self.first_cold, 1)
+                uses.count(key, cell, weight, clock)
+                give(placed.get(), cell)
+                placed.set(placed.get() + 1)
+        return placed, seen, left
 
 
 class _Uses:

@@ -13,7 +13,7 @@ CheckInstruction = Literal["pclmulqdq", "crc32x"]
 CHECKED_BYTES = 64
 """Bytes that it is computed of at a time."""
 
-FOUND = 3
+FOUND = 8
 """Most numbers that a loop returns."""
 
 

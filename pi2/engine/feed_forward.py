@@ -94,7 +94,8 @@ class FeedForward(Waves):
         """Jobs of units under way, of each chunk."""
         self._layers = layers
         self._threshold = decode.threshold
-        self._missing_threshold = decode.missing_threshold
+        self._sieves = decode.missing_threshold is not None and decode.predictor == "low-rank"
+        """Whether missing neurons are read only if they are worth it."""
         self._look_ahead = decode.look_ahead
         self._token_neurons = self._neurons if token_neurons is None else token_neurons
         self._wave: Wave | None = None
@@ -236,8 +237,14 @@ class FeedForward(Waves):
         before ``end`` if it is given, and of experts that were found ``late``, if any."""
         if self.twins is not None and late is None and end is None:
             self.twins.forget(layer)
-        named = self._predict(layer, owned, late, end)
-        return self._begin_wave(layer, owned, *named)
+        indices, by_token = self._predict(layer, owned, late, end)
+        scores = self._executor.read_scores() if self._sieves and not self._sieves_apart else None
+        return self._begin_wave(layer, owned, indices, by_token, scores)
+
+    @property
+    def _sieves_apart(self) -> bool:
+        """Whether somebody has to know what is left out, so that a look-up must not do it."""
+        return self._tokens > 1 or self._only_resident or self.twins is not None
 
     def _begin_ahead(self, layer: int) -> Wave:
         """Predict and begin to read before the layer's own input is known."""
@@ -249,6 +256,8 @@ class FeedForward(Waves):
 
     def _list_experts(self) -> list[I32]:
         """Experts of each token."""
+        if self._experts is None:
+            return []
         return [self._executor.list_experts().copy() for _ in self._select_tokens()]
 
     def _list_unforeseen(self, wave: Wave) -> list[I32]:
@@ -314,9 +323,9 @@ class FeedForward(Waves):
         else:
             indices = self._executor.predict_low_rank(layer, self._threshold, late)
             indices = _cut(indices, owned, end)
-            if self._missing_threshold is not None:
+            if self._sieves and self._sieves_apart:
                 scores = self._executor.read_scores()
-                least, named = self._missing_threshold, indices
+                least, named = self._least_score, indices
                 indices = self._cache.leave_out(layer, named, scores, least)
                 if self.twins is not None:
                     indices = self.twins.take_left_out(layer, token, named, indices)

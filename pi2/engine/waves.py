@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pi2.arrays import I32, Bits
+from pi2.arrays import F32, I32, Bits
 from pi2.backends.protocol import Executor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
@@ -100,6 +100,8 @@ class Waves:
         self._predictor = decode.predictor
         self.balance = balance
         self._separate_scales = separate_scales
+        self._least_score = decode.missing_threshold or 0.0
+        """Least score that is worth a read, where scores are given."""
         self._tokens = 1
         self.counters = NeuronCounters()
         self._only_resident = False
@@ -129,9 +131,15 @@ class Waves:
         self._executor.select_token(0)
 
     def _begin_wave(
-        self, layer: int, owned: int, indices: I32, by_token: Bits | None = None
+        self,
+        layer: int,
+        owned: int,
+        indices: I32,
+        by_token: Bits | None = None,
+        scores: F32 | None = None,
     ) -> Wave:
-        """Find neurons, and begin to read those that are missing.
+        """Find neurons, and begin to read those that are missing; if ``scores`` [neurons] are
+        given, only those that are worth a read.
 
         Cold ones for which the cache has no slot now are left for later waves.
         """
@@ -143,17 +151,16 @@ class Waves:
             return Wave(
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
-        end = len(indices)
-        free = cache.free_capacity
-        if end > free:
-            hot = cache.hot_range(layer)
-            below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
-            # Below the hot ones lie those of a dense unit that is lost.
-            end = min(above + free - below, end) if below < free else free
-        found = cache.look_up(layer, indices[:end])
-        self.counters.touched += end * cache.granule
+        if self.balance is not None and scores is not None:
+            wanted = cache.leave_out(layer, indices, scores, self._least_score)
+            self.counters.predicted -= len(indices) - len(wanted)
+            indices, scores = wanted, None
+        found = cache.look_up(layer, indices, scores, self._least_score)
+        self.counters.predicted -= found.skipped
+        self.counters.touched += (len(indices) - len(found.rest) - found.skipped) * cache.granule
         if self.balance is not None:
-            self.balance.note(layer, indices[:end], len(found.resident_slots))
+            taken = indices[: len(indices) - len(found.rest)]
+            self.balance.note(layer, taken, len(found.resident_slots))
         pending = None
         cache.hold(found)
         try:
@@ -164,9 +171,14 @@ class Waves:
             cache.release(found)
             cache.forget(layer, found.missing)
             raise
-        rest = indices[end:].copy()
         return Wave(
-            layer, found, pending=pending, rest=rest, held=True, owned=owned, by_token=by_token
+            layer,
+            found,
+            pending=pending,
+            rest=found.rest,
+            held=True,
+            owned=owned,
+            by_token=by_token,
         )
 
     def _compute_wave(self, wave: Wave) -> None:

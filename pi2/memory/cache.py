@@ -51,6 +51,10 @@ class Lookup:
     """Slots [m] that they have been given."""
     cold: I32
     """Those of all slots that are cold, counted from the first cold one."""
+    rest: I32
+    """Stored indices of the request's last neurons, for which no slot was free."""
+    skipped: int = 0
+    """Neurons that were missing and not worth a read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +203,14 @@ class NeuronCache:
         self.counters[layer].skips += len(others) - len(kept)
         return np.concatenate([indices[:first], kept]) if len(kept) < len(others) else indices
 
-    def look_up(self, layer: int, indices: I32) -> Lookup:
-        """Find ``indices`` [n] (ascending), and give slots to those that are missing.
+    def look_up(
+        self, layer: int, indices: I32, scores: F32 | None = None, least: float = 0.0
+    ) -> Lookup:
+        """Find ``indices`` [n] (ascending), and give slots to those that are missing; if ``scores``
+        [neurons] are given, without those that ``leave_out`` leaves out.
 
-        At most ``free_capacity`` of them may be cold.  The caller reads the missing ones into
-        their slots before anybody computes with them.
+        Ends before the first cold one for which no slot is free: ``Lookup.rest``.  The caller reads
+        the missing ones into their slots before anybody computes with them.
         """
         counters = self.counters[layer]
         hot, start = self.hot_range(layer), self.hot_slots[layer].start
@@ -211,63 +218,97 @@ class NeuronCache:
             counters.hits += len(indices)
             none = indices[:0]
             resident = indices + np.int32(start - hot.start)
-            return Lookup(resident_slots=resident, missing=none, missing_slots=none, cold=none)
-        # Hot ones come first, and are in memory.
-        count = int(indices.searchsorted(hot.stop))
-        others, own = indices[count:], indices[:count]
-        if hot.start and count and int(indices[0]) < hot.start:
-            # They belonged to a unit that is lost.
-            below = int(indices.searchsorted(hot.start))
-            others, own = np.concatenate([indices[:below], others]), own[below:]
-        cold, missing = self._find(layer, others)
-        resident = np.empty(len(own) + len(cold), np.int32)
-        np.add(own, start - hot.start, out=resident[: len(own)])
-        np.add(cold, self._first_cold, out=resident[len(own) :])
-        counters.hits += len(resident)
-        counters.misses += len(missing)
-        if len(missing) == 0:
             return Lookup(
-                resident_slots=resident, missing=missing, missing_slots=missing, cold=cold
+                resident_slots=resident,
+                missing=none,
+                missing_slots=none,
+                cold=none,
+                rest=none,
             )
-        given, evicted = self._place(layer, missing)
-        counters.evictions += evicted
-        counters.read_bytes += len(missing) * self.arena.shape[1]
+        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
+            return self._look_up_compiled(self.loops, self._policy, layer, indices, scores, least)
+        wanted = indices if scores is None else self.leave_out(layer, indices, scores, least)
+        skipped = len(indices) - len(wanted)
+        # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
+        taken = self._count_taken(layer, wanted)
+        indices, rest = wanted[:taken], wanted[taken:].copy()
+        below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+        own, others = indices[below:above], np.concatenate([indices[:below], indices[above:]])
+        slots = self._rows[layer].take(others)
+        present = slots >= 0
+        cold = slots.compress(present) - np.int32(self._first_cold)
+        self._policy.touch(cold, self._owner.take(cold))
+        missing = others.compress(~present)
+        resident = np.concatenate([own + np.int32(start - hot.start), slots.compress(present)])
+        counters.hits += len(resident)
+        given = self._place(layer, missing) if len(missing) else missing
         return Lookup(
             resident_slots=resident,
             missing=missing,
             missing_slots=given + np.int32(self._first_cold),
             cold=np.concatenate([cold, given]),
+            rest=rest,
+            skipped=skipped,
         )
 
-    def _find(self, layer: int, indices: I32) -> tuple[I32, I32]:
-        """Return cold slots of those of ``indices`` [n] that are in memory, and the others."""
-        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
-            return self._policy.find(
-                self.loops,
-                self._rows[layer],
-                indices,
-                first_key=layer * self.neurons,
-                first_cold=self._first_cold,
-            )
-        slots = self._rows[layer].take(indices)
-        present = slots >= 0
-        cold = slots.compress(present) - np.int32(self._first_cold)
-        self._policy.touch(cold, self._owner.take(cold))
-        return cold, indices.compress(~present)
+    def _count_taken(self, layer: int, indices: I32) -> int:
+        """How many of ``indices`` [n] (ascending) are looked for, so that no more are cold than
+        slots are free."""
+        end, free = len(indices), self.free_capacity
+        if end <= free:
+            return end
+        hot = self.hot_range(layer)
+        below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+        return int(min(above + free - below, end) if below <= free else free)
 
-    def _place(self, layer: int, missing: I32) -> tuple[I32, int]:
-        """Give cold slots to ``missing`` [m]: the slots, counted from the first cold one, and how
-        many neurons left for them."""
-        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
-            return self._policy.place(
-                self.loops,
-                missing,
-                self._held,
-                self._keys,
-                self._owner,
-                first_key=layer * self.neurons,
-                first_cold=self._first_cold,
-            )
+    def _look_up_compiled(
+        self,
+        loops: HostLoops,
+        policy: LeastFrequentlyUsed,
+        layer: int,
+        indices: I32,
+        scores: F32 | None,
+        least: float,
+    ) -> Lookup:
+        counters = self.counters[layer]
+        found = policy.find(
+            loops,
+            self._rows[layer],
+            indices,
+            self._held,
+            self._keys,
+            self._owner,
+            room=self.free_capacity,
+            hot=self.hot_range(layer),
+            hot_slot=self.hot_slots[layer].start,
+            first_key=layer * self.neurons,
+            first_cold=self._first_cold,
+            marks=scores,
+            least=least,
+        )
+        rest, skipped = indices[found.taken :].copy(), found.skipped
+        if len(rest) and scores is not None:
+            # Scores are another layer's by the time when there is room for these.
+            kept = self.leave_out(layer, rest, scores, least)
+            rest, skipped = kept, skipped + len(rest) - len(kept)
+        counters.skips += found.skipped
+        lists, count, missing = found.lists, len(indices), found.missing
+        cold = 3 * count
+        counters.hits += found.present
+        counters.misses += missing
+        counters.evictions += found.left
+        counters.read_bytes += missing * self.arena.shape[1]
+        return Lookup(
+            resident_slots=lists[: found.present],
+            missing=lists[count : count + missing],
+            missing_slots=lists[2 * count : 2 * count + missing],
+            cold=lists[cold : cold + found.present - found.hot + missing],
+            rest=rest,
+            skipped=skipped,
+        )
+
+    def _place(self, layer: int, missing: I32) -> I32:
+        """Give cold slots to ``missing`` [m], counted from the first cold one."""
         keys = missing.astype(np.int64) + layer * self.neurons
         cold = self._policy.replace(keys, self._held)
         owners = self._owner.take(cold)
@@ -275,7 +316,11 @@ class NeuronCache:
         self._keys[evicted] = ABSENT
         self._owner[cold] = keys
         self._rows[layer][missing] = cold + np.int32(self._first_cold)
-        return cold, len(evicted)
+        counters = self.counters[layer]
+        counters.misses += len(missing)
+        counters.evictions += len(evicted)
+        counters.read_bytes += len(missing) * self.arena.shape[1]
+        return cold
 
     def resize_hot(self, layer: int, end: int, *, rare: bool = False) -> Lookup:
         """Let the neurons of ``layer`` below ``end`` be its hot ones, but for those of a dense
@@ -327,6 +372,7 @@ class NeuronCache:
             missing=indices[~here],
             missing_slots=places[~here],
             cold=indices[:0],
+            rest=indices[:0],
         )
 
     def _shrink_cold(self, fewer: int) -> None:
@@ -364,7 +410,7 @@ class NeuronCache:
         self._renumber(source, newcomers=keys, rare=rare)
         self._give_back(leaving)
         none = np.empty(0, np.int32)
-        return Lookup(resident_slots=none, missing=none, missing_slots=none, cold=none)
+        return Lookup(resident_slots=none, missing=none, missing_slots=none, cold=none, rest=none)
 
     def _renumber(self, source: I32, newcomers: I64 | None = None, *, rare: bool = False) -> None:
         """Cold slot i is what slot ``source[i]`` was; the last ones hold ``newcomers``."""

@@ -16,7 +16,7 @@ from pi2.arrays import F32, I32, I64, Bits
 from pi2.memory.policy import ABSENT, carry_over
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.backends.host.contract import FoundNeurons, HostLoops
 
 _HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half, where a token uses the expected number of neurons."""
@@ -116,47 +116,79 @@ class LeastFrequentlyUsed:
         return taken
 
     def find(
-        self, loops: HostLoops, row: I32, indices: I32, *, first_key: int, first_cold: int
-    ) -> tuple[I32, I32]:
-        """Look for ``indices`` [n] (distinct, none of them hot) in ``row`` [neurons], and begin a
-        request with what is there, as ``touch`` does.
-
-        Returns cold slots of what is there, and the others.
-        """
-        self._clock += 1
-        cold, missing = loops.find_neurons(
-            row,
-            indices,
-            first_key=first_key,
-            first_cold=first_cold,
-            clock=self._clock,
-            weight=self._weight,
-            counts=self._counts,
-            scores=self._scores,
-            used_at=self._used_at,
-        )
-        self._let_weight_grow(len(cold))
-        return cold, missing
-
-    def place(
         self,
         loops: HostLoops,
-        missing: I32,
+        row: I32,
+        indices: I32,
         held: Bits,
         slot_of: I32,
         owner: I64,
         *,
+        room: int,
+        hot: slice,
+        hot_slot: int,
         first_key: int,
         first_cold: int,
-    ) -> tuple[I32, int]:
-        """Give cold slots to ``missing`` [m], as ``replace`` does, and bring ``slot_of`` [keys] and
-        ``owner`` [capacity] up to date.
+        marks: F32 | None = None,
+        least: float = 0.0,
+    ) -> FoundNeurons:
+        """Find ``indices`` [n] (ascending) of the layer ``row`` [neurons], and give slots to those
+        that are missing, as ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
+        self._clock += 1
+        found = loops.find_neurons(
+            row,
+            indices,
+            self._candidates,
+            held,
+            room=room,
+            hot=hot,
+            hot_slot=hot_slot,
+            first_key=first_key,
+            first_cold=first_cold,
+            clock=self._clock,
+            listed_at=self._listed_at,
+            weight=self._weight,
+            growth=self._growth,
+            marks=marks,
+            least=least,
+            slot_of=slot_of,
+            owner=owner,
+            counts=self._counts,
+            scores=self._scores,
+            used_at=self._used_at,
+        )
+        self._let_weight_grow(found.present - found.hot)
+        if not found.missing:
+            return found
+        self._candidates = self._candidates[found.seen :]
+        left = found.left
+        if found.placed < found.missing:
+            count, placed = len(found.lists) // 4, found.placed
+            missing, slots, cold = (
+                found.lists[start + placed : start + found.missing]
+                for start in (count, 2 * count, 3 * count + found.present - found.hot)
+            )
+            left += self._place(loops, missing, cold, held, slot_of, owner, first_key, first_cold)
+            np.add(cold, np.int32(first_cold), out=slots)
+        self._let_weight_grow(found.missing)
+        return found._replace(placed=found.missing, left=left)
 
-        Returns the slots, and how many neurons left.
-        """
-        given = np.empty(len(missing), np.int32)
+    def _place(
+        self,
+        loops: HostLoops,
+        missing: I32,
+        given: I32,
+        held: Bits,
+        slot_of: I32,
+        owner: I64,
+        first_key: int,
+        first_cold: int,
+    ) -> int:
+        """Give cold slots, ``given`` [m], to ``missing`` [m], of new lists of candidates; return
+        how many neurons left."""
         placed = evicted = 0
-        while True:
+        while placed < len(missing):
+            self._list_candidates(len(missing) - placed, held)
             more, seen, left = loops.place_neurons(
                 missing[placed:],
                 self._candidates,
@@ -176,11 +208,7 @@ class LeastFrequentlyUsed:
             self._candidates = self._candidates[seen:]
             placed += more
             evicted += left
-            if placed == len(missing):
-                break
-            self._list_candidates(len(missing) - placed, held)
-        self._let_weight_grow(len(missing))
-        return given, evicted
+        return evicted
 
     def _take(self, count: int, held: Bits) -> I32:
         """Take up to ``count`` slots from the list."""

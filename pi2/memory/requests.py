@@ -256,6 +256,8 @@ def divide_requests(
 
     ``requests`` [n] is the request of each neuron, ascending.
     """
+    if len(clusters) == 1:
+        return tuple(clusters), (slice(0, int(requests[-1]) + 1),)
     heads = requests.take([cluster.start for cluster in clusters])
     bounds = [*dict.fromkeys(requests.searchsorted(heads).tolist()), len(requests)]
     parts = [*dict.fromkeys(heads.tolist()), int(requests[-1]) + 1]

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 
 from pi2.backends.host import CompiledLoops, load_host_loops
 from pi2.backends.host.checks import emit_compute_checks
+from pi2.backends.host.contract import RingControl
 from pi2.backends.host.spec import HostSpec, choose_checks
 from pi2.machine.cpu import detect_cpu
+from pi2.memory import uring
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.memory.io_engine import RunRead, read_in_python
 from pi2.memory.requests import make_batch
-from pi2.memory.uring import note_results
 from pi2.progress import ignore_progress
 from tests.helpers.aarch64 import Emulated, generate, needs_emulator
 from tests.helpers.kernels import allocate
@@ -46,7 +47,7 @@ def make_cache(filled: bool) -> NeuronCache:
     return cache
 
 
-indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD // 2).map(sorted)
+indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted)
 
 
 @settings(max_examples=40)
@@ -54,18 +55,26 @@ indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD // 2).map(sorted)
     requests=st.lists(st.tuples(st.integers(0, LAYERS - 1), indices), max_size=40),
     filled=st.booleans(),
     forgotten=st.sets(st.integers(0, 39)),
+    least=st.none() | st.floats(0.0, 1.0),
 )
 def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
-    requests: list[tuple[int, list[int]]], filled: bool, forgotten: set[int]
+    requests: list[tuple[int, list[int]]],
+    filled: bool,
+    forgotten: set[int],
+    least: float | None,
 ) -> None:
+    scores = np.random.default_rng(0).random(NEURONS).astype(np.float32)
+    sieve = () if least is None else (scores, least)
     plain, compiled = make_cache(filled), make_cache(filled)
     compiled.loops = make_loops()
     held = None
     for turn, (layer, wanted) in enumerate(requests):
         array = np.array(wanted, np.int32)
-        expected, found = plain.look_up(layer, array), compiled.look_up(layer, array)
-        for name in ("resident_slots", "missing", "missing_slots", "cold"):
+        expected = plain.look_up(layer, array, *sieve)
+        found = compiled.look_up(layer, array, *sieve)
+        for name in ("resident_slots", "missing", "missing_slots", "cold", "rest"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert found.skipped == expected.skipped
         for cache in (plain, compiled):
             # What one request uses is held while the next one is looked up.
             if held is not None:
@@ -96,45 +105,78 @@ def test_compiled_read_lists_are_those_of_numpy(wanted: list[int]) -> None:
         assert left.dtype == right.dtype and np.array_equal(left, right), name
 
 
-@pytest.mark.parametrize("head", [0, 5, 2**32 - 3])
-def test_completions_are_noted_around_the_end_of_their_ring(head: int) -> None:
-    size, count, first = 8, 6, 1000
-    names = np.arange(first - 2, first - 2 + count)  # the first two are of another batch
-    events = np.zeros((size, 2), np.int64)
-    events[(head + np.arange(count)) % size, 0] = names
-    events[(head + np.arange(count)) % size, 1] = np.arange(count) - 3 & 0xFFFFFFFF | 1 << 40
-    answers: list[Any] = []
-    for note in (note_results, make_loops().note_results):
-        results = np.full(5, 77, np.int64)
-        noted = note(events, results, head=head, count=count, first_name=first)
-        answers.append((noted, results.tolist()))
-    assert answers[0] == answers[1] == (4, [-1, 0, 1, 2, 77])
-
-
-def test_neurons_are_read_with_compiled_lists_and_entries(tmp_path: Path) -> None:
-    stride, count = 512, 200
+def open_ring(tmp_path: Path, count: int, stride: int, loops: CompiledLoops | None) -> FlashReader:
+    """A reader through io_uring of a layer whose neuron i has the bytes i."""
     content = np.repeat(np.arange(count, dtype=np.uint8), stride).reshape(count, stride)
     path = tmp_path / "layer.bin"
     path.write_bytes(bytes(4096) + content.tobytes())
     file = BundleFile(path=path, bundles_offset=4096, stride=stride, count=count)
     arena = Budget({"cold": 128 * stride}).allocate("cold", 128 * stride).reshape(-1, stride)
-    reader = FlashReader(
-        [file],
-        arena,
-        ReadSettings(engine="io_uring", depth=4, cluster=8),
-        make_loops(),
-    )
+    settings = ReadSettings(engine="io_uring", depth=4, cluster=8)
+    reader = FlashReader([file], arena, settings, loops)
     if reader.engine != "io_uring":
         pytest.skip(str(reader.engine_fallback))
-    random = np.random.default_rng(0)
-    for _ in range(5):
-        wanted = np.sort(random.choice(count, 100, replace=False)).astype(np.int32)
-        slots = random.permutation(128)[:100].astype(np.int32)
-        pending = reader.start(0, wanted, slots)
-        for number in range(len(pending.clusters)):
-            reader.finish(pending, number)
+    return reader
+
+
+in_both_ways = pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "in Python"])
+
+
+@in_both_ways
+def test_rings_and_pools_go_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    # So small that names pass its end, and one batch needs a larger one.
+    monkeypatch.setattr(uring, "_POOL", 64)
+    reader = open_ring(tmp_path, 200, 512, make_loops() if is_compiled else None)
+    arena, random = reader._arena, np.random.default_rng(0)
+    for count in (20, 20, 20, 100, 7, 100, 60, 60, 60):
+        wanted = np.sort(random.choice(200, count, replace=False)).astype(np.int32)
+        slots = random.permutation(128)[:count].astype(np.int32)
+        half = count // 2
+        parts = [(wanted[:half], slots[:half]), (wanted[half:], slots[half:])]
+        # Two are under way at once, and the later one is waited for first.
+        under_way = [reader.start(0, *part) for part in parts]
+        for pending in reversed(under_way):
+            for number in range(len(pending.clusters)):
+                reader.finish(pending, number)
         assert (arena[slots] == wanted[:, None]).all()
         arena[:] = 255
+    reader.close()
+
+
+@in_both_ways
+def test_what_is_given_up_before_it_was_handed_over_is_never_read(
+    tmp_path: Path, is_compiled: bool
+) -> None:
+    reader = open_ring(tmp_path, 200, 512, make_loops() if is_compiled else None)
+    arena = reader._arena
+    first, second, third = (
+        reader.start(0, np.arange(40, dtype=np.int32) * 2 + start, slots)
+        for start, slots in enumerate(np.arange(120, dtype=np.int32).reshape(3, 40))
+    )
+    arena[40:80] = 255
+    reader.abandon(second)
+    # At most the depth of the queue was under way.
+    assert (arena[40:80, 0] != 255).sum() <= 4
+    for pending in (third, first):
+        for number in range(len(pending.clusters)):
+            reader.finish(pending, number)
+    assert (arena[:40, 0] == np.arange(40) * 2).all()
+    assert (arena[80:120, 0] == np.arange(40) * 2 + 2).all()
+    assert (arena[40:80, 0] != 255).sum() <= 4
+    reader.close()
+
+
+def test_a_system_call_that_fails_is_told_by_its_error(tmp_path: Path) -> None:
+    reader = open_ring(tmp_path, 10, 512, make_loops())
+    ring = reader._engine._ring  # type: ignore[attr-defined]
+    good = int(ring.control[RingControl.DESCRIPTOR])
+    ring.control[RingControl.DESCRIPTOR] = ring._fd = os.open(tmp_path / "layer.bin", os.O_RDONLY)
+    with pytest.raises(OSError, match=r"not supported|Bad file|Invalid"):
+        reader.start(0, np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32))
+    os.close(ring._fd)
+    ring.control[RingControl.DESCRIPTOR] = ring._fd = good
     reader.close()
 
 

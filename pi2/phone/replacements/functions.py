@@ -167,7 +167,7 @@ def _make_call(
                 words[at + 3] += address
                 words[at + 4] += address
                 words[at + 6] = value.size
-            elif dtype == "float32":
+            elif dtype.startswith("float"):
                 words[word] = struct.unpack("<q", struct.pack("<d", value))[0]
             else:
                 words[word] = int(value)

@@ -1,0 +1,188 @@
+"""io_uring without Python: what waits is handed over, completions are noted, and waited for, in one
+call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.host.contract import RingControl
+from pi2.backends.host.spec import FOUND
+
+if TYPE_CHECKING:
+    from pi2.backends.compiler.parameters import Parameters
+
+ENTER = 426
+"""System call io_uring_enter: the same number on x86-64 and aarch64."""
+GET_EVENTS = 1
+HAS_COMPLETIONS = 1 << 2
+"""Flag of the submission ring: completions wait to be asked for."""
+NOTED_A_CALL = 20
+"""Completions that a system call notes at least, if there are as many (since Linux 6.13)."""
+ENTRY_WORDS = 8
+_WORD = 0xFFFFFFFF
+_LOADS_FIRST = 9
+"""Option ISHLD of aarch64's instruction dmb."""
+
+
+def emit_drive_ring(architecture: str, take: Parameters) -> None:
+    """Hand over what waits of the ``pool`` of entries as far as there is room, note results, and
+    wait until none of ``results`` [begin, end) is ``pending``; see `HostLoops.drive_ring`.
+
+    ``found`` becomes: whether a system call has failed, results that are still pending, and
+    whether entries wait.
+    """
+    begin, end = take.take_number("begin"), take.take_number("end")
+    pending_value = take.take_number("pending", "int64")
+    control = take.take_given_array("control", "int64")
+    ring = _Ring(
+        architecture,
+        control,
+        take.take_given_array("words", "uint32"),
+        take.take_given_array("slots", "int64"),
+        take.take_given_array("pool", "int64"),
+        take.take_given_array("results", "int64"),
+    )
+    found = take.take_array("found", "int32", FOUND)
+    failed, is_over, pending = (v.Cell(T.int32(0)) for _ in range(3))
+    ring.emit_note()
+    deferred = v.let(control[RingControl.DEFERRED])
+    flags = T.bitwise_and(ring.read(RingControl.FLAGS), T.int64(HAS_COMPLETIONS))
+    hidden = v.Cell(T.Select(flags != T.int64(0), deferred, T.int64(0)))
+    with T.While(is_over.get() == 0):
+        pending.set(T.int32(0))
+        with T.serial(end - begin) as place:
+            is_pending = ring.results[begin + place] == pending_value
+            pending.set(pending.get() + T.Select(is_pending, T.int32(1), T.int32(0)))
+        ring.emit_push(pending.get())
+        queued = v.let(ring.count(RingControl.TAIL, RingControl.HEAD))
+        in_flight = v.let(ring.count(RingControl.TAIL, RingControl.DONE_HEAD))
+        least = v.let(T.min(v.wide(pending.get()), in_flight))
+        rests = T.And(queued == T.int64(0), least == T.int64(0))
+        with T.If(T.And(rests, hidden.get() == T.int64(0))):
+            with T.Then():
+                is_over.set(T.int32(1))
+            with T.Else():
+                known = v.let(ring.read(RingControl.DONE_TAIL))
+                answer = v.let(ring.enter(queued, least))
+                with T.If(answer < T.int64(0)):
+                    with T.Then():
+                        failed.set(T.int32(1))
+                        is_over.set(T.int32(1))
+                    with T.Else():
+                        # The flag tells nothing of what a call leaves over.
+                        noted = _cut(ring.read(RingControl.DONE_TAIL) - known)
+                        is_more = noted >= T.int64(NOTED_A_CALL)
+                        hidden.set(T.Select(is_more, deferred, T.int64(0)))
+                        ring.emit_note()
+    waits = control[RingControl.NAMED] - control[RingControl.HANDED_OVER]
+    v.store(found, 0, failed.get(), 1)
+    v.store(found, 1, pending.get(), 1)
+    v.store(found, 2, T.Select(waits > T.int64(0), T.int32(1), T.int32(0)), 1)
+
+
+def _cut(value: v.Expr) -> v.Expr:
+    """The lower half of a difference of the ring's counters, which go round."""
+    return T.bitwise_and(value, T.int64(_WORD))
+
+
+class _Ring:
+    """The ring's memory, which the kernel changes too, and the caller's pool."""
+
+    def __init__(
+        self,
+        architecture: str,
+        control: v.Buffer,
+        words: v.Buffer,
+        slots: v.Buffer,
+        pool: v.Buffer,
+        results: v.Buffer,
+    ) -> None:
+        self._is_weak = architecture == "aarch64"
+        self._control = control
+        self._words = words
+        self._slots = slots
+        self._pool = pool
+        self.results = results
+
+    def read(self, which: int) -> v.Expr:
+        """A word of the rings, by its place in ``control``."""
+        return v.wide(self._words[self._control[which]])
+
+    def _write(self, which: int, value: v.Expr) -> None:
+        v.store(self._words, self._control[which], T.cast(_cut(value), "uint32"), 1)
+
+    def count(self, tail: int, head: int) -> v.Expr:
+        """How far one counter is ahead of another."""
+        return _cut(self.read(tail) - self.read(head))
+
+    def enter(self, queued: v.Expr, least: v.Expr) -> v.Expr:
+        """Hand over ``queued`` entries and wait for ``least`` completions; below 0: it failed.
+
+        The last two arguments are not for the kernel.  They say that it changes what lies there,
+        so that nothing of it is kept in a register.
+        """
+        return T.call_extern(
+            "int64",
+            "syscall",
+            T.int64(ENTER),
+            self._control[RingControl.DESCRIPTOR],
+            queued,
+            least,
+            T.int64(GET_EVENTS),
+            T.int64(0),
+            T.int64(0),
+            T.address_of(self._words[0]),
+            T.address_of(self._slots[0]),
+        )
+
+    def emit_note(self) -> None:
+        """Write results of all completions, and take these off the ring."""
+        control, results = self._control, self.results
+        head = v.let(self.read(RingControl.DONE_HEAD))
+        count = v.let(_cut(self.read(RingControl.DONE_TAIL) - head))
+        if self._is_weak:
+            # What another processor has written before its count.
+            self._wait_for_loads()
+        first, mask = control[RingControl.EVENTS], control[RingControl.DONE_MASK]
+        first, mask = v.let(first), v.let(mask)
+        names = v.let(control[RingControl.POOL_MASK])
+        with T.serial(count) as turn:
+            place = v.let(first + T.bitwise_and(head + turn, mask) * T.int64(4))
+            # A name fits 32 bits, as far as it tells the place of its result.
+            result = v.let(T.bitwise_and(v.wide(self._words[place]), names))
+            value = T.reinterpret(self._words[place + T.int64(2)], dtype="int32")
+            v.store(results, result, v.wide(value), 1)
+        self._write(RingControl.DONE_HEAD, head + count)
+
+    def emit_push(self, pending: v.Expr) -> None:
+        """Write entries that wait into the ring, as many as the depth allows, if somebody waits or
+        they are worth a system call; those without an operation were given up."""
+        control = self._control
+        handed = v.Cell(control[RingControl.HANDED_OVER])
+        named = v.let(control[RingControl.NAMED])
+        tail = v.Cell(self.read(RingControl.TAIL))
+        done = v.let(self.read(RingControl.DONE_HEAD))
+        depth = v.let(control[RingControl.DEPTH])
+        room = v.let(depth - _cut(tail.get() - done))
+        is_worth = T.Or(pending > 0, room >= control[RingControl.LEAST_ROOM])
+        with T.If(T.And(is_worth, handed.get() < named)), T.Then():
+            mask, names = control[RingControl.SLOT_MASK], control[RingControl.POOL_MASK]
+            mask, names = v.let(mask), v.let(names)
+            with T.While(T.And(handed.get() < named, _cut(tail.get() - done) < depth)):
+                source = v.let(T.bitwise_and(handed.get(), names) * T.int64(ENTRY_WORDS))
+                handed.set(handed.get() + T.int64(1))
+                with T.If(self._pool[source] != T.int64(0)), T.Then():
+                    target = v.let(T.bitwise_and(tail.get(), mask) * T.int64(ENTRY_WORDS))
+                    for word in range(ENTRY_WORDS):
+                        v.store(self._slots, target + word, self._pool[source + word], 1)
+                    tail.set(tail.get() + T.int64(1))
+            v.store(control, RingControl.HANDED_OVER, handed.get(), 1)
+            # The system call that follows makes the kernel see entries before the tail.
+            self._write(RingControl.TAIL, tail.get())
+
+    @staticmethod
+    def _wait_for_loads() -> None:
+        T.evaluate(T.call_llvm_intrin("void", "llvm.aarch64.dmb", T.int32(_LOADS_FIRST)))
