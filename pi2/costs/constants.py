@@ -121,11 +121,11 @@ class Constants:
         "80 % of its activations, and 43 % of a ReGLU model's: 0.79 and 0.76)",
     )
     smooth_spread: float = _constant(
-        2.5,
+        4.5,
         "sigma",
         "estimated",
-        "the same for SiLU models whose small gates are cut: a cache of half of the neurons misses "
-        "a sixth of those that are used, somewhat more than the tenth published of LLM in a flash",
+        "the same for SiLU models whose small gates are cut: a least recently used cache of half "
+        "of the neurons misses a tenth of those that are used, as LLM in a flash does with ReLU",
     )
     routing_spread: float = _constant(
         0.98,

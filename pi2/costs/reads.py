@@ -21,8 +21,9 @@ from pi2.costs.stored import find_touched_bytes
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
-_WORTH = 0.92
-"""Time of stretches over that of single reads below which they are read."""
+_WORTH = (0.92, 0.96)
+"""Time of stretches over that of single reads: below the second they are read by some layers of
+some tokens, which miss more than others, and below the first by all."""
 _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
 _LONG = 512 * 1024
@@ -122,7 +123,7 @@ class Reads:
         stream_s = self.stride * self.whole_byte_s
         found = find_stretches(single_s - self.place_s, stream_s, missing / absent)
         apart_s = time_stretches(single_s - self.place_s, stream_s, found)
-        return found if apart_s < _WORTH * (single_s - self.place_s) else None
+        return found if apart_s < _WORTH[1] * (single_s - self.place_s) else None
 
     def time(
         self, missing: float, merged: MergedReads = ALONE, absent: float | None = None
@@ -135,11 +136,18 @@ class Reads:
         dense = None if absent is None else self.merge_dense(missing, absent)
         if dense is None:
             return self._time_single(missing, merged)
+        return missing * self._time_stretches(missing, dense)
+
+    def _time_stretches(self, missing: float, dense: MergedReads) -> float:
+        """Seconds of each of ``missing`` neurons where stretches are read."""
         assert self.whole_byte_s is not None
         single_s = self._time_single(missing, ALONE) / missing - self.place_s
         apart_s = time_stretches(single_s, self.stride * self.whole_byte_s, dense)
         # Where few are read with each other, the others are kept.
-        return missing * (apart_s + self.place_s * dense.requests)
+        seconds = apart_s + self.place_s * dense.requests
+        low, high = _WORTH
+        part = min(max((apart_s / single_s - low) / (high - low), 0.0), 1.0)
+        return seconds + part * (single_s + self.place_s - seconds)
 
     def _time_single(self, missing: float, merged: MergedReads) -> float:
         busy = float(self.threads)
@@ -168,18 +176,18 @@ class BlockingReads:
     """A byte of neurons that lie one after the other."""
     stride: int
 
-    def time(self, missing: float, used_from: float) -> float:
-        """Seconds until ``missing`` of ``used_from`` neurons are there; those that continue a
-        neighbour's read need none of their own."""
+    def time(self, missing: float, absent: float) -> float:
+        """Seconds until ``missing`` of a layer's ``absent`` neurons, which are not hot, are there;
+        those that continue a neighbour's read need none of their own."""
         if missing <= 0.0:
             return 0.0
         fixed_s = self.threads * self.wake_s + self.latency_s
         stream_s = self.stride * self.byte_s
-        reads = missing * (1.0 - min(missing / used_from, 1.0))
+        reads = missing * (1.0 - min(missing / absent, 1.0))
         blocking_s = reads * max(self.neuron_s, self.latency_s / self.threads)
         single_s = max(blocking_s, missing * stream_s) + missing * self.place_s
         # Or all of them in order, computed where they arrive.
-        return fixed_s + min(single_s, used_from * stream_s)
+        return fixed_s + min(single_s, absent * stream_s)
 
 
 def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:

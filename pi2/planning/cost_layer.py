@@ -151,7 +151,8 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
         elif settings.faults is not None:
             read_s = wait_s = counts.missing * sizes.whole_neuron * settings.faults.byte_s
         elif settings.blocking is not None:
-            read_s = wait_s = settings.blocking.time(counts.missing, _count_possible(activity))
+            absent = _count_possible(activity) * (1.0 - hot)
+            read_s = wait_s = settings.blocking.time(counts.missing, absent)
         elif settings.reads is not None:
             merged = ALONE
             if settings.reads.merge_gap is not None:

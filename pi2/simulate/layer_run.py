@@ -252,7 +252,7 @@ class LayerRun:
         missing, blocking = self._work.missing, self._settings.blocking
         if missing > 0 and blocking is not None:
             start = self._env.now
-            seconds = blocking.time(missing, self._plan.possible)
+            seconds = blocking.time(missing, self._plan.absent)
             yield self._bus.read(seconds, missing * blocking.stride)
             several = "1 thread" if blocking.threads == 1 else f"{blocking.threads} threads"
             self._note(READ_LANE, f"{several} read", start)

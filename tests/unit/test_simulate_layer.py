@@ -13,7 +13,7 @@ from pi2.simulate.layer import LayerSimulation, LayerTimes
 from pi2.simulate.layer_run import LayerWork
 from tests.helpers.simulation import STRIDE, make_inputs
 
-WORK = LayerWork(resident=300.0, missing=400.0)
+WORK = LayerWork(resident=300.0, missing=150.0)
 POLICIES: list[Pipeline] = ["neuron-cluster", "layer-barrier", "mmap"]
 
 
@@ -26,7 +26,7 @@ def list_works() -> list[LayerWork]:
         WORK,
         replace(WORK, missing=0.0),
         replace(WORK, resident=0.0),
-        replace(WORK, missing=200.0),
+        replace(WORK, missing=100.0),
         replace(WORK, resident=0.0, missing=1.0),
     ]
 
@@ -57,13 +57,14 @@ def test_clusters_read_the_gate_of_each_missing_neuron_and_the_rest_of_open_ones
 @pytest.mark.parametrize("policy", ["neuron-cluster", "layer-barrier"])
 def test_with_one_phase_every_missing_bundle_is_read_once(policy: Pipeline) -> None:
     one = {"pipeline": policy, "phases": 1}
-    assert run_layer(make_inputs(choices=one)).meter.read_bytes == pytest.approx(400 * STRIDE)
+    read = run_layer(make_inputs(choices=one)).meter.read_bytes
+    assert read == pytest.approx(WORK.missing * STRIDE)
 
 
 def test_the_cpu_moves_the_predictor_and_the_gathered_neurons() -> None:
     inputs = make_inputs(choices={"phases": 1})
     moved = run_layer(inputs).meter.cpu_bytes
-    assert moved == pytest.approx(13e6 + 700 * 6912)
+    assert moved == pytest.approx(13e6 + 450 * 6912)
 
 
 def test_single_neurons_reach_a_part_of_the_bandwidth_only() -> None:
@@ -136,7 +137,7 @@ def test_neurons_that_are_kept_take_time_to_place_and_others_do_not() -> None:
         return run_layer(make_inputs(choices=choices, constants=constants)).meter.flash_s
 
     without = time_reads(0.0, 1000.0)
-    assert time_reads(10e-6, 1000.0) == pytest.approx(without + 400 * 10e-6)
+    assert time_reads(10e-6, 1000.0) == pytest.approx(without + WORK.missing * 10e-6)
     assert time_reads(10e-6, 0.0) == pytest.approx(without)
 
 

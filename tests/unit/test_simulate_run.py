@@ -35,7 +35,8 @@ def test_no_unit_is_at_work_longer_than_the_token_takes() -> None:
 
 def test_bytes_read_are_those_of_the_missing_neurons() -> None:
     # No token misses so many that it is quicker to read stretches.
-    inputs = make_inputs(constants=Constants(token_variation=0.03))
+    cold = {"cold_neurons": 30000.0}
+    inputs = make_inputs(constants=Constants(token_variation=0.03), choices=cold)
     decode = run(inputs).decode
     per_neuron = 4096 * (1 + inputs.rates.constants.up_down_share)
     assert decode.read_bytes == pytest.approx(decode.missing_neurons * per_neuron, rel=1e-6)

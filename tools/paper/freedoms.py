@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 from paper import scenarios
@@ -16,6 +17,7 @@ from paper.scenarios import MIXTRAL, Scenario, read_scenario
 from pi2.costs.activations import Hotness
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.planning.cost import cost_description
 
 
@@ -31,6 +33,8 @@ class Freedom:
     worst_point: str
 
 
+LAYER_SHARE = 0.03
+"""Neurons of a layer of TurboSparse-Mixtral-47B that fire, of those of all experts."""
 CONSTANTS: Mapping[str, tuple[float, str]] = {
     "barrier_s": (0.0, "0"),
     "dense_launch_s": (0.0, "0"),
@@ -62,21 +66,28 @@ def list_freedoms() -> Iterator[Freedom]:
         own = f"{getattr(scenarios, name):g}"
         with patch.object(scenarios, name, value):
             yield _measure(f"`{name}` of the scenarios", own, text, usual)
-    with patch.object(scenarios, "read_inputs", _forget_predictor):
-        named = "named like other models' neurons"
-        yield _measure("`predictor.active` of the 47B", "0.08", named, usual)
+    for fired, text in (
+        (0.15, "0.15 of an expert fire (published), more are named"),
+        (None, "0.12 are named: 3 % of a layer's (published)"),
+    ):
+        with patch.object(scenarios, "read_inputs", partial(_forget_predictor, fired=fired)):
+            yield _measure("`predictor.active` of the 47B", "0.08", text, usual)
 
 
-def _forget_predictor(resolved: object, constants: Constants | None = None) -> Description:
-    """The 47B with what its published sparsity says: 15 % of an expert's neurons fire."""
+def _forget_predictor(
+    resolved: ResolvedPlan, constants: Constants | None = None, *, fired: float | None
+) -> Description:
+    """The 47B with a published share: of an expert's neurons, of which predictors name more; or,
+    None, of the whole layer's, all of it the two experts that compute."""
     from pi2.costs.activity import name_more
     from pi2.simulate import read_inputs
 
-    found = read_inputs(resolved, constants=constants)  # type: ignore[arg-type]
+    found = read_inputs(resolved, constants=constants)
     if found.chosen >= 1.0 or not found.settings.is_predicted:
         return found
     chosen = constants or Constants()
-    named = Hotness(active=name_more(0.15, chosen), spread=chosen.default_spread)
+    active = LAYER_SHARE / found.chosen if fired is None else name_more(fired, chosen)
+    named = Hotness(active=active, spread=chosen.default_spread)
     kinds = (replace(kind, activity=replace(kind.activity, named=named)) for kind in found.kinds)
     return replace(found, kinds=tuple(kinds))
 

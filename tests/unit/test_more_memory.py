@@ -1,0 +1,80 @@
+"""A plan that gets more memory is never predicted or simulated to be slower."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from compare_predictions import Cell, make_plan, read_model
+from pi2.costs.description import Description, describe_plan
+from pi2.plan.arithmetic.fitting import Shortage, fit_plan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.planning.cost import cost_description
+from pi2.simulate import simulate
+
+DEVICES = ("oneplus-12", "oneplus-ace-2", "cloud-vm-zen5", "raspberry-pi-5", "probed")
+MODELS = ("bamboo-7b", "relullama-7b", "mistral-7b", "turbosparse-mixtral-47b", "mixtral-8x7b")
+NOISE = 0.002
+"""Neurons are whole ones."""
+
+
+def draw_plan(source: random.Random) -> ResolvedPlan:
+    """Any plan on the processor, with all neurons in memory."""
+    name, device = source.choice(MODELS), source.choice(DEVICES)
+    model = read_model(name)
+    modes = ["none", *(["low-rank"] * 2 if model.predictor else [])]
+    modes += [] if model.is_smooth else ["gate"]
+    modes += [] if model.moe is None else ["router"]
+    predictor = source.choice(modes)
+    looks = predictor in ("low-rank", "router")
+    cell = Cell(
+        device=device,
+        model=name,
+        predictor=predictor,
+        memory=1.0,
+        cache=0.1,
+        threads=source.choice((None, None, 2)),
+        batch=source.choice((1, 1, 4)),
+        look_ahead=source.choice(("none", "layer")) if looks else "none",
+        policy=source.choice(("lfu", "lru")),
+        dense=0.0,
+        pipeline=source.choice((*("neuron-cluster",) * 3, "layer-barrier")),
+        prompt=128,
+    )
+    return make_plan(cell)
+
+
+def describe_steps(plan: ResolvedPlan, count: int) -> list[Description]:
+    """The plan within ``count`` budgets of equal distance, those left out that are too small."""
+    most, found = plan.plan.memory.budget, []
+    for step in range(1, count + 1):
+        try:
+            fitted = fit_plan(plan, most * step // count)
+        except Shortage:
+            continue
+        found.append(describe_plan(fitted, position=76))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_step_of_memory_is_predicted_to_be_slower(seed: int) -> None:
+    plan = draw_plan(random.Random(seed))
+    costs = [cost_description(item, 128) for item in describe_steps(plan, 60)]
+    assert len(costs) > 10
+    for before, after in itertools.pairwise(costs):
+        assert after.tokens_s >= before.tokens_s * (1 - NOISE)
+        if before.prefill_tokens_s is not None:
+            assert after.prefill_tokens_s is not None
+            assert after.prefill_tokens_s >= before.prefill_tokens_s * (1 - NOISE)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_step_of_memory_is_simulated_to_be_slower(seed: int) -> None:
+    plan = draw_plan(random.Random(100 + seed))
+    speeds = [
+        simulate(item, prompt_tokens=64, tokens=32).tokens_s for item in describe_steps(plan, 8)
+    ]
+    assert len(speeds) > 2
+    assert all(b >= a * (1 - NOISE) for a, b in itertools.pairwise(speeds))
