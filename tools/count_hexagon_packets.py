@@ -5,6 +5,10 @@ is that of one vector unit that never waits, for memory or for scalar instructio
 been measured.
 
     python tools/count_hexagon_packets.py [--version v75] [--hidden 4096] [--neurons 14336]
+    python tools/count_hexagon_packets.py --device plans/devices/oneplus-12.device.toml
+
+With a device, its version of the instruction set and its own memory count, and what its memory's
+rate bounds is printed, too: weights are read once by a graph, whatever its tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pi2.backends.hexagon.kernels.code import generate
 from pi2.backends.hexagon.kernels.program import Program
+from pi2.backends.hexagon.rooms import lay_out_neurons
+from pi2.backends.hexagon.sizes import UnitSizes
 from pi2.backends.hexagon.specification import (
     LANES,
     VERSIONS,
@@ -24,6 +31,10 @@ from pi2.backends.hexagon.specification import (
     HexagonSpec,
     count_together,
 )
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device, Unit
+from pi2.plan.weights.layout import round_up
 
 MACS = 4 * LANES
 """Products of a ``vrmpy``."""
@@ -92,8 +103,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--neurons", type=int, default=14336)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--device", type=Path, help="a device file with an NPU")
     arguments = parser.parse_args()
     tokens = (1, 2, 4, 64)
+    unit = None if arguments.device is None else read_npu(arguments.device)
+    if unit is not None and unit.hexagon is not None and unit.hexagon.version is not None:
+        arguments.version = unit.hexagon.version
     spec = describe_shape(arguments.hidden, arguments.neurons, tokens, arguments.version)
     loops = count_kernels(spec)
     print(f"{'kernel':18} packets  vrmpy  scalar products  multiply-adds a packet")
@@ -113,6 +128,39 @@ def main() -> None:
         packets = 2 * each / inputs.macs_per_packet + each / down.macs_per_packet
         print(f"{count:4} tokens: {packets / 1e6:8.1f} million packets a token, ", end="")
         print(f"{1e9 / packets:6.1f} tokens/s at 1 GHz")
+    if unit is not None and spec.ffn is not None:
+        print_memory_bounds(unit, spec.ffn, arguments.neurons, arguments.layers, tokens)
+
+
+def read_npu(path: Path) -> Unit:
+    """Return the NPU of a device file."""
+    device = check_file(path).document
+    assert isinstance(device, Device), path
+    return next(unit for unit in device.units.values() if unit.kind == "npu")
+
+
+def print_memory_bounds(
+    unit: Unit, shape: FfnShape, neurons: int, layers: int, tokens: Sequence[int]
+) -> None:
+    """Print what the memory's rate allows, and the graphs that fit into the NPU's own memory."""
+    own = None if unit.hexagon is None else unit.hexagon.own_memory
+    sizes = UnitSizes(
+        shape=shape,
+        stride=0,
+        counts=[neurons],
+        matrices={},
+        chunk=128,
+        jobs=1,
+        stretch=min(neurons, STAGED_NEURONS),
+        own_memory=own,
+    )
+    print(f"\ngraphs of {sizes.graph_neurons} neurons, {sizes.scratch_bytes} bytes while they run")
+    if unit.read_bandwidth is None:
+        return
+    total = layers * lay_out_neurons(shape, round_up(neurons, LANES)).bytes
+    for count in tokens:
+        rate = count * unit.read_bandwidth.value / total
+        print(f"{count:4} tokens: {total / 1e9:.2f} GB are read once, {rate:8.1f} tokens/s at most")
 
 
 if __name__ == "__main__":
