@@ -24,16 +24,16 @@ WEIGHTS = "mlc-chat-config.json"
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
-    """Return nothing: what is missing is asked where a plan uses it (`find_unit_obstacles`)."""
-    return []
-
-
-def find_unit_obstacles(unit: Unit) -> list[str]:
     """Return why MLC-LLM cannot be started here; it is looked for in its own Python."""
     from pi2.backends.mlc.engine import find_missing
 
     missing = find_missing()
     return [] if missing is None else [missing]
+
+
+def find_unit_obstacles(unit: Unit) -> list[str]:
+    """Return nothing: MLC-LLM looks for the GPU itself, when it starts."""
+    return []
 
 
 def find_limits(facts: UnitFacts) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pi2.backends.mlc.engine import PYTHON, MlcEngine
-from pi2.checkup import judge_plan
+from pi2.checkup import find_obstacles, judge_plan
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine
@@ -196,7 +196,9 @@ def test_doctor_says_of_such_a_plan_what_is_missing(
 ) -> None:
     monkeypatch.delenv(PYTHON, raising=False)
     (folder / "mlc-chat-config.json").unlink()
-    verdict = judge_plan(plan, plan.name, detect_machine(), {})
+    machine = detect_machine()
+    obstacles = {"mlc": find_obstacles("mlc", machine)}
+    verdict = judge_plan(plan, plan.name, machine, obstacles)
     assert verdict.verdict == "cannot run"
     text = " ".join(finding.message for finding in verdict.findings)
     assert "has no mlc_llm" in text and "its weights are not on this machine" in text
