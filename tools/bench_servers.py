@@ -62,6 +62,10 @@ runpy.run_module("llama_cpp.server", run_name="__main__")
 their size does not hold."""
 
 
+class ServerEnded(Exception):
+    """A server does not start; the text says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What is compared, and how often pi2 shall be as fast."""
@@ -158,9 +162,13 @@ def measure(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.repetitions):
             for case in cases:
                 for engine in ("pi2", "llama.cpp"):
-                    found = run_engine(engine, case, path, arguments)
-                    results.setdefault((case.name, engine), []).append(found)
-                    print(f"# {case.name}, {engine}: {found:.2f} tokens/s", file=sys.stderr)
+                    speed = results.setdefault((case.name, engine), [])
+                    try:
+                        speed.append(run_engine(engine, case, path, arguments))
+                        told = f"{speed[-1]:.2f} tokens/s"
+                    except ServerEnded as reason:
+                        told = str(reason)
+                    print(f"# {case.name}, {engine}: {told}", file=sys.stderr)
             speeds += meter.measure()
         bandwidth = meter.summarise(speeds)
     lines = list(report(cases, results, arguments, resolved.digest))
@@ -189,9 +197,12 @@ def report(
     yield "| case | pi2, tokens/s | llama.cpp's server, tokens/s | ratio | goal |"
     yield "|---|---|---|---|---|"
     for case in cases:
-        ours, theirs = (statistics.median(results[case.name, it]) for it in ("pi2", "llama.cpp"))
-        ratio = f"{ours / theirs:.2f}"
-        yield f"| {case.name} | {ours:.2f} | {theirs:.2f} | {ratio} | >= {case.goal:g} |"
+        speeds = [results[case.name, engine] for engine in ("pi2", "llama.cpp")]
+        medians = [statistics.median(found) if found else None for found in speeds]
+        cells = ["ended" if median is None else f"{median:.2f}" for median in medians]
+        ours, theirs = medians
+        ratio = f"{ours / theirs:.2f}" if ours and theirs else "none"
+        yield f"| {case.name} | {cells[0]} | {cells[1]} | {ratio} | >= {case.goal:g} |"
     yield ""
 
 
@@ -214,6 +225,9 @@ def run_engine(engine: str, case: Case, gguf: Path, arguments: argparse.Namespac
         command += ["--n_batch", str(CHUNK), "--n_ubatch", str(CHUNK)]
         # Otherwise a question ends the answer under way.
         command += ["--interrupt_requests", "False", "--verbose", "False"]
+        if case.limit_bytes:
+            # Weights that are larger than the limit cannot be held.
+            command += ["--use_mlock", "False"]
         tokens = case.peer_tokens
     with start_server(command, case.limit_bytes) as address:
         return ask_together(address, arguments.clients, arguments.questions, tokens)
@@ -236,7 +250,7 @@ def start_server(command: Sequence[str], limit_bytes: int) -> Iterator[str]:
             if not line:
                 killed = bool(limit_bytes) and group.kills > 0
                 why = "it was killed for lack of memory" if killed else said[-800:]
-                raise SystemExit(f"{command[0]} does not start: {why}")
+                raise ServerEnded(f"it does not start: {why}")
             said += line
         drain = threading.Thread(target=process.stderr.read)
         drain.start()

@@ -34,7 +34,12 @@ container="$("${tool[@]}" from --pull-never "localhost/pi2:$version")"
     pi2 serve demo --port 8765 & server=$!
     for second in $(seq 120); do
         if python3 -c "import urllib.request as w; w.urlopen(\"http://127.0.0.1:8765/health\")" 2>/dev/null
-        then kill $server; echo "the server in the image answers"; exit 0; fi
+        then
+            echo "the server in the image answers"
+            kill $server
+            wait $server || true
+            exit 0
+        fi
         sleep 1
     done
     exit 1'
