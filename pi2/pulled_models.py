@@ -148,22 +148,27 @@ def find_model(name: str) -> PulledModel | None:
     return PulledModel(name=name, folder=folder, source=source)
 
 
-def remove_model(name: str) -> PulledModel:
-    """Delete the pulled model ``name``, and what an interrupted removal has left.
+def remove_model(name: str) -> Path:
+    """Delete the model ``name``, and what an interrupted removal or conversion has left; returns
+    its folder.
 
     `UserError` P766 if there is none, or if it cannot be deleted.
     """
     model = find_model(name)
-    if model is None:
+    folder = find_models_folder() / name
+    partial = folder.with_name(f".{name}.partial")
+    leaving = folder.with_name(f"{_LEAVING}{name}")
+    is_begun = NAME.fullmatch(name) is not None and partial.is_dir()
+    if model is None and not is_begun:
         known = ", ".join(item.name for item in list_models()) or "none"
         raise UserError.of("P766", f"there is no pulled model {name!r}", help=f"known are: {known}")
-    leaving = model.folder.with_name(f"{_LEAVING}{name}")
     try:
-        for left in (leaving, model.folder.with_name(f".{name}.partial")):
+        for left in (leaving, partial):
             if left.exists():
                 shutil.rmtree(left)
-        model.folder.rename(leaving)  # a model is there as a whole, or not at all
-        shutil.rmtree(leaving)
+        if model is not None:
+            folder.rename(leaving)  # a model is there as a whole, or not at all
+            shutil.rmtree(leaving)
     except OSError as error:
-        raise UserError.of("P766", f"cannot remove {model.folder}: {error.strerror}") from None
-    return model
+        raise UserError.of("P766", f"cannot remove {folder}: {error.strerror}") from None
+    return folder

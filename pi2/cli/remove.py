@@ -10,8 +10,8 @@ GROUP = "Run"
 @click.command("remove")
 @click.argument("name")
 def command(name: str) -> None:
-    """Delete the pulled model NAME from this machine."""
+    """Delete the pulled or converted model NAME, or what a failed pull has left of it."""
     from pi2.pulled_models import remove_model
 
-    model = remove_model(name)
-    click.echo(f"{model.folder} was removed", err=True)
+    folder = remove_model(name)
+    click.echo(f"{folder} was removed", err=True)

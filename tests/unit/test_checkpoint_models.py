@@ -104,6 +104,10 @@ def test_an_interrupted_conversion_leaves_no_model(
         patch.setattr("pi2.importing.convert._Conversion.read_dense", stop)
         with pytest.raises(KeyboardInterrupt):
             find_plan_path(file)
+        assert run(["remove", "tiny"]) == 0  # what is left can be deleted
+        assert list(models.iterdir()) == []
+        with pytest.raises(KeyboardInterrupt):
+            find_plan_path(file)
     assert list_models() == []
     assert find_plan_path(file).exists()
     assert [path.name for path in models.iterdir()] == ["tiny"]
