@@ -46,11 +46,18 @@ class Wish:
 def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
     """Return the plan as the bundle has it: everything stated that a run asks the machine for.
 
-    UserError P673 where it is for another architecture, or for units that bundles do not have.
+    UserError P673 where it is for another architecture, for units that bundles do not have, or
+    has another model guess tokens.
     """
     architecture = ARCHITECTURES[wish.triple]
     unit = resolved.device.units[resolved.sparse_unit]
     _check_units(resolved)
+    if resolved.draft is not None:
+        raise UserError.of(
+            "P673",
+            "bundles have one model, and this plan has another one guess for it",
+            help='write decode.speculation.drafts = "prompt" or "resident" without a plan',
+        )
     if unit.architecture not in (None, architecture):
         raise UserError.of(
             "P673",

@@ -23,6 +23,8 @@ from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.engine.text import TokenDecoder
+from pi2.phone.target import Wish, aim_plan
+from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
@@ -284,6 +286,15 @@ def test_both_models_have_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
     with pytest.raises(pi2.UserError, match="P618"):
         pi2.load(plan, set={"decode.speculation": guessing})
+
+
+def test_bundles_have_one_model(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    write_draft(tmp_path)
+    guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
+    resolved = load_plan(plan, overrides={"decode.speculation": guessing, "backends.cpu": "cpu"})
+    with pytest.raises(pi2.UserError, match="P673"):
+        aim_plan(resolved, Wish(triple="aarch64-linux-android"))
 
 
 def test_a_plan_that_speculates_itself_does_not_guess(tmp_path: Path) -> None:
