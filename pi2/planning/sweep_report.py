@@ -78,7 +78,11 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
     figure = make_figure(4.0, 1.5)
     devices = list(dict.fromkeys(item.device for item in outcomes))
     models = list(dict.fromkeys(item.model for item in outcomes))
-    figure.set_size_inches(3.0 + 1.6 * len(models), 1.6 + 0.5 * len(devices))
+    # Long names lie below and beside the fields, and take nothing of them.
+    below, beside = (max(map(len, names), default=0) for names in (models, devices))
+    figure.set_size_inches(
+        1.8 + 0.08 * beside + 1.6 * len(models), 1.3 + 0.03 * below + 0.5 * len(devices)
+    )
     best = find_fastest(outcomes)
     speeds = [[_read_speed(best.get((device, model))) for model in models] for device in devices]
     axes = figure.add_subplot()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,17 @@ def test_a_sweep_of_twelve_models_is_readable(drawn: list[Any]) -> None:
         {line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes
     )
     assert first == second
+
+
+def test_a_matrix_of_long_names_keeps_room_for_its_figures(drawn: list[Any]) -> None:
+    named = [replace(item, model=f"{item.model}-{'x' * 40}") for item in make_outcomes()]
+    sweep_report.draw_matrix(named, "png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    texts = [text.get_window_extent() for text in axes.texts]
+    assert len(texts) == 2 * SERIES
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(texts, 2))
 
 
 PLAN = str(ROOT / "plans/oneplus-12/bamboo-7b-half.plan.toml")
