@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pi2.engine.drafting import PromptLookup
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import read_tokenizer
 from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback, Touched
+from pi2.engine.run_report import describe_run, summarise_run
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.sequences import Sequences
@@ -612,3 +614,29 @@ def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> 
     assert counters.draft_tokens >= counters.accepted_tokens
     assert sum(counters.accepted_by_position) == counters.accepted_tokens
     assert counters.drafted_tokens + counters.plain_tokens == len(result.token_ids) - 1
+
+
+def test_summaries_and_metrics_say_what_it_brought(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from pi2.serving.metrics import Metrics
+
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(plan) as model:
+        alone = model.generate(PROMPTS[0], **ANSWER, temperature=0.0).result
+        assert "speculation" not in summarise_run(model, alone)
+    with pi2.load(plan, set=ALWAYS) as model:
+        foretell(model, [[*PROMPTS[0], *alone.token_ids]])
+        result = model.generate(PROMPTS[0], **ANSWER, temperature=0.0).result
+        counts = result.statistics.speculation
+        assert f"speculation: {counts.draft_tokens} tokens" in summarise_run(model, result)
+        found = describe_run(model, result)["speculation"]
+        assert found["accepted_tokens"] == counts.accepted_tokens
+        host: Any = SimpleNamespace(plan=SimpleNamespace(name="tiny"), model=model, is_loaded=True)
+        lines = Metrics([host]).write().decode().splitlines()
+    shown = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = {"num_drafts": "drafts", "num_draft_tokens": "draft_tokens"}
+    for name, field in {**names, "num_accepted_tokens": "accepted_tokens"}.items():
+        key = f'vllm:spec_decode_{name}_total{{model_name="tiny"}}'
+        assert float(shown[key]) == getattr(counts, field)
+    first = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}'
+    assert float(shown[first]) == counts.accepted_by_position[0]
