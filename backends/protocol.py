@@ -247,6 +247,13 @@ class Executor(Protocol):
         """Add the twins of the neurons with the stored ``indices`` [n] (T = 1), which have some
         (``BuildRequest.twins``)."""
 
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+    ) -> None:
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], whose stored indices are
+        ``indices`` [n], to those tokens of a step that have ``named`` [T, n] them, at least one
+        each; gates may be ``known``, as `add_neurons` says.  Token 0 is selected afterwards."""
+
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
         the stored index of the first."""
@@ -460,3 +467,21 @@ class UnitBackend(Backend, Protocol):
 
     def build_unit(self, request: UnitRequest) -> DenseUnit:
         """Compile or load kernels and make the unit."""
+
+
+def add_one_by_one(
+    executor: Executor,
+    layer: int,
+    arena: U8,
+    slots: I32,
+    indices: I32,
+    named: Bits,
+    known: bool,
+) -> None:
+    """Do what `Executor.add_named_neurons` does, one token after the other."""
+    for token, own in enumerate(named):
+        mine = slots.compress(own)
+        if len(mine):
+            executor.select_token(token)
+            executor.add_neurons(layer, arena, mine, indices.compress(own), known)
+    executor.select_token(0)

@@ -19,7 +19,7 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.experts import list_chosen, make_routers
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.observer import ExecutorObserver
-from pi2.backends.protocol import BuildRequest
+from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
@@ -302,6 +302,16 @@ class CpuExecutor:
     def add_twins(self, layer: int, indices: I32) -> None:
         """Add neurons' twins for one token."""
         self._neurons.add_twins(layer, indices)
+
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+    ) -> None:
+        """Add gathered neurons to the tokens of a step that have named them."""
+        if self._neurons.can_share(len(named), known):
+            if len(slots):
+                self._neurons.add_shared(layer, arena, slots, indices, named)
+            return
+        add_one_by_one(self, layer, arena, slots, indices, named, known)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""

@@ -13,6 +13,8 @@ from pi2.plan.arithmetic.sizes import (
     KV_TOKENS,
     LOGIT_ROWS,
     PANEL_FLOATS,
+    SHARED_BYTES,
+    SHARED_TOKEN_BYTES,
     SMALL_BYTES,
     THREAD_BYTES,
     UNKNOWN_THREADS,
@@ -42,9 +44,10 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
-    and 33 KiB per thread. On cores that have or may have i8mm, 10 (d + h w) bytes per thread, and
-    the inputs of an even number of tokens. For layers with a state, an input as wide as what they
-    mix, their projections, and two floats for each value head.
+    and 33 KiB per thread; where a step has several tokens and activations are often zero, 4 KiB
+    more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
+    10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
+    state, an input as wide as what they mix, their projections, and two floats for each value head.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -80,6 +83,10 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
     tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
+    if plan.decode.step_tokens > 1 and not model.is_smooth:
+        # What several tokens share: a sum for each of them, and lists of a block of neurons.
+        each = 4 * shape.stored_hidden + SHARED_TOKEN_BYTES
+        tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
         length = shape.stored_hidden + shape.stored_query

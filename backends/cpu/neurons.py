@@ -13,7 +13,7 @@ from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import BLOCK, KEPT, MOST_NAMING, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.packing import slice_experts
 
@@ -131,10 +131,44 @@ class Neurons:
                 library.bind("find_gates", given, scales, self._room, views, layer=layer)
                 for layer, scales in enumerate(self._scales)
             ]
+        self._shared: list[BoundCall] = []
+        """By layer."""
+        # No gate is kept while neurons are shared.
+        self._named: I32 = self._gates.view(np.int32)
+        if spec.shares_neurons:
+            room = self._make_block_room(request, space)
+            given = "count tokens arena"
+            self._shared = [
+                library.bind(
+                    "add_shared_neurons",
+                    given,
+                    room,
+                    scales,
+                    self._room,
+                    views,
+                    layer=layer,
+                    name="add_neurons",
+                )
+                for layer, scales in enumerate(self._scales)
+            ]
         self._least_gate = spec.threshold
         self._layout = request.bundle
         self._in_pairs = spec.isa.pairs and spec.ffn != "fp16"
         self._arenas: dict[int, tuple[U8, Any]] = {}
+
+    def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:
+        """Return what neurons are computed in that several tokens have named."""
+        threads, tokens = self._spec.threads, request.step_tokens
+        resident = ["block_firing_rows", "block_rows"] if self._rows is not None else []
+        kinds = {"block_gates": "float32", "block_values": "float32"}
+        kinds |= dict.fromkeys(("block_firing", "block_slots", *resident), "int32")
+        lists = ("block_slots", "block_rows")
+        room = {
+            name: space.wrap(space.make(kind, threads, tokens if name in lists else 1, BLOCK))
+            for name, kind in kinds.items()
+        }
+        sums = space.make("float32", tokens, threads, self._spec.hidden)
+        return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
 
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
@@ -188,6 +222,24 @@ class Neurons:
         count = len(indices)
         np.subtract(indices, self._first_twins[layer], out=self._slots[:count])
         self._twins[layer](count, *self._token, self._twin_bundles[layer])
+
+    def can_share(self, tokens: int, known: bool) -> bool:
+        """Return whether `add_shared` adds neurons that ``tokens`` have named, whose gates may be
+        ``known``."""
+        return bool(self._shared) and not known and 1 < tokens <= MOST_NAMING
+
+    def add_shared(
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None, named: Bits
+    ) -> None:
+        """Add the neurons in ``slots`` [n] to those tokens that have ``named`` [T, n] them, at
+        least one each."""
+        count = len(slots)
+        self._slots[:count] = slots
+        own = self._named[:count]
+        own[:] = named[0]
+        for token in range(1, len(named)):
+            np.bitwise_or(own, np.left_shift(named[token], token, dtype=np.int32), out=own)
+        self._shared[layer](count, len(named), self._take_bundles(arena, indices))
 
     def _take_bundles(self, arena: U8, rows: I32 | None) -> Any:
         """Return what calls take of bundles; where scales are resident, note the ``rows`` that

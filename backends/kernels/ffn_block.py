@@ -9,14 +9,15 @@ from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
-from pi2.backends.kernels.gathered import Scratch, emit_gathered
+from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
 from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
+from pi2.backends.kernels.shared import Naming, emit_shared_neurons
+from pi2.backends.kernels.spec import BLOCK, KEPT, PANEL, PARTS, UNPACKED
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
@@ -113,6 +114,46 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
         routes=routes,
         token=token,
     )
+
+
+def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
+    """Add gathered neurons to y of those tokens of a step that have named them."""
+    spec = schedule.spec
+    count, tokens = take.take_number("count"), take.take_number("tokens")
+    bundles = _take_bundles(schedule, take, "arena")
+    slots, rows = _take_slots(schedule, take)
+    resident = rows is not None
+    scratch = Scratch(
+        gates=take.take_array("block_gates", "float32", "threads", BLOCK),
+        values=take.take_array("block_values", "float32", "threads", BLOCK),
+        firing=take.take_array("block_firing", "int32", "threads", BLOCK),
+        firing_rows=take.take_array("block_firing_rows", "int32", "threads", BLOCK)
+        if resident
+        else None,
+        partial=take.take_array("partials", "float32", "sequences", "threads", spec.hidden),
+        counts=take.take_array("counts", "int32", spec.threads + 1),
+    )
+    naming = Naming(
+        slots=slots,
+        rows=rows,
+        named=take.take_array("named", "int32", "neurons"),
+        count=count,
+        tokens=tokens,
+        own_slots=take.take_array("block_slots", "int32", "threads", "sequences", BLOCK),
+        own_rows=take.take_array("block_rows", "int32", "threads", "sequences", BLOCK)
+        if resident
+        else None,
+    )
+    run = Run(
+        isa=schedule.isa,
+        spec=spec,
+        activations=schedule.take_hidden(take, count),
+        bundles=bundles,
+        scratch=scratch,
+        routes=schedule.take_routes(take),
+        token=T.int32(0),
+    )
+    emit_shared_neurons(run, naming, schedule.take_rows(take, "y"))
 
 
 def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:

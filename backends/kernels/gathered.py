@@ -62,7 +62,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class Run:
     """What every loop of a call needs."""
 
     isa: Isa
@@ -145,7 +145,7 @@ def emit_gathered(
     """
     threads, hidden = spec.threads, spec.hidden
     token = T.int32(0) if token is None else token
-    run = _Run(
+    run = Run(
         isa=isa,
         spec=spec,
         activations=activations,
@@ -172,7 +172,7 @@ def emit_gathered(
             assert known is not None
             return known[0][known[1][thread + place * threads]]
 
-        emit_all = _emit_at_once if spec.passes == 1 else _emit_in_turn
+        emit_all = emit_at_once if spec.passes == 1 else emit_in_turn
         fired = emit_all(run, given, read_gate if known else None, first, target, limit)
         v.store(scratch.counts, thread, fired, 1)
 
@@ -190,8 +190,8 @@ def emit_gathered(
         v.store(scratch.counts, threads, counted, 1)
 
 
-def _emit_at_once(
-    run: _Run,
+def emit_at_once(
+    run: Run,
     given: PlaceList,
     gates: ReadGate | None,
     first: v.Expr,
@@ -209,7 +209,7 @@ def _emit_at_once(
     with T.serial(turns + 1) as turn:
         with T.If(turn < turns), T.Then():
             start = v.let(turn * TOGETHER)
-            places, following = given.take(start), given.take(start + TOGETHER)
+            places, following = given.take(start), given.look_ahead(start + TOGETHER)
             if gates is None:
                 # A row is read from its beginning to its end.
                 found = run.dot(places, "gate", places, "up")
@@ -230,8 +230,8 @@ def _emit_at_once(
     return v.let(kept.get())
 
 
-def _emit_in_turn(
-    run: _Run,
+def emit_in_turn(
+    run: Run,
     given: PlaceList,
     gates: ReadGate | None,
     first: v.Expr,
@@ -277,7 +277,7 @@ def _note(scratch: Scratch, index: v.Expr, place: Place) -> None:
         v.store(scratch.firing_rows, index, place.row, 1)
 
 
-def _emit_gates(run: _Run, given: PlaceList, first: v.Expr) -> v.Expr:
+def _emit_gates(run: Run, given: PlaceList, first: v.Expr) -> v.Expr:
     """Compute gates; list the open ones from place ``first`` on; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
@@ -293,7 +293,7 @@ def _emit_gates(run: _Run, given: PlaceList, first: v.Expr) -> v.Expr:
     return v.let(kept.get())
 
 
-def _emit_ups(run: _Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) -> v.Expr:
+def _emit_ups(run: Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) -> v.Expr:
     """Compute activations of listed neurons; keep those that fire; return their number."""
     scratch = run.scratch
     kept = v.Cell(T.int32(0))
@@ -311,7 +311,7 @@ def _emit_ups(run: _Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None)
 
 
 def _keep_active(
-    run: _Run,
+    run: Run,
     kept: v.Cell,
     first: v.Expr,
     there: v.Expr,
@@ -351,7 +351,7 @@ def _keep(
 
 
 def _emit_down_turn(
-    run: _Run, fired: PlaceList, first: v.Expr, start: v.Expr, target: v.Expr
+    run: Run, fired: PlaceList, first: v.Expr, start: v.Expr, target: v.Expr
 ) -> None:
     """Add the down vectors of a few neurons of the list ``fired``, times their activations."""
     places, following = fired.take(start), fired.take(start + TOGETHER)
@@ -364,7 +364,7 @@ def _emit_down_turn(
 
 
 def _emit_down(
-    run: _Run,
+    run: Run,
     places: Sequence[Place],
     following: Sequence[Place],
     values: Sequence[v.Expr],

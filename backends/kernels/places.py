@@ -32,6 +32,8 @@ class PlaceList:
     rows: v.Buffer | None
     locate: Callable[[v.Expr], v.Expr]
     """Where the neuron at a place of the list stands in these."""
+    ahead: v.Expr | None = None
+    """Neurons that stand there from the list's first on, where others follow it."""
 
     def read(self, place: v.Expr) -> Place:
         """Return the neuron at a place of the list."""
@@ -50,6 +52,12 @@ class PlaceList:
     def take(self, first: v.Expr) -> list[Place]:
         """Return the neurons from place ``first`` on, likewise."""
         return [self.read(place) for place in self.list_places(first)]
+
+    def look_ahead(self, first: v.Expr) -> list[Place]:
+        """Return the neurons from place ``first`` on that memory is asked for, those that follow
+        the list among them."""
+        last = (self.count if self.ahead is None else self.ahead) - 1
+        return [self.read(T.min(first + index, last)) for index in range(TOGETHER)]
 
     def visit(self, emit: Callable[[v.Expr, list[Place], list[Place]], None]) -> None:
         """Call ``emit(first place, neurons, neurons of the next turn)`` for all turns."""

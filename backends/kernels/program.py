@@ -17,7 +17,8 @@ For several sequences (`KernelSpec.sequences`) gathered neurons have the number 
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
-``begin_ffn`` and ``add_dense`` but for that.
+``begin_ffn`` and ``add_dense`` but for that.  Where activations are often zero,
+``add_shared_neurons`` adds gathered neurons to all tokens that have ``named`` them.
 
 Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
 ``state_attend_mix`` and ``state_attend_output``, which are given the same.
@@ -45,6 +46,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_add_neurons,
     emit_add_open_neurons,
     emit_add_plain_neurons,
+    emit_add_shared_neurons,
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
@@ -152,6 +154,8 @@ class Program:
         if spec.some_full:
             everything = Schedule(replace(spec, window=None), self.isa).for_step()
             bound["attend_mix_all"] = partial(emit_attend_mix, everything)
+        if spec.shares_neurons:
+            bound["add_shared_neurons"] = partial(emit_add_shared_neurons, step)
         if spec.has_other_chunks:
             bound["begin_step"] = partial(emit_begin_ffn, step)
             bound["add_dense_step"] = partial(emit_add_dense, step)

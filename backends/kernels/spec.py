@@ -35,6 +35,11 @@ KEPT = 33
 the loads of weights."""
 PARTS = PANEL // UNPACKED
 """Masks of a panel."""
+BLOCK = 256
+"""Neurons that are taken through all tokens of a step before the next ones: with fewer, threads
+begin anew too often, with more, tokens do not find in a cache what others have read."""
+MOST_NAMING = 31
+"""Tokens of a step that a mask of neurons has bits for."""
 KV_BLOCK = 16
 """Tokens whose keys lie together, one per lane."""
 SPANS = 16
@@ -259,6 +264,11 @@ class KernelSpec:
     def closes_gates(self) -> bool:
         """Whether a gate alone tells that a gathered neuron has no effect."""
         return self.has_gathered_ffn and not self.is_smooth
+
+    @property
+    def shares_neurons(self) -> bool:
+        """Whether `pi2.backends.kernels.shared` computes what the tokens of a step name."""
+        return self.sequences and self.closes_gates
 
     def to_json(self) -> str:
         """Return canonical JSON."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, U8, Bits
 from pi2.backends.observer import ObservableExecutor, noted
-from pi2.backends.protocol import BuildRequest
+from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
 
@@ -125,6 +125,11 @@ class NullExecutor(ObservableExecutor):
         indices: I32 | None = None,
     ) -> Bits:
         return np.ones(len(slots), bool)
+
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+    ) -> None:
+        add_one_by_one(self, layer, arena, slots, indices, named, known)
 
     @noted
     def add_neurons(

@@ -9,7 +9,7 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, make_routers, slice_tensor
 from pi2.backends.observer import ObservableExecutor, noted
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
 from pi2.backends.reference.attention import Attention
 from pi2.backends.reference.latent import LatentAttention
 from pi2.backends.reference.neurons import compute_activations, multiply_down
@@ -339,6 +339,11 @@ class ReferenceExecutor(ObservableExecutor):
         """Whether these gates, of an activation that is not smooth, let anything through."""
         fatrelu = self._model.ffn.activation == "fatrelu"
         return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
+
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+    ) -> None:
+        add_one_by_one(self, layer, arena, slots, indices, named, known)
 
     @noted
     def add_neurons(

@@ -260,12 +260,13 @@ class Waves:
             self._executor.add_neurons(layer, arena, expand(slots, size), places, known)
             return
         assert indices is not None
-        for token in self._select_tokens():
-            own = by_token[token].take(indices)
-            mine = slots.compress(own)
-            if len(mine):
-                places = expand(indices.compress(own), size)
-                self._executor.add_neurons(layer, arena, expand(mine, size), places, known)
+        if len(slots):
+            named = by_token.take(indices, axis=1)
+            if size > 1:
+                named = named.repeat(size, axis=1)
+            self._executor.add_named_neurons(
+                layer, arena, expand(slots, size), expand(indices, size), named, known
+            )
 
     def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from pi2.arrays import F32
+from pi2.arrays import F32, I32, U8
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import Executor, add_one_by_one
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 
@@ -53,6 +54,20 @@ def prefill(executor: Executor, model: RandomModel, ids: list[int]) -> None:
             executor.end_ffn(layer)
 
 
+def add_neurons(
+    executor: Executor, layer: int, bundles: U8, named: list[I32], *, known: bool
+) -> None:
+    """Add the neurons that each token has named, in two halves of all."""
+    if len(named) == 1:
+        for half in (named[0][::2].copy(), named[0][1::2].copy()):
+            executor.add_neurons(layer, bundles, half, half, known=known)
+        return
+    every = np.unique(np.concatenate(named)).astype(np.int32)
+    for half in (every[::2].copy(), every[1::2].copy()):
+        by_token = np.stack([np.isin(half, found) for found in named])
+        executor.add_named_neurons(layer, bundles, half, half, by_token, known)
+
+
 def step(
     executor: Executor,
     model: RandomModel,
@@ -83,11 +98,7 @@ def step(
                     named.append(executor.predict_gate(layer).copy())
                 else:
                     named.append(executor.predict_low_rank(layer, 0.2).copy())
-            for number, found in enumerate(named):
-                executor.select_token(number)
-                for half in (found[::2].copy(), found[1::2].copy()):
-                    executor.add_neurons(layer, bundles, half, half, known=mode == "gate")
-            executor.select_token(0)
+            add_neurons(executor, layer, bundles, named, known=mode == "gate")
         executor.end_ffn(layer)
     return np.asarray(executor.logits(0)).copy()
 
@@ -152,3 +163,31 @@ def test_tokens_of_a_sequence_in_a_step_see_those_before_them(
         expected.append(step(alone[1], model, [66], [1], [9], "gate")[0])
         assert measure_error(found, np.stack(expected)) < most
     together.close()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
+    passes: Literal[1, 2],
+) -> None:
+    model = RandomModel(**{**DEMO_LIKE, "ffn": 600})
+    request = dataclasses.replace(model.request, sequences=3, step_tokens=3, passes=passes)
+    executor = cpu.build(request)
+    rng, found = np.random.default_rng(3), []
+    slots = np.flatnonzero(rng.random(600) < 0.9).astype(np.int32)
+    # The last token has named next to nothing.
+    named = rng.random((3, len(slots))) < np.array([[0.9], [0.4], [0.005]])
+    wanted = named.any(axis=0)
+    slots, named = slots[wanted], named[:, wanted]
+    for add in (executor.add_named_neurons, partial(add_one_by_one, executor)):
+        executor.begin_step(np.array([11, 22, 33], np.int32), [0, 1, 2], [0, 0, 0])
+        executor.attend_step(0)
+        executor.begin_ffn(0)
+        # Twice, as clusters come one after the other.
+        for half in (slice(None, 400), slice(400, None)):
+            add(0, model.bundles[0], slots[half], slots[half], named[:, half], False)
+        executor.end_ffn(0)
+        found.append((np.asarray(executor.logits(0)).copy(), executor.count_active()))
+    (shared, shared_active), (alone, alone_active) = found
+    assert shared_active == alone_active > 0
+    assert np.array_equal(shared, alone)
+    executor.close()

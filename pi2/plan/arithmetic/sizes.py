@@ -65,6 +65,8 @@ PANEL_FLOATS = 264
 bit for each."""
 THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
+SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 << 10
+"""Scratch of a compute thread for neurons that several tokens share, and for each of the tokens."""
 UNPACKED_ROWS_BYTES = 10
 """Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
 for several tokens on cores with i8mm."""

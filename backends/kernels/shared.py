@@ -1,0 +1,132 @@
+"""The FFN of a few tokens over gathered neurons, each of which some of the tokens have named.
+
+Tokens of a step name neurons of their own, many of which others name, too.  The list of all of them
+is taken in blocks, and each block through one token after the other, as `kernels.gathered` takes a
+token's neurons: the first one that needs a neuron brings it from memory, the others find it in a
+cache.  There is one join of the threads for all tokens.
+
+Every thread takes those neurons of a token that it would take if the token were alone, in the same
+order, and adds them up apart: the bits of a token's sum do not depend on its company.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.gathered import Run, emit_at_once, emit_in_turn
+from pi2.backends.kernels.matrix import emit_shared
+from pi2.backends.kernels.places import PlaceList
+from pi2.backends.kernels.spec import BLOCK, MOST_NAMING
+from pi2.plan.weights.layout import vector_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Neurons, and which of the ``tokens`` have named them.
+
+    ``slots`` int32 [count], ``rows`` likewise where scales are resident; ``named`` int32 [count]: a
+    bit for each token.  ``own_slots`` int32 [threads, tokens, BLOCK], and ``own_rows``, are room
+    for what a thread takes of a block, one token's list behind the other's, so that memory is asked
+    for the next token's neurons while the last of one are computed.
+    """
+
+    slots: v.Buffer
+    rows: v.Buffer | None
+    named: v.Buffer
+    count: v.Expr
+    tokens: v.Expr
+    own_slots: v.Buffer
+    own_rows: v.Buffer | None
+
+
+def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
+    """Add neurons to ``total`` float32 [tokens, hidden] (lane order) of those that have named them.
+
+    Of the run's scratch, ``gates``, ``values`` and ``firing`` are [threads, BLOCK], ``partial`` is
+    [tokens, threads, hidden]; its token has no meaning.
+    """
+    spec, scratch = run.spec, run.scratch
+    threads, hidden, count, tokens = spec.threads, spec.hidden, naming.count, naming.tokens
+
+    def emit(thread: v.Expr) -> None:
+        seen = T.alloc_buffer((MOST_NAMING,), "int32")
+        starts = T.alloc_buffer((MOST_NAMING + 1,), "int32")
+        with T.serial(tokens) as token:
+            v.store(seen, token, T.int32(0), 1)
+            base = v.let((token * threads + thread) * hidden)
+            with T.serial(hidden // 16) as step:
+                zero = v.constant(0.0, "float32", 16)
+                v.store(scratch.partial, base + step * 16, zero, 16)
+        fired = v.Cell(T.int32(0))
+        first = v.let(thread * BLOCK)
+        lists = v.let(thread * (tokens * BLOCK))
+        with T.serial(T.floordiv(count + BLOCK - 1, BLOCK)) as block:
+            begin = v.let(block * BLOCK)
+            size = v.let(T.min(count - begin, BLOCK))
+            listed = v.Cell(T.int32(0))
+            with T.serial(tokens) as token:
+                v.store(starts, token, listed.get(), 1)
+                end = v.let(lists + listed.get())
+                own = _emit_own(naming, seen, threads, thread, end, begin, size, token)
+                listed.set(listed.get() + own)
+            v.store(starts, tokens, listed.get(), 1)
+            with T.serial(tokens) as token:
+                start = v.let(starts[token])
+                own_first = v.let(lists + start)
+                given = PlaceList(
+                    count=v.let(starts[token + 1] - start),
+                    slots=naming.own_slots,
+                    rows=naming.own_rows,
+                    locate=lambda place: own_first + place,
+                    ahead=v.let(starts[tokens] - start),
+                )
+                target = v.let((token * threads + thread) * hidden)
+                emit_all = emit_at_once if spec.passes == 1 else emit_in_turn
+                alone = replace(run, token=token)
+                fired.set(fired.get() + emit_all(alone, given, None, first, target, None))
+        v.store(scratch.counts, thread, fired.get(), 1)
+
+    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
+    emit_shared(threads, read_bytes, emit)
+    with T.serial(tokens) as token, T.serial(hidden // 16) as step:
+        place = v.let(token * hidden + step * 16)
+        value = v.load(total, place, 16)
+        for thread in range(threads):
+            own = v.let((token * threads + thread) * hidden + step * 16)
+            value = value + v.load(scratch.partial, own, 16)
+        v.store(total, place, value, 16)
+    for thread in range(threads):
+        counted = scratch.counts[threads] + scratch.counts[thread]
+        v.store(scratch.counts, threads, counted, 1)
+
+
+def _emit_own(
+    naming: Naming,
+    seen: v.Buffer,
+    threads: int,
+    thread: v.Expr,
+    first: v.Expr,
+    begin: v.Expr,
+    size: v.Expr,
+    token: v.Expr,
+) -> v.Expr:
+    """List what a thread takes of a token's neurons in a block, and return how many these are: of
+    all that the token has named every n-th, wherever the block begins (``seen`` int32 [tokens]: the
+    thread whose turn it is)."""
+    kept, turn = v.Cell(T.int32(0)), v.Cell(seen[token])
+    one, none = T.int32(1), T.int32(0)
+    with T.serial(size) as index:
+        place = v.let(begin + index)
+        # What is not kept is overwritten by the next one.
+        v.store(naming.own_slots, first + kept.get(), naming.slots[place], 1)
+        if naming.rows is not None and naming.own_rows is not None:
+            v.store(naming.own_rows, first + kept.get(), naming.rows[place], 1)
+        bit = v.let((naming.named[place] >> token) & one)
+        kept.set(kept.get() + T.Select(turn.get() == thread, bit, none))
+        turn.set(turn.get() + bit)
+        turn.set(T.Select(turn.get() == threads, none, turn.get()))
+    v.store(seen, token, turn.get(), 1)
+    return v.let(kept.get())
