@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from compare_predictions import Cell, make_plan, read_model
 from pi2.costs.description import Description, describe_plan
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.planning.cost import cost_description
 from pi2.simulate import simulate
+from tools.compare_predictions import Cell, make_plan, read_model
 
 DEVICES = ("oneplus-12", "oneplus-ace-2", "cloud-vm-zen5", "raspberry-pi-5", "probed")
 MODELS = ("bamboo-7b", "relullama-7b", "mistral-7b", "turbosparse-mixtral-47b", "mixtral-8x7b")

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pyarrow.parquet as pq
 import pytest
 
+from pi2 import ray_cluster
 from pi2.cli.main import run
 from pi2.cli.sweep import expand_references, parse_range
 from pi2.diagnostics import UserError
@@ -165,7 +166,7 @@ def test_pictures_are_drawn(draw: Any) -> None:
 def ray() -> Iterator[Any]:
     """A cluster with two workers on this machine."""
     module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pi2[ray]'")
-    workers._start(module, 2)
+    ray_cluster.start_ray(module, 2)
     yield module
     module.shutdown()
 
