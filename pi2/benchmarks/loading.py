@@ -1,7 +1,7 @@
 """How long loading takes, beside what bounds it: the disk, and the first touch of memory.
 
-Each repetition does four things, each in a process of its own: it touches as many bytes of new
-memory as a load fills, twice, reads as many bytes of the store in pieces of 1 MiB, and loads.  The
+Each repetition does four things, each in a process of its own: it reads as many bytes of the store
+as a load does, in pieces of 1 MiB, touches as many bytes of new memory, twice, and loads.  The
 first touch may be many times as slow as the second where a host has to find memory for a virtual
 machine; what the second process gives back is what the load gets as a rule.
 """
@@ -171,10 +171,11 @@ def measure_load(
     samples = []
     for number in range(repetitions):
         progress("loading", number / repetitions)
-        touch_s = _run(lambda worker: worker.call("touch", size))
-        touch_again_s = _run(lambda worker: worker.call("touch", size))
         reads_s = _run(lambda worker: worker.call("read", files, size))
         forget_pages(files)
+        # Meanwhile a host has had time to take the memory that the last load gave back.
+        touch_s = _run(lambda worker: worker.call("touch", size))
+        touch_again_s = _run(lambda worker: worker.call("touch", size))
         load_s, user_s, system_s, _ = _run(
             lambda worker: worker.call("load", path, dict(overrides))
         )
