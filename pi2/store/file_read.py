@@ -171,11 +171,16 @@ class FileRead:
             raise UserError((report_file("P507", self._path, problem),), exit_code=2)
         for part, place in self._copies.get(number, ()):
             place[:] = piece[part]
+        if target is None and hasattr(mmap, "MADV_DONTNEED"):
+            # Threads stay, and would keep a piece each for as long as the model runs.
+            self._buffers.memory.madvise(mmap.MADV_DONTNEED)
 
     def _take_buffer(self) -> U8:
         """The calling thread's buffer of a piece, page-aligned."""
         if not hasattr(self._buffers, "piece"):
-            self._buffers.piece = np.frombuffer(mmap.mmap(-1, CHECKED_BYTES), np.uint8)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._buffers.memory = mmap.mmap(-1, CHECKED_BYTES, flags=flags)
+            self._buffers.piece = np.frombuffer(self._buffers.memory, np.uint8)
         buffer: U8 = self._buffers.piece
         return buffer
 

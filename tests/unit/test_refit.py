@@ -133,7 +133,7 @@ def test_too_little_names_what_it_takes() -> None:
         fit(find_least() - 0.1)
     finding = caught.value.diagnostics[0]
     assert finding.code == "P611"
-    assert "runtime 86 MiB" in finding.message
+    assert "runtime 87 MiB" in finding.message
 
 
 def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:
