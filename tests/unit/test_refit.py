@@ -51,6 +51,7 @@ SEVERAL: dict[str, object] = {
     "layers__batches": [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}],
     "decode__batch": 2,
     "memory__segments__kv": "8 MiB",
+    "memory__segments__workspace": "5.125 MiB",
 }
 
 
