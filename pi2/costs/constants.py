@@ -44,6 +44,13 @@ class Constants:
     dense_launch_s: float = _constant(
         400e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )
+    card_launch_s: float = _constant(
+        60e-6,
+        "s",
+        "assumed",
+        "the same for a card with memory of its own, which a PC's processor asks by way of PCI "
+        "Express: starts of three kernels, and the way of a token's input and sum",
+    )
     recorded_kernel_s: float = _constant(
         3e-6,
         "s",

@@ -390,7 +390,8 @@ class _Reader:
             key=lambda item: item.size,
         )
         if len(found) < 2:
-            return self._constants.dense_launch_s
+            constants = self._constants
+            return constants.dense_launch_s if unit.memory is None else constants.card_launch_s
         small, large = found[0], found[-1]
         assert small.bytes is not None and large.bytes is not None
         byte_s = max(float(large.time - small.time), 0.0) / max(large.bytes - small.bytes, 1)

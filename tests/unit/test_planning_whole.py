@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pi2.costs.constants import Constants
+from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
@@ -99,3 +101,18 @@ def test_planner_and_simulator_say_the_same_of_it() -> None:
     planned = plan(wish_for("pc-rtx-4090", "bamboo-7b"))
     result = simulate(read_inputs(planned.resolved), tokens=256)
     assert 1.0 / result.decode.token_s.mean() == pytest.approx(planned.cost.tokens_s, rel=0.05)
+
+
+def test_a_card_beside_the_cpu_starts_sooner_than_a_phones_npu() -> None:
+    """PCI Express takes less than a remote call, so that a card has more of each layer."""
+    constants = Constants()
+    for name, launch_s in (
+        ("pc-rtx-4090", constants.card_launch_s),
+        ("oneplus-12", constants.dense_launch_s),
+    ):
+        device = read_document(name, "device").document
+        assert isinstance(device, Device)
+        unit = read_rates(device).dense
+        assert unit is not None
+        assert unit.launch_s == launch_s
+    assert constants.card_launch_s < constants.dense_launch_s
