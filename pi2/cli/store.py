@@ -1,4 +1,4 @@
-"""Inspect, verify, reorder or repack a neuron store, or give it a twin."""
+"""Inspect, verify, reorder or repack a store, or give it a twin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 @click.group("store", cls=Subcommands)
 def command() -> None:
-    """Inspect, verify, reorder or repack a neuron store, or give it a twin."""
+    """Inspect, verify, reorder or repack a store, or give it a twin."""
 
 
 @command.command("info")
