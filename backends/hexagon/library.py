@@ -52,17 +52,33 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """See the module's docstring."""
-    from pi2.backends.hexagon.backend import describe_sizes
+    """Write the library that the command line asks for; see the module's docstring."""
+    import argparse
+
+    from pi2.backends.hexagon.backend import KINDS, describe_sizes
+    from pi2.diagnostics import UserError
+    from pi2.diagnostics.render_full import render
     from pi2.plan.arithmetic.units import describe_unit
     from pi2.plan.resolve import load_plan
 
-    plan, unit, folder = arguments
-    resolved = load_plan(Path(plan))
-    spec = describe_library(
-        describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
+    parser = argparse.ArgumentParser(
+        prog="python -m pi2.backends.hexagon.library",
+        description="Compile the graphs of a plan's NPU ahead of time.",
     )
-    write_library(spec, Path(folder))
+    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("unit", metavar="UNIT", help="name of the NPU in the device file")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the library goes")
+    chosen = parser.parse_args(arguments)
+    try:
+        resolved = load_plan(chosen.plan)
+        known = resolved.device.units.get(chosen.unit)
+        if known is None or known.kind not in KINDS:
+            parser.error(f"the device {resolved.device.id!r} has no NPU named {chosen.unit!r}")
+        spec = describe_library(describe_sizes(describe_unit(resolved, chosen.unit)), known)
+        write_library(spec, chosen.folder)
+    except UserError as error:
+        print(render(error.diagnostics), file=sys.stderr)
+        return error.exit_code
     return 0
 
 

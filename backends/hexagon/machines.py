@@ -99,8 +99,8 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
         if shutil.which(HOST_PROGRAM) is None:
             found.append(
                 f"there is no `{HOST_PROGRAM}`, which passes work on to the NPU's driver: build it"
-                " with the vendor's SDK on the phone's terms (docs/npu.md), or try a device file"
-                " that says `emulated = true`"
+                " with the vendor's SDK (docs/npu.md), or try a device file that says"
+                " `emulated = true`"
             )
         if not any(map(os.path.exists, _HEAPS)):
             found.append("this system has no memory that an NPU can map (/dev/dma_heap)")

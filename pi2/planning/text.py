@@ -8,6 +8,7 @@ from typing import Any
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs, reads_embedding
 from pi2.plan.authoring.drafting import name_segments, write_backends, write_sampling
+from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
@@ -99,6 +100,13 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             f"For {cost.batch} sequences at a time: what any of them uses is read and kept for all."
         )
     yield from describe_cost(cost)
+    for name in sorted({name for layer in resolved.layers for name in layer.split}):
+        backend = resolved.name_backend(name)
+        if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
+            yield (
+                f"{name} is counted with the device's figures, not with pi2's programs: the "
+                f"backend {backend!r} has run on emulated units alone, and none was timed."
+            )
     if planned.full_tokens_s is not None:
         yield (
             f"These figures are for {min(MEAN_TOKENS, plan.kv.context)} tokens of context; once "

@@ -12,7 +12,7 @@ import pytest
 
 import pi2.backends.hexagon as package
 from pi2.backends.hexagon import messages
-from pi2.backends.hexagon.library import write_library
+from pi2.backends.hexagon.library import main, write_library
 from pi2.backends.hexagon.linkers import find_linker
 from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
 
@@ -62,6 +62,26 @@ def test_both_sides_mean_the_same_by_a_message() -> None:
     }
     numbers = {int(value) for value in re.findall(r"PI2_\w+ = (\d+)", text)}
     assert numbers == {0, *messages.FAILURES}
+
+
+@pytest.mark.parametrize(
+    ("plan", "unit", "says"),
+    [
+        ("nowhere.plan.toml", "npu", "error[P001]: no such file"),
+        ("demo.plan.toml", "npu", "the device 'host' has no NPU named 'npu'"),
+        ("demo-npu.plan.toml", "cpu", "the device 'host-npu' has no NPU named 'cpu'"),
+    ],
+)
+def test_the_command_says_what_it_cannot_compile(
+    plan: str, unit: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parents[2] / "plans" / plan
+    try:
+        code = main([str(path), unit, str(tmp_path)])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_library_has_a_program_an_object_and_an_index(tmp_path: Path) -> None:

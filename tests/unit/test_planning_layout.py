@@ -211,4 +211,6 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     assert one.resolved.plan.pipeline.phases == 1
     assert any("npu" in layer.split for layer in two.resolved.layers)
     assert two.resolved.plan.pipeline.phases == 2
-    assert "pipeline.phases: 2; tokens/s would be" in "\n".join(describe_choices(two))
+    text = "\n".join(describe_choices(two))
+    assert "pipeline.phases: 2; tokens/s would be" in text
+    assert "backend 'hexagon' has run on emulated units alone" in text
