@@ -15,6 +15,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.scheduler import Ticket
 from pi2.serving.answer_reader import AnswerReader, Fragment
 from pi2.serving.chat_facts import read_chat_facts
+from pi2.serving.replay import Replay
 from pi2.serving.tool_formats import ToolCall
 
 SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -77,6 +78,8 @@ class Session:
     """Messages after the system message."""
     turn: Turn | None = None
     """What the last answer has taken."""
+    replay: Replay = field(default_factory=Replay, repr=False)
+    """The tokens that answers were drawn as: their text need not be encoded as these."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -97,7 +100,9 @@ class Session:
         reasoning = facts.reasoning
         inside = reasoning is not None and prompt.rstrip().endswith(reasoning[0])
         request = model.describe_request(
-            model.encode_text(prompt), shown_ids=facts.shown_ids, **self.settings
+            self.replay.encode(prompt, model.encode_text),
+            shown_ids=facts.shown_ids,
+            **self.settings,
         )
         self.answers.append({"role": "user", "content": text})
         reader = AnswerReader(reasoning=reasoning, begins_inside=inside)
@@ -120,6 +125,8 @@ class Session:
             ticket.cancel()
             self.answers.append({"role": "assistant", "content": said})
             self._note_turn(ticket, first_s, model.stats.flash_read_bytes - before, start)
+            if ticket.result is not None:
+                self.replay.note_answer(prompt, request.prompt_ids, ticket.result)
         if ticket.error is not None:
             raise ticket.error
 

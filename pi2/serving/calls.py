@@ -264,10 +264,9 @@ async def _follow(
             await events.put(Delta(index, items))
         result, answer = ticket.result, ticket.answer
         assert result is not None and answer is not None
-        if ask.prompt_text is not None and result.finish_reason == "eos":
-            ids = [*ask.prompt_ids, *result.token_ids[:-1]]
-            host.replay.note(ask.prompt_text + result.text, ids)
-            if calls:
+        if ask.prompt_text is not None:
+            host.replay.note_answer(ask.prompt_text, ask.prompt_ids, result)
+            if calls and result.finish_reason == "eos":
                 named = [(call.name, read_arguments(call.arguments)) for call in calls]
                 host.replay.note_calls(said, named, result.text)
         reason = _ENDS[result.finish_reason]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
+from pi2.engine.answer import SequenceResult
+
 _MOST_CONVERSATIONS = 64
 _MOST_CHARACTERS = 8 << 20
 _MOST_CALLS = 1024
@@ -42,6 +44,12 @@ class Replay:
             self._characters += len(text)
             while len(self._turns) > _MOST_CONVERSATIONS or self._characters > _MOST_CHARACTERS:
                 self._characters -= len(self._turns.popitem(last=False)[0])
+
+    def note_answer(self, prompt: str, prompt_ids: Sequence[int], result: SequenceResult) -> None:
+        """Remember what was sampled after ``prompt``, if the model ended its answer itself: a turn
+        that was cut goes on otherwise than its tokens did."""
+        if result.finish_reason == "eos":
+            self.note(prompt + result.text, [*prompt_ids, *result.token_ids[:-1]])
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Tokens of a prompt: those that are remembered of its longest beginning, and what

@@ -51,6 +51,21 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(session: Session) -> 
     assert "known" in session.run_command("/stats")
 
 
+def test_an_answer_is_read_as_it_was_drawn_and_not_as_its_text_is_encoded(
+    session: Session,
+) -> None:
+    session.settings |= {"max_tokens": 120, "temperature": 1.0, "seed": 5}
+    answer = say(session, "hello")
+    first = session.turn
+    assert first is not None and first.finish_reason == "eos"
+    assert len(session.model.encode_text(answer)) > first.tokens + 10, "its text is more tokens"
+    session.settings["max_tokens"] = 2
+    say(session, "and you?")
+    second = session.turn
+    assert second is not None
+    assert second.reused_tokens >= first.prompt_tokens + first.tokens - 1
+
+
 def test_an_answer_that_is_stopped_is_part_of_the_conversation(session: Session) -> None:
     session.settings["max_tokens"] = 500
     answer = session.ask("hello")
