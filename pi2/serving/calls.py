@@ -199,7 +199,8 @@ async def generate(
 def _make_tickets(host: Host, ask: Ask, limits: Limits) -> list[Ticket]:
     """The model's requests."""
     scheduler = host.model.scheduler
-    if scheduler.waiting + ask.count > limits.waiting + scheduler.places:
+    free = max(0, scheduler.places - scheduler.running)
+    if scheduler.waiting + ask.count > limits.waiting + free:
         raise ApiError(
             429,
             "Too many requests are waiting for this model.",
