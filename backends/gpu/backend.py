@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.backends.gpu.unknown import list_unknown_neurons
 from pi2.plan.arithmetic.rows import list_matrices
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunk_tokens, count_chunks
 from pi2.plan.arithmetic.units import UnitFacts
@@ -37,13 +36,13 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute alone; beside the CPU it computes rows of every model that the
-    plan language can state, and neurons of all but a few."""
+    """Return what it cannot compute alone; beside the CPU it computes neurons and rows of every
+    model that the plan language can state."""
     if facts.neurons is None:
         from pi2.backends.gpu.alone.limits import find_alone_limits
 
         return find_alone_limits(facts.resolved)
-    return list_unknown_neurons(facts.resolved.model)
+    return []
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:

@@ -64,7 +64,7 @@ class GpuUnit:
             jobs=request.jobs,
             stretch=request.stretch,
         )
-        ffn = describe_ffn(layout, model.ffn.activation, model.ffn.threshold or 0.0, sizes.experts)
+        ffn = describe_ffn(layout, model.ffn, sizes.experts)
         rows = describe_rows(
             {
                 name: (tensor.rows, tensor.length, _get_precision(tensor))

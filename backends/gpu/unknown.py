@@ -8,34 +8,17 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
 
 
-def list_unknown_neurons(model: Model) -> list[str]:
-    """What they do not have of neurons, each as the end of a sentence."""
-    ffn = model.ffn
-    if ffn.slope != 1.0 or ffn.limit is not None or ffn.up_offset:
-        return ["computes no clamped SwiGLU (ffn.slope, ffn.limit, ffn.up_offset)"]
-    return []
-
-
 def list_unknown_layers(model: Model) -> list[str]:
-    """What they do not have of norms, attention and routing."""
+    """What they do not have of norms, attention and routing, each as the end of a sentence."""
     attention, moe = model.attention, model.moe
     named = {
         "norm.inputs = false": not model.norm.inputs,
         "attention.latent": attention.latent is not None,
-        "attention.sinks": attention.sinks,
         "attention.clip": attention.clip is not None,
         "attention.growth": attention.growth > 0,
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         'attention.head_norm_place = "after"': attention.head_norm_place == "after",
     }
     if moe is not None:
-        named |= {
-            'moe.router = "mixer"': moe.router == "mixer",
-            "moe.router_bias": moe.router_bias,
-            "moe.choice_bias": moe.choice_bias,
-            "moe.groups": moe.groups > 1,
-            "moe.scaling": moe.scaling != 1.0,
-            "moe.dense_layers": bool(moe.dense_layers),
-            "ffn.bias of experts": model.ffn.bias,
-        }
+        named['moe.router = "mixer"'] = moe.router == "mixer"
     return [f"does not know {name}" for name, is_there in named.items() if is_there]

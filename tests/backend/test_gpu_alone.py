@@ -30,6 +30,8 @@ ERROR = 1e-4
         ("webgpu", "gemma2", "none", "fp16", 5e-3),
         # LayerNorm, biases everywhere, learned positions, neurons without gates, found by gates.
         ("webgpu", "opt", "gate", "fp32", ERROR),
+        # Sinks, clamped SwiGLU, biases of routers and experts.
+        ("opencl", "gpt-oss", "router", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
         ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],

@@ -38,6 +38,7 @@ def compute_attention(
     norms: F32,
     tables: tuple[F32, F32],
     positions: I32,
+    sinks: F32,
 ) -> F32:
     """Outputs [T, heads * head_dim] of one sequence whose tokens are all given."""
     heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
@@ -57,8 +58,12 @@ def compute_attention(
         kv_head = head * kv_heads // heads
         scores = query[:, head].astype(np.float64) @ key[:, kv_head].T * attention.scale
         scores = cap(scores.astype(np.float32), attention.score_cap).astype(np.float64)
-        weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
-        outputs[:, head] = weights / weights.sum(-1, keepdims=True) @ value[:, kv_head]
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(np.where(visible, scores, -np.inf) - top)
+        total = weights.sum(-1, keepdims=True)
+        if attention.sinks:
+            total = total + np.exp(sinks[head].astype(np.float64) - top)
+        outputs[:, head] = weights / total @ value[:, kv_head]
     return outputs.reshape(len(qkv), -1).astype(np.float32)
 
 
@@ -69,7 +74,9 @@ def compute_attention(
         AttentionKernels(
             heads=4, kv_heads=2, head_dim=64, scale=0.125, kv="fp16", head_norm=True, epsilon=1e-6
         ),
-        AttentionKernels(heads=2, kv_heads=2, head_dim=256, scale=0.06, kv="fp32", score_cap=2.0),
+        AttentionKernels(
+            heads=2, kv_heads=2, head_dim=256, scale=0.06, kv="fp32", score_cap=2.0, sinks=True
+        ),
         AttentionKernels(heads=2, kv_heads=1, head_dim=96, scale=0.1, kv="int8"),
     ],
     ids=lambda attention: f"{attention.kv}-{attention.head_dim}",
@@ -84,9 +91,11 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
     norms = (1 + random.random((2, attention.head_dim))).astype(np.float32)
     qkv = random.standard_normal((total, rows)).astype(np.float32)
     positions = np.arange(total, dtype=np.int32)
-    wanted = compute_attention(attention, qkv, norms, tables, positions)
+    sinks = (3 * random.standard_normal(attention.heads)).astype(np.float32)
+    wanted = compute_attention(attention, qkv, norms, tables, positions, sinks)
     vectors = SEQUENCES * attention.kv_heads * CONTEXT
     arrays: dict[str, npt.NDArray[Any]] = {
+        "sinks": sinks,
         "norms": norms,
         "cosines": tables[0],
         "sines": tables[1],

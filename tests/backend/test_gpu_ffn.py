@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import DenseSizes
-from pi2.plan.documents.model import Activation
+from pi2.plan.documents.model import Activation, Ffn
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 
@@ -89,14 +89,13 @@ def test_neurons_in_rows_have_the_values_of_those_in_tiles(
         assert measure_error(found["values"], neurons.compute_values(inputs, routes)) < CLOSE
 
 
-@pytest.mark.parametrize("activation", get_args(Activation))
-def test_every_activation(launcher: Launcher, activation: Activation) -> None:
-    ffn = FfnKernels(
-        hidden=32,
-        precision="int8",
-        activation=activation,
-        threshold=0.3 if activation == "fatrelu" else 0.0,
-    )
+@pytest.mark.parametrize("activation", [*get_args(Activation), "clamped silu"])
+def test_every_activation(launcher: Launcher, activation: Any) -> None:
+    ffn = FfnKernels(hidden=32, precision="int8", activation=activation)
+    if activation == "fatrelu":
+        ffn = dataclasses.replace(ffn, threshold=0.3)
+    elif activation == "clamped silu":
+        ffn = dataclasses.replace(ffn, activation="silu", slope=1.7, limit=1.5, up_offset=1.0)
     neurons = RandomNeurons(ffn, count=64)
     inputs = 3 * neurons.make_inputs(2)
     bench = Bench(launcher, [make_values(ffn, launcher.facts.fp16, 1)])
@@ -136,4 +135,4 @@ def test_kernels_of_a_layout_are_described_by_it() -> None:
         hidden=64, precision="fp16", activation="gelu", gated=False, bias=True, experts=2
     )
     layout = RandomNeurons(ffn, count=2).layout
-    assert describe_ffn(layout, "gelu", experts=2) == ffn
+    assert describe_ffn(layout, Ffn(activation="gelu", gated=False, bias=True), 2) == ffn

@@ -22,8 +22,23 @@ TOKENS = 5
         Moe(experts=8, active_experts=2),
         Moe(experts=100, active_experts=8, normalise_weights=False, shared_experts=2),
         Moe(experts=3, active_experts=1, router="sigmoid", shared_experts=1, shared_gate=True),
+        # DeepSeek V3, with a bias of the scores, too.
+        Moe(
+            experts=72,
+            active_experts=6,
+            router="sigmoid",
+            router_bias=True,
+            choice_bias=True,
+            groups=6,
+            active_groups=3,
+            scaling=2.5,
+            shared_experts=1,
+            dense_layers=(0,),
+            dense_ffn=30,
+        ),
+        Moe(experts=6, active_experts=2, groups=3, active_groups=2, group_score="best"),
     ],
-    ids=["softmax", "many experts", "sigmoid"],
+    ids=["softmax", "many experts", "sigmoid", "biases and groups", "best of groups"],
 )
 def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
     length = 96
@@ -33,6 +48,10 @@ def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
     # Of equal scores the first counts.
     router[1] = router[0]
     shared: F32 = (random.standard_normal((1, length)) / 8).astype(np.float32)
+    biases, choice = (random.standard_normal((2, 1, moe.experts)) / 2).astype(np.float32)
+    # Neurons of a layer that is no mixture take an expert more.
+    others = 1 if moe.dense_layers else 0
+    total = moe.experts + moe.shared_experts + others
     assert moe.router != "mixer"
     kernels = RouterKernels(
         length=length,
@@ -40,7 +59,15 @@ def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
         active=moe.active_experts,
         kind=moe.router,
         normalise=moe.normalise_weights,
+        bias=moe.router_bias,
+        choice_bias=moe.choice_bias,
+        groups=moe.groups,
+        active_groups=moe.active_groups,
+        group_best=1 if moe.group_score == "best" else 2,
+        scaling=moe.scaling,
         shared=moe.shared_experts,
+        others=others,
+        some_dense=bool(moe.dense_layers),
         shared_gate=moe.shared_gate,
     )
     rows = np.concatenate([router, shared]) if moe.shared_gate else router
@@ -51,18 +78,26 @@ def test_routes_are_those_of_numpy(launcher: Launcher, moe: Moe) -> None:
         {
             "inputs": inputs,
             "router": rows,
+            **({"router_biases": biases} if moe.router_bias else {}),
             "route_scores": np.empty((TOKENS, kernels.rows), np.float32),
         },
         numbers,
     )["route_scores"]
-    empty = np.empty((TOKENS, moe.experts + moe.shared_experts), np.float32)
-    found = bench.run("route", {"route_scores": scores, "routes": empty}, numbers)["routes"]
+    empty = np.full((TOKENS, total), 7, np.float32)
+    arrays = {"route_scores": scores, "routes": empty}
+    arrays |= {"choice_biases": choice} if moe.choice_bias else {}
+    found = bench.run("route", arrays, numbers)["routes"]
     wanted = Router(
         moe=moe,
         weights=router,
+        bias=biases if moe.router_bias else None,
+        choice_bias=choice if moe.choice_bias else None,
         shared=shared if moe.shared_gate else None,
-        experts=moe.experts + moe.shared_experts,
+        experts=total,
         dense_experts=0,
     ).route(inputs)
     np.testing.assert_array_equal(found != 0, wanted != 0)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
+    if moe.dense_layers:
+        found = bench.run("route_first", {"routes": empty}, numbers | {"count": 2})["routes"]
+        np.testing.assert_array_equal(found, np.arange(total) < np.full((TOKENS, 1), 2))

@@ -93,9 +93,9 @@ class RandomNeurons:
             ffn=SimpleNamespace(
                 activation=self.ffn.activation,
                 threshold=self.ffn.threshold,
-                limit=None,
-                slope=1.0,
-                up_offset=0.0,
+                limit=self.ffn.limit,
+                slope=self.ffn.slope,
+                up_offset=self.ffn.up_offset,
             )
         )
         up: Any = products[1] if self.ffn.gated else None

@@ -19,6 +19,7 @@ from pi2.backends.gpu.kernels.specification import ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launch, Launcher, LoadedKernel
 from pi2.backends.gpu.sizes import TILE
 from pi2.plan.arithmetic.rows import count_qkv_rows, name_head
+from pi2.plan.documents.model import Moe
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -177,7 +178,7 @@ class ModelGraph:
 
     def _begin_layer(self, layer: int, tokens: int) -> None:
         """Take what the layer's parts read of x before attention changes it."""
-        moe = self._model.moe
+        moe = self._find_mixture(layer)
         if moe is not None and moe.router_input == "layer":
             self._score_experts(layer, tokens, "x")
         if self._model.residual == "parallel":
@@ -202,6 +203,8 @@ class ModelGraph:
         }
         if model.attention.head_norm:
             arrays["norms"] = state[f"head_norms_{layer}"]
+        if model.attention.sinks:
+            arrays["sinks"] = self._find_tensor(name_layer_tensor(layer, "sinks"))["values"]
         numbers = {"context": self._use.context, "tokens": tokens, "spans": spans}
         sees_all = model.find_window(layer) is None and self._use.attention.window is not None
         for name in ("keep", "attend_all" if sees_all else "attend", "mix"):
@@ -235,15 +238,37 @@ class ModelGraph:
     def _begin_ffn(self, layer: int, tokens: int) -> None:
         if self._model.residual != "parallel":
             self._normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
-        moe = self._model.moe
-        if moe is not None:
-            if moe.router_input == "ffn":
-                self._score_experts(layer, tokens, "v")
-            arrays = {name: self._state[name] for name in ("route_scores", "routes")}
-            self._add("route", arrays, {"tokens": tokens})
+        if self._model.moe is not None:
+            self._route(layer, tokens)
         if self._model.ffn.bias:
-            biases = self._find_tensor(name_layer_tensor(layer, "down_bias"))["values"]
-            self._add("spread", {"y": self._state["y"], "biases": biases}, {"tokens": tokens})
+            arrays = {
+                "y": self._state["y"],
+                "biases": self._find_tensor(name_layer_tensor(layer, "down_bias"))["values"],
+            }
+            if self._model.moe is not None:
+                arrays["routes"] = self._state["routes"]
+            self._add("spread", arrays, {"tokens": tokens})
+
+    def _find_mixture(self, layer: int) -> Moe | None:
+        """The mixture of a layer that is one."""
+        moe = self._model.moe
+        return None if moe is None or layer in moe.dense_layers else moe
+
+    def _route(self, layer: int, tokens: int) -> None:
+        """Give experts their weights."""
+        arrays, moe = {"routes": self._state["routes"]}, self._find_mixture(layer)
+        if moe is None:
+            assert self._model.moe is not None
+            count = self._model.moe.count_dense(self._model.shape.ffn)
+            self._add("route_first", arrays, {"count": count, "tokens": tokens})
+            return
+        if moe.router_input == "ffn":
+            self._score_experts(layer, tokens, "v")
+        arrays["route_scores"] = self._state["route_scores"]
+        if moe.choice_bias:
+            biases = self._find_tensor(name_layer_tensor(layer, "choice_bias"))
+            arrays["choice_biases"] = biases["values"]
+        self._add("route", arrays, {"tokens": tokens})
 
     def _score_experts(self, layer: int, tokens: int, source: str) -> None:
         arrays = {
@@ -251,6 +276,9 @@ class ModelGraph:
             "router": self._state[f"router_{layer}"],
             "route_scores": self._state["route_scores"],
         }
+        if self._model.moe is not None and self._model.moe.router_bias:
+            biases = self._find_tensor(name_layer_tensor(layer, "router_bias"))
+            arrays["router_biases"] = biases["values"]
         self._add("route_scores", arrays, {"tokens": tokens})
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.sizes import count_host_bytes, list_arrays, list_kept
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.unknown import list_unknown_layers, list_unknown_neurons
+from pi2.backends.gpu.unknown import list_unknown_layers
 from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -58,7 +58,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("computes no layers that keep a state")
     if model.attention.output_gate:
         limits.append("computes no gates of attention's output")
-    limits += list_unknown_layers(model) + list_unknown_neurons(model)
+    limits += list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
     if model.shape.head_dim % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")

@@ -70,12 +70,14 @@ def list_tensors(use: ModelUse) -> Mapping[str, TensorShape]:
             rows=shape.context, length=hidden, precision="fp16", in_tiles=False
         )
     for layer in range(shape.layers):
-        for kind, tensor in _list_layer_tensors(use, vector):
+        for kind, tensor in _list_layer_tensors(use, layer, vector):
             found[name_layer_tensor(layer, kind)] = tensor
     return found
 
 
-def _list_layer_tensors(use: ModelUse, vector: TensorShape) -> Iterator[tuple[str, TensorShape]]:
+def _list_layer_tensors(
+    use: ModelUse, layer: int, vector: TensorShape
+) -> Iterator[tuple[str, TensorShape]]:
     model, shape = use.model, use.model.shape
     precision, hidden = model.quantization, shape.stored_hidden
     rows = count_qkv_rows(model)
@@ -93,19 +95,33 @@ def _list_layer_tensors(use: ModelUse, vector: TensorShape) -> Iterator[tuple[st
         "attention_output_norm": (model.norm.outputs, vector),
         "ffn_output_norm": (model.norm.outputs, vector),
         "output_bias": (model.attention.output_bias, vector),
-        "down_bias": (model.ffn.bias, vector),
+        "down_bias": (
+            model.ffn.bias,
+            TensorShape(
+                rows=1 if model.moe is None else model.expert_count, length=hidden, precision=None
+            ),
+        ),
         "qkv_bias": (
             model.attention.qkv_bias,
             TensorShape(rows=1, length=rows, precision=None),
+        ),
+        "sinks": (
+            model.attention.sinks,
+            TensorShape(rows=1, length=shape.heads, precision=None),
         ),
         "query_norm": (model.attention.head_norm, head),
         "key_norm": (model.attention.head_norm, head),
     }
     yield from ((kind, tensor) for kind, (there, tensor) in kinds.items() if there)
-    if model.moe is not None:
+    if model.moe is not None and layer not in model.moe.dense_layers:
+        scores = TensorShape(rows=1, length=model.moe.experts, precision=None)
         yield "router", TensorShape(rows=model.moe.experts, length=hidden, precision=None)
         if model.moe.shared_gate:
             yield "shared_router", vector
+        if model.moe.router_bias:
+            yield "router_bias", scores
+        if model.moe.choice_bias:
+            yield "choice_bias", scores
     if use.predictor == "low-rank" and model.predictor is not None:
         rank, experts = model.predictor.rank, model.expert_count
         yield (

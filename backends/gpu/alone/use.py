@@ -58,9 +58,7 @@ class ModelUse:
     def ffn(self) -> FfnKernels:
         """Kernels of all neurons."""
         model = self.model
-        found = describe_ffn(
-            self.layout, model.ffn.activation, model.ffn.threshold or 0.0, count_experts(model)
-        )
+        found = describe_ffn(self.layout, model.ffn, count_experts(model))
         return dataclasses.replace(found, in_rows=self.is_sparse)
 
     @property
@@ -112,6 +110,7 @@ class ModelUse:
             score_cap=attention.softcap,
             window=max((window for window in windows if window is not None), default=None),
             some_full=None in windows,
+            sinks=attention.sinks,
         )
 
     @property
@@ -127,7 +126,15 @@ class ModelUse:
             active=moe.active_experts,
             kind=moe.router,
             normalise=moe.normalise_weights,
+            bias=moe.router_bias,
+            choice_bias=moe.choice_bias,
+            groups=moe.groups,
+            active_groups=moe.active_groups,
+            group_best=1 if moe.group_score == "best" else 2,
+            scaling=moe.scaling,
             shared=moe.shared_experts,
+            others=self.model.expert_count - moe.experts - moe.shared_experts,
+            some_dense=bool(moe.dense_layers),
             shared_gate=moe.shared_gate,
         )
 
@@ -164,6 +171,7 @@ class ModelUse:
                 outputs=norm.outputs,
                 residual_factor=model.multipliers.residual,
                 spreads=model.ffn.bias,
+                experts=experts if model.ffn.bias else 0,
             ),
             attention=self.attention,
         )

@@ -22,7 +22,10 @@ def activate(ffn: FfnKernels, gate: c.Expr, up: c.Expr | None) -> c.Expr:
             positive = c.let(T.max(gate, zero))
             active = positive * positive
         case "silu":
-            active = gate / (c.number(1.0) + T.exp(zero - gate))
+            if ffn.limit is not None:
+                gate = c.let(T.min(gate, c.number(ffn.limit)))
+            steep = gate if ffn.slope == 1.0 else c.let(c.number(ffn.slope) * gate)
+            active = gate / (c.number(1.0) + T.exp(zero - steep))
         case "gelu":
             scaled = c.let(gate * c.number(math.sqrt(0.5)))
             active = c.number(0.5) * gate * (c.number(1.0) + T.erf(scaled))
@@ -33,7 +36,13 @@ def activate(ffn: FfnKernels, gate: c.Expr, up: c.Expr | None) -> c.Expr:
     active = c.let(active)
     if up is None:
         return active
-    return c.let(active * (T.max(up, zero) if ffn.activation == "drelu" else up))
+    if ffn.activation == "drelu":
+        up = T.max(up, zero)
+    if ffn.limit is not None:
+        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
+    if ffn.up_offset:
+        up = up + c.number(ffn.up_offset)
+    return c.let(active * up)
 
 
 def compute_tanh(x: c.Expr) -> c.Expr:

@@ -10,7 +10,8 @@ kernel                  parameters: arrays, then numbers
 ``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
                         [spans, T, heads, head_dim], tops float32 [spans, T, heads, 2];
                         context, spans, tokens
-``mix``                 partials, tops, mixed float32 [T, width]; spans, tokens
+``mix``                 partials, tops, [sinks float32 [heads]], mixed float32 [T, width]; spans,
+                        tokens
 ======================  ==========================================================================
 
 ``places`` int32 [T, 2] are every token's sequence and position: so tokens of a chunk and of several
@@ -357,6 +358,7 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
     with kernel.declare():
         partials = kernel.take_array("partials", "float32")
         tops = kernel.take_array("tops", "float32")
+        sinks = kernel.take_array("sinks", "float32") if attention.sinks else None
         mixed = kernel.take_array("mixed", "float32")
         spans, tokens = kernel.take_number("spans"), kernel.take_number("tokens")
         groups = Axis(times=-(-attention.width // _KEYS))
@@ -365,7 +367,7 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
             element = c.let(place.group[0] * _KEYS + place.thread[0])
             with c.when(element < attention.width):
                 head = c.let(T.min(T.floordiv(element, size), attention.heads - 1))
-                top = c.Cell(c.number(_LOWEST))
+                top = c.Cell(c.number(_LOWEST) if sinks is None else sinks[head])
                 total, found = c.Cell(c.number(0.0)), c.Cell(c.number(0.0))
                 with T.serial(spans) as span:
                     row = c.let((span * tokens + token) * attention.heads + head)
@@ -375,6 +377,8 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
                     share = c.let(T.exp(tops[row * 2] - top.get()))
                     total.add(share * tops[row * 2 + 1])
                     found.add(share * partials[row * size + T.floormod(element, size)])
+                if sinks is not None:
+                    total.add(T.exp(sinks[head] - top.get()))
                 value = c.let(found.get() / total.get())
                 is_inside = element < attention.heads * size
                 c.store(

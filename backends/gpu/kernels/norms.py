@@ -8,7 +8,8 @@ kernel                  parameters: arrays, then numbers
 ``add``                 x [T, length], y [T, length] (added to x, times the residual factor);
                         tokens
 ``add_norm``            x, y (normalised before it is added), weights, [biases]; tokens
-``spread``              y [T, length] becomes biases [length]; tokens
+``spread``              y [T, length] becomes biases [length], in a mixture those of the experts
+                        [experts, length] times their weights: routes [T, experts]; tokens
 ======================  ==========================================================================
 """
 
@@ -94,12 +95,20 @@ def make_spread(norm: NormKernels) -> c.Kernel:
     kernel = c.Kernel("spread", (_THREADS, 1, 1))
     with kernel.declare():
         y, biases = kernel.take_array("y", "float32"), kernel.take_array("biases", "float32")
+        routes = kernel.take_array("routes", "float32") if norm.experts else None
         kernel.take_number("tokens")
         groups = Axis(times=-(-norm.length // _THREADS))
         with kernel.run(groups, Axis(number="tokens")) as place:
             element = c.let(place.group[0] * _THREADS + place.thread[0])
+            first = c.let(place.group[1] * norm.experts)
+            total = c.Cell(c.number(0.0))
             with c.when(element < norm.length):
-                c.store(y, place.group[1] * norm.length + element, biases[element])
+                if routes is None:
+                    total.set(biases[element])
+                else:
+                    with T.serial(norm.experts) as expert:
+                        total.add(routes[first + expert] * biases[expert * norm.length + element])
+                c.store(y, place.group[1] * norm.length + element, total.get())
     return kernel
 
 

@@ -40,6 +40,12 @@ class FfnKernels:
     activation: Activation
     threshold: float = 0.0
     """Threshold of the activation ``fatrelu``."""
+    slope: float = 1.0
+    """Of the activation ``silu``: x sigmoid(slope x)."""
+    limit: float | None = None
+    """Gates are cut to at most the limit, ups to -limit..limit (``silu``)."""
+    up_offset: float = 0.0
+    """Added to ups before they are multiplied with gates."""
     gated: bool = True
     bias: bool = False
     experts: int = 0
@@ -117,6 +123,8 @@ class NormKernels:
     residual_factor: float = 1.0
     spreads: bool = False
     """Whether the FFN's sum begins with biases."""
+    experts: int = 0
+    """Experts of a mixture, each of which has biases of its own; 0 for a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +145,8 @@ class AttentionKernels:
     """Tokens that a query looks back, itself included."""
     some_full: bool = False
     """Whether some layers see all tokens although there is a window."""
+    sinks: bool = False
+    """Whether every head has a score beside those of the tokens."""
 
     def __post_init__(self) -> None:
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
@@ -169,14 +179,34 @@ class RouterKernels:
     """Experts that compute a token."""
     kind: Literal["softmax", "sigmoid"]
     normalise: bool
+    bias: bool = False
+    """Whether scores have a bias."""
+    choice_bias: bool = False
+    """Whether experts are chosen by their weights and a bias."""
+    groups: int = 1
+    """Groups of neighbouring experts, of which the best are chosen first."""
+    active_groups: int = 1
+    group_best: Literal[1, 2] = 2
+    """How many of a group's best experts add up to what it is compared by."""
+    scaling: float = 1.0
+    """Factor of the weights."""
     shared: int = 0
     """Shared experts."""
+    others: int = 0
+    """Experts behind all of these, which only layers that are no mixture need."""
+    some_dense: bool = False
+    """Whether there are such layers."""
     shared_gate: bool = False
 
     @property
     def rows(self) -> int:
         """Scores of a token."""
         return self.experts + self.shared_gate
+
+    @property
+    def pitch(self) -> int:
+        """Weights of a token."""
+        return self.experts + self.shared + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
