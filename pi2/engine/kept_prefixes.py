@@ -7,6 +7,8 @@ out.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,11 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
+from pi2.caches import find_cache_folder
+from pi2.engine.parts import Parts
 from pi2.engine.prefix_files import Block, PrefixFiles, name_blocks
 from pi2.engine.sequences import Sequences
+from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.weights.layout import round_up
 
 
@@ -206,3 +211,37 @@ def _count_common(first: list[int], second: list[int]) -> int:
     if first[:most] == second[:most]:
         return most
     return next(number for number in range(most) if first[number] != second[number])
+
+
+def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
+    """What a plan's ``[serve]`` asks for; None where nothing is to be kept, or nothing can be: a
+    unit that has the whole model does not give its keys and values out."""
+    resolved = parts.resolved
+    plan = resolved.plan
+    if parts.layers is None or parts.store is None or plan.serve.prefixes == "none":
+        return None
+    executor = parts.executor
+    if not isinstance(executor, ContextKeeper):
+        return None
+    states = None
+    size = plan.prefill.chunk
+    if resolved.model.state_layers:
+        if not isinstance(executor, StateKeeper):
+            return None
+        states = executor
+        size *= count_chunks(resolved)
+    identity = hashlib.sha256(resolved.digest.encode())
+    identity.update((parts.store.path / "manifest.json").read_bytes())
+    files = None
+    if plan.serve.prefix_cache is not None:
+        folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
+        files = PrefixFiles(folder, plan.serve.prefix_cache)
+    return KeptPrefixes(
+        parts.forward,
+        executor,
+        block=math.lcm(size, CONTEXT_BLOCK),
+        identity=identity.digest(),
+        goes_on_from_answers=plan.serve.prefixes == "answers",
+        states=states,
+        files=files,
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -13,27 +11,26 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.dense_unit import FixedShapes
-from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, RowDivider, StateKeeper
-from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest
 from pi2.engine.batch import BatchGeneration
 from pi2.engine.chat import Message, make_staying_child, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
-from pi2.engine.forward import Forward
 from pi2.engine.generation import AsyncGeneration, Generation
-from pi2.engine.kept_prefixes import KeptPrefixes
+from pi2.engine.kept_prefixes import make_kept_prefixes
 from pi2.engine.parts import Parts
-from pi2.engine.prefix_files import PrefixFiles
+from pi2.engine.run_counters import count_run, describe_units
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.speculating import make_speculation
-from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import TokenDecoder
-from pi2.engine.waves import NeuronCounters
-from pi2.engine.whole_forward import WholeForward
+from pi2.engine.token_reading import (
+    embed_tokens,
+    find_hidden_reader,
+    iterate_decode_logits,
+    iterate_prefill_logits,
+)
 from pi2.memory.pressure import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
@@ -145,21 +142,7 @@ class LoadedModel:
     @property
     def units(self) -> tuple[UnitUse, ...]:
         """What each unit beside the sparse one has done since loading."""
-        plan = self.plan
-        if self._parts.layers is None:
-            return ()
-        return tuple(
-            UnitUse(
-                name=unit.name,
-                owned_share=plan.find_owned_share(unit.name),
-                computed_neurons=unit.computed,
-                busy_s=unit.unit.busy_s,
-                lost=unit.lost,
-                padding=(unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None),
-                emulated=bool(plan.device.units[unit.name].emulated),
-            )
-            for unit in self._parts.feed_forward.shares.units.values()
-        )
+        return describe_units(self._parts)
 
     @property
     def lost_units(self) -> Mapping[str, str]:
@@ -169,54 +152,7 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        if isinstance(self._parts.forward, WholeForward):
-            return self._describe_whole(self._parts.forward.counters)
-        counters, size = self._parts.cache.counters, self._parts.cache.granule
-        neurons, balance = self._parts.feed_forward.counters, self._parts.feed_forward.balance
-        weights = self._parts.feed_forward.dial_counters
-        twins = self._parts.feed_forward.twins
-        return RunStatistics(
-            predicted_neurons=neurons.predicted,
-            active_neurons=neurons.active,
-            possible_neurons=neurons.possible,
-            dense_neurons=self._parts.feed_forward.shares.computed,
-            cache_hits=size * sum(layer.hits for layer in counters),
-            cache_misses=size * sum(layer.misses for layer in counters),
-            cache_skips=size * sum(layer.skips for layer in counters),
-            cache_evictions=size * sum(layer.evictions for layer in counters),
-            flash_read_bytes=self._parts.reader.read_bytes,
-            routed_experts=neurons.routed,
-            foreseen_experts=neurons.foreseen,
-            tokens_without_ahead=neurons.without_ahead,
-            expert_weight=weights.weight,
-            replaced_weight=weights.replaced,
-            left_out_weight=weights.left_out,
-            twin_weight=weights.by_twins,
-            twin_neurons=0 if twins is None else twins.computed,
-            gate_reads=self._parts.reader.gate_reads,
-            flash_saved_bytes=self._parts.reader.saved_bytes,
-            hot_grown=0 if balance is None else balance.grown,
-            hot_shrunk=0 if balance is None else balance.shrunk,
-            speculation=self._count_speculation(),
-        )
-
-    def _count_speculation(self) -> SpeculationCounters:
-        found = self._scheduler.speculation
-        return SpeculationCounters() if found is None else found.counters
-
-    def _describe_whole(self, neurons: NeuronCounters) -> RunStatistics:
-        """Counters of a model that a unit has as a whole: nothing is read, and the unit does not
-        say which neurons were active."""
-        return RunStatistics(
-            predicted_neurons=neurons.predicted,
-            active_neurons=None,
-            possible_neurons=neurons.possible,
-            cache_hits=0,
-            cache_misses=0,
-            cache_skips=0,
-            cache_evictions=0,
-            flash_read_bytes=self._parts.reader.read_bytes,
-        )
+        return count_run(self._parts, self._scheduler.speculation)
 
     @property
     def is_dry(self) -> bool:
@@ -465,34 +401,9 @@ class LoadedModel:
     def keep_prefixes(self) -> None:
         """Let prompts go on from earlier ones that begin with the same tokens, as the plan's
         ``[serve]`` says; nothing may be under way."""
-        parts, plan = self._parts, self.plan.plan
-        if parts.layers is None:
-            # Keys and values are on the unit, which does not give them out.
-            return
-        executor = parts.executor
-        if plan.serve.prefixes == "none" or not isinstance(executor, ContextKeeper):
-            return
-        has_states = bool(self.plan.model.state_layers)
-        if has_states and not isinstance(executor, StateKeeper):
-            return
-        size = plan.prefill.chunk
-        if has_states:
-            size *= count_chunks(self.plan)
-        identity = hashlib.sha256(self.plan.digest.encode())
-        identity.update((self.store.path / "manifest.json").read_bytes())
-        files = None
-        if plan.serve.prefix_cache is not None:
-            folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
-            files = PrefixFiles(folder, plan.serve.prefix_cache)
-        self._scheduler.prefixes = KeptPrefixes(
-            parts.forward,
-            executor,
-            block=math.lcm(size, CONTEXT_BLOCK),
-            identity=identity.digest(),
-            goes_on_from_answers=plan.serve.prefixes == "answers",
-            states=executor if has_states and isinstance(executor, StateKeeper) else None,
-            files=files,
-        )
+        found = make_kept_prefixes(self._parts)
+        if found is not None:
+            self._scheduler.prefixes = found
 
     @property
     def scheduler(self) -> Scheduler:
@@ -541,31 +452,15 @@ class LoadedModel:
         text would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
-        forward, chunk = self._parts.forward, self.plan.plan.prefill.chunk
-        scheduler = self._scheduler
-        with scheduler.borrow_place() as place:
-            if mode == "prefill":
-                for start in range(0, len(ids), chunk):
-                    piece = ids[start : start + chunk]
-                    with scheduler.exclude():
-                        found = forward.prefill(
-                            piece, all_logits=True, end=len(ids), sequence=place
-                        )
-                    yield found
-            else:
-                for token in ids.tolist():
-                    with scheduler.exclude():
-                        found = forward.step([token], [place]).copy()
-                    yield found
+        if mode == "prefill":
+            return iterate_prefill_logits(self._parts, self._scheduler, ids)
+        return iterate_decode_logits(self._parts, self._scheduler, ids)
 
     @property
     def can_embed(self) -> bool:
         """Whether `embed` works: a dry run has no numbers, and a unit that has the model as a whole
         gives logits alone."""
-        parts = self._parts
-        if self.is_dry or not isinstance(parts.forward, Forward):
-            return False
-        return isinstance(parts.executor, RowDivider)
+        return find_hidden_reader(self._parts) is not None
 
     def embed(
         self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] = "mean"
@@ -576,7 +471,8 @@ class LoadedModel:
         neurons are computed.  Raises UserError P601, P603, P606 and P615 as `generate` does, P617
         where `can_embed` is false.
         """
-        if not self.can_embed:
+        forward = find_hidden_reader(self._parts)
+        if forward is None:
             raise UserError.of(
                 "P617",
                 "the backend of this plan gives no hidden states, which embeddings are made of",
@@ -584,21 +480,7 @@ class LoadedModel:
             )
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=0)
-        tokens, chunk = np.array(ids, np.int32), self.plan.plan.prefill.chunk
-        forward, scheduler = self._parts.forward, self._scheduler
-        assert isinstance(forward, Forward)
-        width = self.plan.model.shape.hidden
-        total = np.zeros(width, np.float64)
-        with scheduler.borrow_place() as place:
-            for start in range(0, len(tokens), chunk):
-                with scheduler.exclude():
-                    found = forward.read_hidden(
-                        tokens[start : start + chunk], end=len(tokens), sequence=place
-                    )
-                hidden = found[:, :width].astype(np.float64)
-                total = total + hidden.sum(axis=0) if pooling == "mean" else hidden[-1]
-        length = float(np.linalg.norm(total))
-        return (total / length if length else total).astype(np.float32)
+        return embed_tokens(self._parts, forward, self._scheduler, ids, pooling)
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:

@@ -1,0 +1,79 @@
+"""Reads the counters of a loaded model: what its parts have done since loading."""
+
+from __future__ import annotations
+
+from pi2.backends.dense_unit import FixedShapes
+from pi2.engine.parts import Parts
+from pi2.engine.speculation import Speculation
+from pi2.engine.speculation_counters import SpeculationCounters
+from pi2.engine.statistics import RunStatistics, UnitUse
+from pi2.engine.waves import NeuronCounters
+from pi2.engine.whole_forward import WholeForward
+
+
+def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
+    """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
+    if isinstance(parts.forward, WholeForward):
+        return _count_whole(parts, parts.forward.counters)
+    counters, size = parts.cache.counters, parts.cache.granule
+    feed_forward = parts.feed_forward
+    neurons, balance = feed_forward.counters, feed_forward.balance
+    weights, twins = feed_forward.dial_counters, feed_forward.twins
+    return RunStatistics(
+        predicted_neurons=neurons.predicted,
+        active_neurons=neurons.active,
+        possible_neurons=neurons.possible,
+        dense_neurons=feed_forward.shares.computed,
+        cache_hits=size * sum(layer.hits for layer in counters),
+        cache_misses=size * sum(layer.misses for layer in counters),
+        cache_skips=size * sum(layer.skips for layer in counters),
+        cache_evictions=size * sum(layer.evictions for layer in counters),
+        flash_read_bytes=parts.reader.read_bytes,
+        routed_experts=neurons.routed,
+        foreseen_experts=neurons.foreseen,
+        tokens_without_ahead=neurons.without_ahead,
+        expert_weight=weights.weight,
+        replaced_weight=weights.replaced,
+        left_out_weight=weights.left_out,
+        twin_weight=weights.by_twins,
+        twin_neurons=0 if twins is None else twins.computed,
+        gate_reads=parts.reader.gate_reads,
+        flash_saved_bytes=parts.reader.saved_bytes,
+        hot_grown=0 if balance is None else balance.grown,
+        hot_shrunk=0 if balance is None else balance.shrunk,
+        speculation=SpeculationCounters() if speculation is None else speculation.counters,
+    )
+
+
+def _count_whole(parts: Parts, neurons: NeuronCounters) -> RunStatistics:
+    """Counters of a model that a unit has as a whole: nothing is read, and the unit does not say
+    which neurons were active."""
+    return RunStatistics(
+        predicted_neurons=neurons.predicted,
+        active_neurons=None,
+        possible_neurons=neurons.possible,
+        cache_hits=0,
+        cache_misses=0,
+        cache_skips=0,
+        cache_evictions=0,
+        flash_read_bytes=parts.reader.read_bytes,
+    )
+
+
+def describe_units(parts: Parts) -> tuple[UnitUse, ...]:
+    """What each unit beside the sparse one has done since loading."""
+    if parts.layers is None:
+        return ()
+    resolved = parts.resolved
+    return tuple(
+        UnitUse(
+            name=unit.name,
+            owned_share=resolved.find_owned_share(unit.name),
+            computed_neurons=unit.computed,
+            busy_s=unit.unit.busy_s,
+            lost=unit.lost,
+            padding=unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None,
+            emulated=bool(resolved.device.units[unit.name].emulated),
+        )
+        for unit in parts.feed_forward.shares.units.values()
+    )
