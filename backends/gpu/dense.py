@@ -14,19 +14,11 @@ from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec
 from pi2.backends.gpu.packing import pack_neurons
 from pi2.backends.gpu.sizes import STAGING_BUFFERS, TILE, DenseSizes, count_tile_bytes
+from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts
 from pi2.progress import Progress
 
 if TYPE_CHECKING:
     from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
-
-_FEW_TOKENS = 16
-"""With more tokens, products by tiles of 64 tokens are the cheaper ones."""
-_GROUPS_PER_UNIT = 8
-"""Work groups that keep a compute unit busy."""
-_UNKNOWN_UNITS = 32
-"""Compute units where the API does not say."""
-_COLUMNS = {1: 256, 4: 256, 64: 64}
-"""Elements of the sum that a work group computes, by the tokens of the kernel."""
 
 
 @dataclass(slots=True)
@@ -191,8 +183,9 @@ class DenseFfn:
 
     def _compute(self, job: _Job, room: _Room, count: int) -> None:
         """Add the first ``count`` neurons of a room to a job's sum."""
-        size = 1 if job.tokens == 1 else 4 if job.tokens <= _FEW_TOKENS else 64
-        parts = self._choose_parts(count, job.tokens, size)
+        size = choose_kernel_tokens(job.tokens)
+        facts, rows = self._launcher.facts, self._sizes.partial_rows
+        parts = choose_parts(facts, self._ffn.hidden, count, job.tokens, size, rows)
         numbers = {
             "first_tile": 0,
             "count": count,
@@ -218,13 +211,6 @@ class DenseFfn:
                 arrays["partials"] = place["sums"]
             room.launches[key] = self._launcher.bind(self._kernels[name], arrays)
         return room.launches[key]
-
-    def _choose_parts(self, neurons: int, tokens: int, size: int) -> int:
-        """Parts of the neurons that are added up at the same time, so that the device is busy."""
-        wanted = _GROUPS_PER_UNIT * (self._launcher.facts.compute_units or _UNKNOWN_UNITS)
-        groups = -(-self._ffn.hidden // _COLUMNS[size]) * -(-tokens // size)
-        most = min(self._sizes.partial_rows // tokens, -(-neurons // TILE))
-        return max(1, min(-(-wanted // groups), most))
 
     def _fetch(self, job: _Job) -> None:
         place = self._places[job.place]

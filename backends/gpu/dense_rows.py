@@ -13,11 +13,9 @@ from pi2.backends.gpu.kernels.specification import GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.backends.gpu.sizes import PIECE_ROWS, TILE, RowSizes
+from pi2.backends.gpu.work_sizes import choose_kernel_tokens
 from pi2.backends.protocol import Tensor
 from pi2.progress import Progress
-
-_FEW_TOKENS = 16
-"""With more tokens, products by tiles of 64 tokens are the cheaper ones."""
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class DenseRows:
         sent = place.inputs[: inputs.size].reshape(inputs.shape)
         sent[:] = inputs
         self._queue.upload(place.arrays["inputs"], sent)
-        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS else 64
+        size = choose_kernel_tokens(tokens)
         launch = self._bind(place, name, size)
         self._queue.launch(launch, {"rows": shape.rows, "tokens": tokens})
         outputs = place.outputs[: tokens * shape.rows]

@@ -13,7 +13,6 @@ def list_unknown_layers(model: Model) -> list[str]:
     attention, moe = model.attention, model.moe
     named = {
         "norm.inputs = false": not model.norm.inputs,
-        "attention.latent": attention.latent is not None,
         "attention.clip": attention.clip is not None,
         "attention.growth": attention.growth > 0,
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",

@@ -31,7 +31,9 @@ ERROR = 1e-4
         # LayerNorm, biases everywhere, learned positions, neurons without gates, found by gates.
         ("webgpu", "opt", "gate", "fp32", ERROR),
         # Sinks, clamped SwiGLU, biases of routers and experts.
-        ("opencl", "gpt-oss", "router", "fp32", ERROR),
+        ("webgpu", "gpt-oss", "router", "fp32", ERROR),
+        # Latent attention, groups of experts and a layer that is no mixture.
+        ("opencl", "deepseek-v3", "none", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
         ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pi2.backends.gpu.alone.attending import list_attention
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
+from pi2.backends.gpu.alone.work import Work, WorkList
 from pi2.backends.gpu.kernels.signature import Number
-from pi2.backends.gpu.kernels.specification import ProductKernels
-from pi2.backends.gpu.launchers.interface import DeviceArray, Launch, Launcher, LoadedKernel
-from pi2.backends.gpu.sizes import TILE
-from pi2.plan.arithmetic.rows import count_qkv_rows, name_head
+from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
+from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts, count_busy_groups
+from pi2.plan.arithmetic.rows import name_head
 from pi2.plan.documents.model import Moe
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
@@ -28,20 +29,9 @@ from pi2.plan.weights.tensor_names import (
     name_layer_tensor,
 )
 
-Work = tuple[Launch, Mapping[str, Number]]
-"""A kernel with its arrays, and its numbers."""
-
-_FEW_TOKENS = 16
-"""With more tokens, products by tiles of 64 tokens are the cheaper ones."""
-_GROUPS_PER_UNIT = 8
-"""Work groups that keep a compute unit busy."""
-_UNKNOWN_UNITS = 32
-"""Compute units where the API does not say."""
 _SPAN_TOKENS = 256
 """Least tokens of a span of attention."""
 _MOST_SPANS = 16
-_COLUMNS = {1: 256, 4: 256, 64: 64}
-"""Elements of the FFN's sum that a work group computes, by the tokens of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +54,12 @@ class ModelGraph:
         arrays: ModelArrays,
         threshold: float,
     ) -> None:
-        self._launcher, self._kernels = launcher, kernels
+        self._launcher = launcher
         self._use, self._arrays = use, arrays
         self._model = use.model
         self._state = arrays.state
         self._products = use.products
-        self._bound: dict[tuple[str, tuple[int, ...]], Launch] = {}
-        self._work: list[Work] = []
+        self._work = WorkList(launcher, kernels, use, arrays)
         activation = self._model.ffn.activation
         if use.predictor == "gate":
             closed = self._model.ffn.threshold or 0.0 if activation == "fatrelu" else 0.0
@@ -80,7 +69,7 @@ class ModelGraph:
 
     def choose_shape(self, tokens: int, end: int) -> StepShape:
         """The shape of a step of ``tokens`` sequences, the longest of which has ``end`` tokens."""
-        wanted = self._count_wanted() // (self._model.shape.heads * tokens)
+        wanted = count_busy_groups(self._launcher.facts) // (self._model.shape.heads * tokens)
         most = min(wanted, end // _SPAN_TOKENS, _MOST_SPANS, self._count_rows() // tokens)
         spans = 1
         while spans * 2 <= most:
@@ -89,7 +78,6 @@ class ModelGraph:
 
     def list_step(self, shape: StepShape) -> list[Work]:
         """A token each of some sequences, and their logits."""
-        self._work = []
         self._embed(shape.tokens)
         for layer in range(self._model.shape.layers):
             self._begin_layer(layer, shape.tokens)
@@ -101,12 +89,11 @@ class ModelGraph:
                 self._compute_all(layer, shape.tokens)
             self._end_ffn(layer, shape.tokens)
         self._compute_logits(0, shape.tokens)
-        return self._work
+        return self._work.take()
 
     def list_chunk(self, tokens: int, end: int) -> list[Work]:
         """Tokens of a prompt that brings a sequence to ``end``, without logits."""
         spans = self.choose_shape(tokens, end).spans
-        self._work = []
         self._embed(tokens)
         for layer in range(self._model.shape.layers):
             self._begin_layer(layer, tokens)
@@ -114,67 +101,24 @@ class ModelGraph:
             self._begin_ffn(layer, tokens)
             self._compute_all(layer, tokens)
             self._end_ffn(layer, tokens)
-        return self._work
+        return self._work.take()
 
     def list_logits(self, first: int, tokens: int) -> list[Work]:
         """The logits of ``tokens`` tokens of the last chunk, from ``first`` on."""
-        self._work = []
         self._compute_logits(first, tokens)
-        return self._work
-
-    def _add(
-        self, name: str, arrays: Mapping[str, DeviceArray], numbers: Mapping[str, Number]
-    ) -> None:
-        """Add a kernel."""
-        kernel = self._kernels[name]
-        chosen = {key: arrays[key] for key in kernel.signature.arrays}
-        key = (name, tuple(map(id, chosen.values())))
-        if key not in self._bound:
-            self._bound[key] = self._launcher.bind(kernel, chosen)
-        self._work.append((self._bound[key], numbers))
-
-    def _find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
-        return self._arrays.tensors[name]
-
-    def _multiply(
-        self,
-        product: ProductKernels,
-        tensor: str,
-        rows: int,
-        tokens: int,
-        inputs: DeviceArray,
-        outputs: DeviceArray,
-        bias: str | None = None,
-    ) -> None:
-        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS or product.blocks > 1 else 64
-        arrays = {**self._find_tensor(tensor), "inputs": inputs, "outputs": outputs}
-        if product.bias:
-            assert bias is not None, product
-            arrays["biases"] = self._find_tensor(bias)["values"]
-        self._add(f"{product.name}_{size}", arrays, {"rows": rows, "tokens": tokens})
-
-    def _normalise(self, name: str, source: str, target: str, first: int, tokens: int) -> None:
-        """Normalise tokens of ``source`` from ``first`` on into ``target``."""
-        arrays = {
-            "x": self._state[source],
-            "outputs": self._state[target],
-            "weights": self._find_tensor(name)["values"],
-        }
-        if self._model.norm.bias:
-            arrays["biases"] = self._find_tensor(f"{name}_bias")["values"]
-        self._add("norm", arrays, {"first": first, "tokens": tokens})
+        return self._work.take()
 
     def _embed(self, tokens: int) -> None:
         state, numbers = self._state, {"tokens": tokens}
-        arrays = {**self._find_tensor(EMBEDDING), "ids": state["ids"], "x": state["x"]}
-        self._add("embed", arrays, numbers)
+        arrays = {**self._work.find_tensor(EMBEDDING), "ids": state["ids"], "x": state["x"]}
+        self._work.add("embed", arrays, numbers)
         if self._model.positions is not None:
             arrays = {
                 "places": state["places"],
-                "positions": self._find_tensor(POSITIONS)["values"],
+                "positions": self._work.find_vector(POSITIONS),
                 "x": state["x"],
             }
-            self._add("add_positions", arrays, numbers)
+            self._work.add("add_positions", arrays, numbers)
 
     def _begin_layer(self, layer: int, tokens: int) -> None:
         """Take what the layer's parts read of x before attention changes it."""
@@ -182,43 +126,19 @@ class ModelGraph:
         if moe is not None and moe.router_input == "layer":
             self._score_experts(layer, tokens, "x")
         if self._model.residual == "parallel":
-            self._normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
-        self._normalise(name_layer_tensor(layer, "attention_norm"), "x", "u", 0, tokens)
+            self._work.normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
+        self._work.normalise(name_layer_tensor(layer, "attention_norm"), "x", "u", 0, tokens)
 
     def _attend(self, layer: int, tokens: int, spans: int) -> None:
-        model, state = self._model, self._state
-        rows = count_qkv_rows(model)
-        qkv, bias = name_layer_tensor(layer, "qkv"), name_layer_tensor(layer, "qkv_bias")
-        self._multiply(self._products["qkv"], qkv, rows, tokens, state["u"], state["qkv"], bias)
-        rope = 0 if model.find_rope(layer) is not model.other_rope else 1
-        arrays = {
-            **self._arrays.kept[layer],
-            "qkv": state["qkv"],
-            "places": state["places"],
-            "cosines": state[f"cosines_{rope}"],
-            "sines": state[f"sines_{rope}"],
-            "partials": state["span_sums"],
-            "tops": state["span_tops"],
-            "mixed": state["mixed"],
-        }
-        if model.attention.head_norm:
-            arrays["norms"] = state[f"head_norms_{layer}"]
-        if model.attention.sinks:
-            arrays["sinks"] = self._find_tensor(name_layer_tensor(layer, "sinks"))["values"]
-        numbers = {"context": self._use.context, "tokens": tokens, "spans": spans}
-        sees_all = model.find_window(layer) is None and self._use.attention.window is not None
-        for name in ("keep", "attend_all" if sees_all else "attend", "mix"):
-            self._add(name, arrays, numbers)
-        output = name_layer_tensor(layer, "output")
+        list_attention(self._work, self._use, layer, tokens, spans)
         direct = self._use.adds_to_stream
-        target = state["x"] if direct else state["y"]
-        self._multiply(
+        self._work.multiply(
             self._products["output"],
-            output,
-            model.shape.stored_hidden,
+            name_layer_tensor(layer, "output"),
+            self._model.shape.stored_hidden,
             tokens,
-            state["mixed"],
-            target,
+            self._state["mixed"],
+            self._state["x" if direct else "y"],
             name_layer_tensor(layer, "output_bias"),
         )
         if not direct:
@@ -228,26 +148,26 @@ class ModelGraph:
         """Add y to x, normalised where the model says so."""
         arrays = {"x": self._state["x"], "y": self._state["y"]}
         if not self._model.norm.outputs:
-            self._add("add", arrays, {"tokens": tokens})
+            self._work.add("add", arrays, {"tokens": tokens})
             return
-        arrays["weights"] = self._find_tensor(norm)["values"]
+        arrays["weights"] = self._work.find_vector(norm)
         if self._model.norm.bias:
             arrays["biases"] = self._state["zeros"]
-        self._add("add_norm", arrays, {"tokens": tokens})
+        self._work.add("add_norm", arrays, {"tokens": tokens})
 
     def _begin_ffn(self, layer: int, tokens: int) -> None:
         if self._model.residual != "parallel":
-            self._normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
+            self._work.normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
         if self._model.moe is not None:
             self._route(layer, tokens)
         if self._model.ffn.bias:
             arrays = {
                 "y": self._state["y"],
-                "biases": self._find_tensor(name_layer_tensor(layer, "down_bias"))["values"],
+                "biases": self._work.find_vector(name_layer_tensor(layer, "down_bias")),
             }
             if self._model.moe is not None:
                 arrays["routes"] = self._state["routes"]
-            self._add("spread", arrays, {"tokens": tokens})
+            self._work.add("spread", arrays, {"tokens": tokens})
 
     def _find_mixture(self, layer: int) -> Moe | None:
         """The mixture of a layer that is one."""
@@ -260,15 +180,15 @@ class ModelGraph:
         if moe is None:
             assert self._model.moe is not None
             count = self._model.moe.count_dense(self._model.shape.ffn)
-            self._add("route_first", arrays, {"count": count, "tokens": tokens})
+            self._work.add("route_first", arrays, {"count": count, "tokens": tokens})
             return
         if moe.router_input == "ffn":
             self._score_experts(layer, tokens, "v")
         arrays["route_scores"] = self._state["route_scores"]
         if moe.choice_bias:
-            biases = self._find_tensor(name_layer_tensor(layer, "choice_bias"))
-            arrays["choice_biases"] = biases["values"]
-        self._add("route", arrays, {"tokens": tokens})
+            name = name_layer_tensor(layer, "choice_bias")
+            arrays["choice_biases"] = self._work.find_vector(name)
+        self._work.add("route", arrays, {"tokens": tokens})
 
     def _score_experts(self, layer: int, tokens: int, source: str) -> None:
         arrays = {
@@ -277,9 +197,9 @@ class ModelGraph:
             "route_scores": self._state["route_scores"],
         }
         if self._model.moe is not None and self._model.moe.router_bias:
-            biases = self._find_tensor(name_layer_tensor(layer, "router_bias"))
-            arrays["router_biases"] = biases["values"]
-        self._add("route_scores", arrays, {"tokens": tokens})
+            name = name_layer_tensor(layer, "router_bias")
+            arrays["router_biases"] = self._work.find_vector(name)
+        self._work.add("route_scores", arrays, {"tokens": tokens})
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:
         """What kernels of neurons read and write."""
@@ -293,13 +213,13 @@ class ModelGraph:
     def _compute_all(self, layer: int, tokens: int) -> None:
         """Add all neurons."""
         arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
-        size = 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS else 64
+        size = choose_kernel_tokens(tokens)
         parts = self._choose_parts(neurons, tokens, size)
         numbers = {"first_tile": 0, "count": neurons, "tokens": tokens, "parts": parts}
         numbers["adds"] = int(self._sums_hold_something())
-        self._add(f"values_{64 if self._use.is_sparse else size}", arrays, numbers)
-        self._add(f"sums_{size}", arrays, numbers)
-        self._add("join", arrays, numbers)
+        self._work.add(f"values_{64 if self._use.is_sparse else size}", arrays, numbers)
+        self._work.add(f"sums_{size}", arrays, numbers)
+        self._work.add("join", arrays, numbers)
 
     def _sums_hold_something(self) -> bool:
         """Whether the FFN's sum is added to something: to x, or to biases."""
@@ -323,9 +243,9 @@ class ModelGraph:
         if self._use.predictor == "low-rank":
             self._score_neurons(layer, tokens)
         elif self._use.predictor == "gate":
-            self._add("gates", arrays, numbers)
+            self._work.add("gates", arrays, numbers)
         for name in ("select", "gathered_values", "gathered_sums", "join"):
-            self._add(name, arrays, numbers)
+            self._work.add(name, arrays, numbers)
 
     def _score_neurons(self, layer: int, tokens: int) -> None:
         """Score all neurons with the layer's predictors."""
@@ -337,8 +257,10 @@ class ModelGraph:
         )
         rows = model.expert_count * model.predictor.rank
         products = self._products
-        self._multiply(products["predictor_in"], inner, rows, tokens, state["v"], state["inner"])
-        self._multiply(
+        self._work.multiply(
+            products["predictor_in"], inner, rows, tokens, state["v"], state["inner"]
+        )
+        self._work.multiply(
             products["predictor_out"],
             outer,
             model.layer_neurons,
@@ -353,9 +275,9 @@ class ModelGraph:
             self._add_y(name_layer_tensor(layer, "ffn_output_norm"), tokens)
 
     def _compute_logits(self, first: int, tokens: int) -> None:
-        self._normalise(FINAL_NORM, "x", "u", first, tokens)
+        self._work.normalise(FINAL_NORM, "x", "u", first, tokens)
         head, vocab = name_head(self._model), self._model.shape.vocab
-        self._multiply(
+        self._work.multiply(
             self._products["head"],
             head,
             vocab,
@@ -365,16 +287,10 @@ class ModelGraph:
             HEAD_BIAS,
         )
 
-    def _count_wanted(self) -> int:
-        """Work groups that keep the device busy."""
-        return _GROUPS_PER_UNIT * (self._launcher.facts.compute_units or _UNKNOWN_UNITS)
-
     def _count_rows(self) -> int:
         """Partial sums that there is room for."""
         return max(PARTIAL_ROWS, self._use.chunk)
 
     def _choose_parts(self, neurons: int, tokens: int, size: int) -> int:
-        """Parts of the neurons that are added up at the same time."""
-        groups = -(-self._model.shape.stored_hidden // _COLUMNS[size]) * -(-tokens // size)
-        most = min(self._count_rows() // tokens, -(-neurons // TILE))
-        return max(1, min(-(-self._count_wanted() // groups), most))
+        hidden, rows = self._model.shape.stored_hidden, self._count_rows()
+        return choose_parts(self._launcher.facts, hidden, neurons, tokens, size, rows)

@@ -9,6 +9,7 @@ from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.unknown import list_unknown_layers
 from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.projections import list_kept_vectors
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -60,6 +61,6 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("computes no gates of attention's output")
     limits += list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
-    if model.shape.head_dim % each:
+    if list_kept_vectors(model)[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")
     return limits

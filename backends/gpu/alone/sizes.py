@@ -9,7 +9,8 @@ from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
 from pi2.plan.arithmetic.rows import count_qkv_rows
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS
-from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import Precision, fill_groups, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.projections import list_projection_vectors, list_projections
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -22,6 +23,13 @@ from pi2.plan.weights.tensor_names import (
 
 PARTIAL_ROWS = 64
 """Sums of parts, of a token each, that there is room for, at least."""
+JOINED = {
+    "query_norm": ("head_norms", 0),
+    "key_norm": ("head_norms", 1),
+    "router": ("router", 0),
+    "shared_router": ("router", 1),
+}
+"""Tensors that lie in an array of their layer together, and which of its parts each is."""
 _VECTOR_BYTES = 16
 """Arrays are whole vectors."""
 
@@ -80,13 +88,10 @@ def _list_layer_tensors(
 ) -> Iterator[tuple[str, TensorShape]]:
     model, shape = use.model, use.model.shape
     precision, hidden = model.quantization, shape.stored_hidden
-    rows = count_qkv_rows(model)
-    head = TensorShape(rows=1, length=shape.head_dim, precision=None)
-    yield "qkv", TensorShape(rows=rows, length=hidden, precision=precision.attention)
-    yield (
-        "output",
-        TensorShape(rows=hidden, length=shape.stored_query, precision=precision.attention),
-    )
+    for kind, (rows, length) in list_projections(model).items():
+        yield kind, TensorShape(rows=rows, length=length, precision=precision.attention)
+    for kind, length in list_projection_vectors(model).items():
+        yield kind, TensorShape(rows=1, length=length, precision=None)
     kinds = {
         "attention_norm": (True, vector),
         "ffn_norm": (True, vector),
@@ -94,23 +99,12 @@ def _list_layer_tensors(
         "ffn_norm_bias": (model.norm.bias, vector),
         "attention_output_norm": (model.norm.outputs, vector),
         "ffn_output_norm": (model.norm.outputs, vector),
-        "output_bias": (model.attention.output_bias, vector),
         "down_bias": (
             model.ffn.bias,
             TensorShape(
                 rows=1 if model.moe is None else model.expert_count, length=hidden, precision=None
             ),
         ),
-        "qkv_bias": (
-            model.attention.qkv_bias,
-            TensorShape(rows=1, length=rows, precision=None),
-        ),
-        "sinks": (
-            model.attention.sinks,
-            TensorShape(rows=1, length=shape.heads, precision=None),
-        ),
-        "query_norm": (model.attention.head_norm, head),
-        "key_norm": (model.attention.head_norm, head),
     }
     yield from ((kind, tensor) for kind, (there, tensor) in kinds.items() if there)
     if model.moe is not None and layer not in model.moe.dense_layers:
@@ -148,9 +142,10 @@ def list_kept(use: ModelUse) -> dict[str, int]:
     """Bytes of a layer's keys and values, and of their scales."""
     attention = use.attention
     vectors = use.sequences * attention.kv_heads * use.context
-    found = dict.fromkeys(("keys", "values"), _round(4 * vectors * attention.row_words))
+    names = ("keys", "values") if attention.latent is None else ("keys",)
+    found = dict.fromkeys(names, _round(4 * vectors * attention.row_words))
     if use.kv == "int8":
-        found |= dict.fromkeys(("keys_scales", "values_scales"), _round(4 * vectors))
+        found |= {f"{name}_scales": _round(4 * vectors) for name in names}
     return found
 
 
@@ -166,7 +161,7 @@ def list_state(use: ModelUse) -> dict[str, int]:
         "y": 0 if use.ffn_adds_to_stream else chunk * hidden,
         "qkv": chunk * count_qkv_rows(model),
         "mixed": chunk * shape.stored_query,
-        "span_sums": rows * shape.query,
+        "span_sums": rows * shape.heads * use.attention.value_width,
         "span_tops": 2 * rows * shape.heads,
         "activations": chunk * neurons,
         "partials": rows * hidden,
@@ -174,6 +169,18 @@ def list_state(use: ModelUse) -> dict[str, int]:
         "ids": chunk,
         "places": 2 * chunk,
     }
+    latent = model.attention.latent
+    if latent is not None:
+        vectors = chunk * shape.heads
+        floats |= {
+            "plain": vectors * fill_groups(latent.plain),
+            "turned": vectors * latent.rotated,
+            "absorbed": vectors * latent.rank,
+            "mixed_latent": chunk * use.attention.width,
+        }
+        if latent.query_rank is not None:
+            floats["made"] = chunk * fill_groups(latent.query_rank)
+            floats["queries"] = vectors * latent.key
     if use.router is not None:
         floats["route_scores"] = chunk * use.router.rows
         floats["routes"] = chunk * model.expert_count
@@ -193,7 +200,7 @@ def list_state(use: ModelUse) -> dict[str, int]:
     if model.norm.bias and model.norm.outputs:
         floats["zeros"] = hidden
     for number in range(count_ropes(use)):
-        size = use.context * (shape.head_dim // 2)
+        size = use.context * (model.turned_width // 2)
         floats |= {f"cosines_{number}": size, f"sines_{number}": size}
     return {name: _round(4 * count) for name, count in floats.items() if count}
 
@@ -210,9 +217,8 @@ def count_logit_rows(use: ModelUse) -> int:
 
 def list_arrays(use: ModelUse) -> Iterator[int]:
     """Bytes of every array on the device."""
-    joined = ("query_norm", "key_norm", "router", "shared_router")
     for name, tensor in list_tensors(use).items():
-        if not name.endswith(joined):
+        if name.rpartition(".")[2] not in JOINED:
             yield from tensor.list_arrays().values()
     for _ in range(use.model.shape.layers):
         yield from list_neurons(use).values()
@@ -228,7 +234,7 @@ def count_host_bytes(use: ModelUse) -> int:
     tiles = -(-stretch // TILE)
     moving = (PACKING_COPIES + 1) * tiles * sum(count_tile_bytes(use.layout).values())
     logits = 4 * count_logit_rows(use) * shape.vocab
-    ropes = 8 * count_ropes(use) * use.context * shape.head_dim
+    ropes = 8 * count_ropes(use) * use.context * use.model.turned_width
     return logits + ropes + moving
 
 

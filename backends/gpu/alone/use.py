@@ -13,6 +13,7 @@ from pi2.backends.gpu.kernels.specification import (
     EmbeddingKernels,
     FfnKernels,
     GpuSpec,
+    LatentKernels,
     NormKernels,
     ProductKernels,
     RouterKernels,
@@ -22,7 +23,8 @@ from pi2.backends.gpu.kernels.specification import (
 from pi2.backends.gpu.sizes import count_experts
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
-from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.layout import BundleLayout, fill_groups
+from pi2.plan.weights.projections import list_kept_vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class ModelUse:
         head = precision.embedding if self.model.tied_head else precision.head
         found = {
             "qkv": ProductKernels(
-                length=shape.stored_hidden, precision=precision.attention, bias=attention.qkv_bias
+                length=shape.stored_hidden, precision=precision.attention, bias=attention.has_bias
             ),
             "output": ProductKernels(
                 length=shape.stored_query,
@@ -81,6 +83,21 @@ class ModelUse:
                 length=shape.stored_hidden, precision=head, bias=self.model.head_bias
             ),
         }
+        latent = attention.latent
+        if latent is not None:
+            if latent.query_rank is not None:
+                found["latent_query_out"] = ProductKernels(
+                    length=fill_groups(latent.query_rank), precision=precision.attention
+                )
+            found["latent_key"] = ProductKernels(
+                length=fill_groups(latent.plain), precision=precision.attention, blocks=shape.heads
+            )
+            found["latent_value"] = ProductKernels(
+                length=fill_groups(latent.rank),
+                precision=precision.attention,
+                blocks=shape.heads,
+                pitch=None if shape.query == shape.stored_query else shape.stored_query,
+            )
         if self.predictor == "low-rank":
             assert self.model.predictor is not None
             found["predictor_in"] = ProductKernels(
@@ -98,12 +115,14 @@ class ModelUse:
     def attention(self) -> AttentionKernels:
         """Kernels of attention."""
         shape, attention = self.model.shape, self.model.attention
+        latent = attention.latent
+        _, kv_heads, size = list_kept_vectors(self.model)
         windows = {self.model.find_window(layer) for layer in range(shape.layers)}
         return AttentionKernels(
             heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            scale=attention.scale or 1 / math.sqrt(shape.head_dim),
+            kv_heads=kv_heads,
+            head_dim=size,
+            scale=attention.scale or 1 / math.sqrt(latent.key if latent else shape.head_dim),
             kv=self.kv,
             head_norm=attention.head_norm,
             epsilon=self.model.norm.epsilon,
@@ -111,6 +130,15 @@ class ModelUse:
             window=max((window for window in windows if window is not None), default=None),
             some_full=None in windows,
             sinks=attention.sinks,
+            latent=None
+            if latent is None
+            else LatentKernels(
+                rank=latent.rank,
+                query_rank=latent.query_rank,
+                plain=latent.plain,
+                rotated=latent.rotated,
+                epsilon=latent.epsilon,
+            ),
         )
 
     @property

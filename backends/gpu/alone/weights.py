@@ -8,6 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw
 from pi2.backends.gpu.alone.sizes import (
+    JOINED,
     count_ropes,
     list_kept,
     list_neurons,
@@ -28,14 +29,6 @@ from pi2.backends.protocol import Tensor
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.weights.packing import order_words
 
-_JOINED = {
-    "query_norm": ("head_norms", 0),
-    "key_norm": ("head_norms", 1),
-    "router": ("router", 0),
-    "shared_router": ("router", 1),
-}
-"""Tensors that lie in an array of their layer together, and which of its parts each is."""
-
 
 class ModelArrays:
     """A model's arrays on a device."""
@@ -54,7 +47,7 @@ class ModelArrays:
             self.tensors = {
                 name: self._allocate(tensor.list_arrays())
                 for name, tensor in self._shapes.items()
-                if name.rpartition(".")[2] not in _JOINED
+                if name.rpartition(".")[2] not in JOINED
             }
             self.neurons = [self._allocate(list_neurons(use)) for _ in layers]
             self.kept = [self._allocate(list_kept(use)) for _ in layers]
@@ -65,8 +58,10 @@ class ModelArrays:
         ropes = [use.model.rope, use.model.other_rope]
         self._ropes = [rope for rope in ropes if rope is not None]
         self._is_long: list[bool | None] = [None] * count_ropes(use)
-        if "zeros" in self.state:
-            self._send(self.state["zeros"], np.zeros(self.state["zeros"].size // 4, np.float32))
+        # What fills up the last group of what heads have mixed is written by no product.
+        for name in ("zeros", "mixed"):
+            if name in self.state:
+                self._send(self.state[name], np.zeros(self.state[name].size // 4, np.float32))
 
     def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
         arrays = {}
@@ -88,8 +83,8 @@ class ModelArrays:
             return
         assert first % TILE == 0, first
         kind = tensor.name.rpartition(".")[2]
-        if kind in _JOINED:
-            array, part = _JOINED[kind]
+        if kind in JOINED:
+            array, part = JOINED[kind]
             layer = int(tensor.name.split(".")[1])
             rows = self._use.router.experts if self._use.router is not None else 0
             begin = 4 * shape.length * (part * rows if array == "router" else part)
@@ -148,8 +143,8 @@ class ModelArrays:
             if is_long == self._is_long[number]:
                 continue
             self._is_long[number] = is_long
-            head_dim, context = self._use.model.shape.head_dim, self._use.context
-            tables = compute_rope_tables(rope, head_dim, context, is_long=is_long)
+            width, context = self._use.model.turned_width, self._use.context
+            tables = compute_rope_tables(rope, width, context, is_long=is_long)
             for name, table in zip(("cosines", "sines"), tables, strict=True):
                 self._send(self.state[f"{name}_{number}"], np.ascontiguousarray(table, np.float32))
 

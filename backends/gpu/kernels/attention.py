@@ -8,12 +8,15 @@ kernel                  parameters: arrays, then numbers
                         [context, head_dim / 2], keys, values, [key scales, value scales];
                         context, tokens
 ``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
-                        [spans, T, heads, head_dim], tops float32 [spans, T, heads, 2];
+                        [spans, T, heads, width of values], tops float32 [spans, T, heads, 2];
                         context, spans, tokens
 ``mix``                 partials, tops, [sinks float32 [heads]], mixed float32 [T, width]; spans,
                         tokens
 ======================  ==========================================================================
 
+With latent attention (`pi2.backends.gpu.kernels.latent`) ``attend`` takes absorbed float32 [T,
+heads, rank] and turned instead of qkv, and keys are values, too; ``mix`` fills up each head's
+vector.
 ``places`` int32 [T, 2] are every token's sequence and position: so tokens of a chunk and of several
 sequences are the same to the kernels.  Keys and values lie as [sequences, kv_heads, context]
 vectors of whole words: float32, two fp16 or four int8 in each.  ``spans`` is how many parts a
@@ -23,13 +26,13 @@ token's context is divided into, so that enough work groups run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.activation import compute_tanh
-from pi2.backends.gpu.kernels.halves import narrow_half, widen_half
+from pi2.backends.gpu.kernels.kept import KeptVectors, find_kept_scale, pack_word
+from pi2.backends.gpu.kernels.latent import list_latent_kernels
 from pi2.backends.gpu.kernels.signature import Axis
 from pi2.backends.gpu.kernels.specification import AttentionKernels
 
@@ -37,89 +40,18 @@ _PAIR_THREADS = 64
 _KEYS = 128
 """Keys of a tile, and threads of a work group of ``attend``."""
 _LOWEST = -1e30
-_LARGEST_CODE = 127.0
 
 
 def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
     """Make all of them."""
-    yield make_keep(attention)
+    if attention.latent is None:
+        yield make_keep(attention)
+    else:
+        yield from list_latent_kernels(attention)
     yield make_attend(attention, attention.window, "attend")
     if attention.window is not None and attention.some_full:
         yield make_attend(attention, None, "attend_all")
     yield make_mix(attention)
-
-
-@dataclass(frozen=True, slots=True)
-class _Vectors:
-    """Keys or values."""
-
-    attention: AttentionKernels
-    buffer: c.Buffer
-    scales: c.Buffer | None
-
-    @classmethod
-    def take(cls, kernel: c.Kernel, attention: AttentionKernels, name: str) -> _Vectors:
-        """Declare the array, and its scales."""
-        buffer = kernel.take_array(name, "uint32")
-        int8 = attention.kv == "int8"
-        return cls(
-            attention, buffer, kernel.take_array(f"{name}_scales", "float32") if int8 else None
-        )
-
-    def find(self, sequence: c.Expr, head: c.Expr, position: c.Expr, context: c.Expr) -> c.Expr:
-        """Return the number of a vector."""
-        return (sequence * self.attention.kv_heads + head) * context + position
-
-    def load(self, vector: c.Expr, word: c.Expr) -> list[c.Expr]:
-        """Return the elements of a word, without a scale."""
-        packed = c.let(self.buffer[vector * self.attention.row_words + word])
-        if self.attention.kv == "fp32":
-            return [c.let(T.reinterpret(packed, dtype="float32"))]
-        if self.attention.kv == "fp16":
-            return [c.let(widen_half(packed, high)) for high in (False, True)]
-        codes = []
-        for byte in range(4):
-            shifted = c.let(T.shift_left(packed, T.uint32(24 - 8 * byte)))
-            signed = T.shift_right(T.reinterpret(shifted, dtype="int32"), T.int32(24))
-            codes.append(c.let(T.cast(signed, "float32")))
-        return codes
-
-    def load_scale(self, vector: c.Expr) -> c.Expr:
-        """Return a vector's scale."""
-        return c.number(1.0) if self.scales is None else c.let(self.scales[vector])
-
-
-def _find_kept_scale(attention: AttentionKernels, elements: c.Buffer) -> c.Expr:
-    """Return the scale of the vector ``elements`` float32 [head_dim], shared, as fp16 rounds it."""
-    top = c.Cell(c.number(0.0))
-    with T.serial(attention.head_dim) as index:
-        top.set(T.max(top.get(), T.abs(elements[index])))
-    bits = narrow_half(c.let(top.get() * c.number(1.0 / _LARGEST_CODE)))
-    return c.let(widen_half(c.let(bits), False))
-
-
-def _pack_word(
-    attention: AttentionKernels, elements: c.Buffer, word: c.Expr, scale: c.Expr | None
-) -> c.Expr:
-    """Return a word of what is kept of a vector."""
-    each = attention.elements_per_word
-    values = [c.let(elements[word * each + index]) for index in range(each)]
-    if attention.kv == "fp32":
-        return T.reinterpret(values[0], dtype="uint32")
-    if attention.kv == "fp16":
-        low, high = (c.let(narrow_half(value)) for value in values)
-        return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
-    assert scale is not None
-    safe = T.max(scale, c.number(2.0**-24))
-    factor = c.let(T.Select(scale > c.number(0.0), c.number(1.0) / safe, c.number(0.0)))
-    packed: c.Expr = T.uint32(0)
-    for byte, value in enumerate(values):
-        # Adding 2^23 rounds to the nearest integer, ties to even; adding 128, whose bit is turned
-        # over again, keeps the sum above it.
-        rounded = c.let(value * factor + c.number(2**23 + 128))
-        code = T.bitwise_and(T.reinterpret(rounded, dtype="uint32"), T.uint32(255))
-        packed = T.bitwise_or(packed, T.shift_left(code, T.uint32(8 * byte)))
-    return T.bitwise_xor(packed, T.uint32(0x80808080))
 
 
 def make_keep(attention: AttentionKernels) -> c.Kernel:
@@ -133,8 +65,8 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
         norms = kernel.take_array("norms", "float32") if attention.head_norm else None
         cosines = kernel.take_array("cosines", "float32")
         sines = kernel.take_array("sines", "float32")
-        keys = _Vectors.take(kernel, attention, "keys")
-        values = _Vectors.take(kernel, attention, "values")
+        keys = KeptVectors.take(kernel, attention, "keys")
+        values = KeptVectors.take(kernel, attention, "values")
         context = kernel.take_number("context")
         kernel.take_number("tokens")
         with kernel.run(Axis(times=vectors), Axis(number="tokens")) as place:
@@ -190,12 +122,12 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
                     element = c.let(turn * _PAIR_THREADS + thread)
                     with c.when(element < size):
                         c.store(qkv, first + element, shared[element])
-            scale = _find_kept_scale(attention, shared) if attention.kv == "int8" else None
+            scale = find_kept_scale(attention, shared) if attention.kv == "int8" else None
             for turn_number in range(-(-attention.row_words // _PAIR_THREADS)):
                 word = c.let(thread + turn_number * _PAIR_THREADS)
                 inside = word < attention.row_words
                 read = c.let(T.min(word, attention.row_words - 1))
-                packed = c.let(_pack_word(attention, shared, read, scale))
+                packed = c.let(pack_word(attention, shared, read, scale))
                 for kept, is_kind, start in (
                     (keys, is_key, attention.heads),
                     (values, is_value, attention.heads + attention.kv_heads),
@@ -213,17 +145,16 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
 def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c.Kernel:
     """Make ``attend``: a work group for a head of a token, and a span of its context."""
     kernel = c.Kernel(name, (_KEYS, 1, 1))
-    size, words = attention.head_dim, attention.row_words
-    each = attention.elements_per_word
+    words, each = attention.value_words, attention.elements_per_word
     slices = max(1, _KEYS // words)
     columns = -(-words // _KEYS)
     """Words of a value that a thread has."""
-    vectors = attention.heads + 2 * attention.kv_heads
     with kernel.declare():
-        qkv = kernel.take_array("qkv", "float32")
+        queries = _Queries(kernel, attention)
         places = kernel.take_array("places", "int32")
-        keys = _Vectors.take(kernel, attention, "keys")
-        values = _Vectors.take(kernel, attention, "values")
+        keys = KeptVectors.take(kernel, attention, "keys")
+        is_latent = attention.latent is not None
+        values = keys if is_latent else KeptVectors.take(kernel, attention, "values")
         partials = kernel.take_array("partials", "float32")
         tops = kernel.take_array("tops", "float32")
         context, spans = kernel.take_number("context"), kernel.take_number("spans")
@@ -240,12 +171,7 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
             length = c.let(T.floordiv(position + 1 - first + spans - 1, spans))
             begin = c.let(first + span * length)
             end = c.let(T.min(begin + length, position + 1))
-            query = c.share(size)
-            with T.serial(-(-size // _KEYS)) as turn:
-                element = c.let(turn * _KEYS + thread)
-                with c.when(element < size):
-                    scaled = qkv[(token * vectors + head) * size + element]
-                    c.store(query, element, scaled * c.number(attention.scale))
+            query = queries.load(token, head, thread)
             weights = c.share(_KEYS)
             top, total = c.Cell(c.number(_LOWEST)), c.Cell(c.number(0.0))
             slice_number = c.let(T.floordiv(thread, words))
@@ -292,7 +218,37 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
     return kernel
 
 
-def _emit_score(keys: _Vectors, vector: c.Expr, inside: c.Expr, query: c.Buffer) -> c.Cell:
+class _Queries:
+    """Where the queries are that ``attend`` reads."""
+
+    def __init__(self, kernel: c.Kernel, attention: AttentionKernels) -> None:
+        self._attention = attention
+        heads, latent = attention.heads, attention.latent
+        self._parts: list[tuple[c.Buffer, int, int]] = []
+        """Arrays, the elements that each has of a head's query, and of all vectors of a token."""
+        if latent is None:
+            pitch = (heads + 2 * attention.kv_heads) * attention.head_dim
+            self._parts.append((kernel.take_array("qkv", "float32"), attention.head_dim, pitch))
+        else:
+            for name, size in (("absorbed", latent.rank), ("turned", latent.rotated)):
+                self._parts.append((kernel.take_array(name, "float32"), size, heads * size))
+
+    def load(self, token: c.Expr, head: c.Expr, thread: c.Expr) -> c.Buffer:
+        """Return a head's query, shared by the work group, times the scale."""
+        query = c.share(self._attention.head_dim)
+        begin = 0
+        for array, size, pitch in self._parts:
+            first = c.let(token * pitch + head * size)
+            with T.serial(-(-size // _KEYS)) as turn:
+                element = c.let(turn * _KEYS + thread)
+                with c.when(element < size):
+                    scaled = array[first + element] * c.number(self._attention.scale)
+                    c.store(query, element + begin, scaled)
+            begin += size
+        return query
+
+
+def _emit_score(keys: KeptVectors, vector: c.Expr, inside: c.Expr, query: c.Buffer) -> c.Cell:
     """Return the score of a key; of one that is not ``inside`` the lowest."""
     attention = keys.attention
     each = attention.elements_per_word
@@ -322,7 +278,8 @@ def _emit_partial(
     tops: c.Buffer,
 ) -> None:
     """Add up the slices of a work group, and write what it found."""
-    words, each = attention.row_words, attention.elements_per_word
+    words, each = attention.value_words, attention.elements_per_word
+    size = attention.value_width
     # The last place of a slice is its sum of weights.
     pitch = len(sums) * _KEYS * each if slices == 1 else words * each
     shared = c.share(slices * (pitch + 1))
@@ -336,13 +293,13 @@ def _emit_partial(
         with c.when(column == 0):
             c.store(shared, base + pitch, total.get())
     c.wait_for_group()
-    with T.serial(-(-attention.head_dim // _KEYS)) as turn:
+    with T.serial(-(-size // _KEYS)) as turn:
         element = c.let(turn * _KEYS + thread)
-        with c.when(element < attention.head_dim):
+        with c.when(element < size):
             found = c.Cell(c.number(0.0))
             for piece in range(slices):
                 found.add(shared[piece * (pitch + 1) + element])
-            c.store(partials, row * attention.head_dim + element, found.get())
+            c.store(partials, row * size + element, found.get())
     with c.when(thread == 0):
         found = c.Cell(c.number(0.0))
         for piece in range(slices):
@@ -354,7 +311,7 @@ def _emit_partial(
 def make_mix(attention: AttentionKernels) -> c.Kernel:
     """Make ``mix``: joins the spans; what fills up the width is 0."""
     kernel = c.Kernel("mix", (_KEYS, 1, 1))
-    size = attention.head_dim
+    size, pitch = attention.value_width, attention.mixed_pitch
     with kernel.declare():
         partials = kernel.take_array("partials", "float32")
         tops = kernel.take_array("tops", "float32")
@@ -366,7 +323,9 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
             token = place.group[1]
             element = c.let(place.group[0] * _KEYS + place.thread[0])
             with c.when(element < attention.width):
-                head = c.let(T.min(T.floordiv(element, size), attention.heads - 1))
+                head = c.let(T.min(T.floordiv(element, pitch), attention.heads - 1))
+                in_head = c.let(T.floormod(element, pitch))
+                in_value = c.let(T.min(in_head, size - 1))
                 top = c.Cell(c.number(_LOWEST) if sinks is None else sinks[head])
                 total, found = c.Cell(c.number(0.0)), c.Cell(c.number(0.0))
                 with T.serial(spans) as span:
@@ -376,11 +335,11 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
                     row = c.let((span * tokens + token) * attention.heads + head)
                     share = c.let(T.exp(tops[row * 2] - top.get()))
                     total.add(share * tops[row * 2 + 1])
-                    found.add(share * partials[row * size + T.floormod(element, size)])
+                    found.add(share * partials[row * size + in_value])
                 if sinks is not None:
                     total.add(T.exp(sinks[head] - top.get()))
                 value = c.let(found.get() / total.get())
-                is_inside = element < attention.heads * size
+                is_inside = T.And(element < attention.heads * pitch, in_head < size)
                 c.store(
                     mixed,
                     token * attention.width + element,

@@ -1,9 +1,9 @@
 """Products of inputs with a matrix in tiles: projections, predictors and the head.
 
 ``NAME_N``: inputs float32 [T, blocks, length], matrix weights in tiles, scales, [biases float32
-[rows]], outputs float32 [T, rows]; rows, tokens.  NAME is `ProductKernels.name`, N the number of
-tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts, each of
-which is multiplied with its own inputs.
+[rows]], outputs float32 [T, rows or ``pitch``]; rows, tokens.  NAME is `ProductKernels.name`, N the
+number of tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts,
+each of which is multiplied with its own inputs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class _Finish:
         self._biases = kernel.take_array("biases", "float32") if product.bias else None
         self._outputs = kernel.take_array("outputs", "float32")
 
-    def store(self, index: c.Expr, row: c.Expr, value: c.Expr) -> None:
-        """Write the product with ``row`` to place ``index``."""
+    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, value: c.Expr) -> None:
+        """Write the product of a token with ``row`` of ``rows``."""
+        pitch = rows if self._product.pitch is None else self._product.pitch
+        index = c.let(token * pitch + row)
         if self._biases is not None:
             value = c.let(value + self._biases[row])
         if self._product.relu:
@@ -71,7 +73,7 @@ def make_product(product: ProductKernels, fp16: bool, count: int) -> c.Kernel:
             def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
                 token, row = c.let(base + turn), c.let(tile * ROWS + row)
                 with c.when(T.And(token < tokens, row < rows)):
-                    result.store(c.let(token * rows + row), row, products[0])
+                    result.store(token, rows, row, products[0])
 
             emit_few(Tiles(weights, 1, product.length), inputs, place, tile, named, finish)
     return kernel
@@ -111,7 +113,7 @@ def make_many_product(product: ProductKernels, fp16: bool) -> c.Kernel:
                     in_tile = place.thread[0] + half * many.SIDE
                     row = c.let((place.group[0] * _TILES + strip) * ROWS + in_tile)
                     with c.when(T.And(token < tokens, row < rows)):
-                        result.store(c.let(token * rows + row), row, value)
+                        result.store(token, rows, row, value)
 
             many.emit_many(place, T.int32(groups), load, finish)
     return kernel

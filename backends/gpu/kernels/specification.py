@@ -80,6 +80,8 @@ class ProductKernels:
     """Whether products are added to what the outputs hold."""
     blocks: int = 1
     """Parts of the rows that have inputs of their own, such as the predictors of experts."""
+    pitch: int | None = None
+    """Elements from a token's products to the next one's, where they are more than the rows."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -90,6 +92,7 @@ class ProductKernels:
         parts = [f"product_{self.precision}_{self.length}"]
         parts += [name for name in ("bias", "relu", "adds") if getattr(self, name)]
         parts += [f"blocks_{self.blocks}"] if self.blocks > 1 else []
+        parts += [f"pitch_{self.pitch}"] if self.pitch is not None else []
         return "_".join(parts)
 
 
@@ -128,12 +131,39 @@ class NormKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentKernels:
+    """Latent attention (`pi2.backends.gpu.kernels.latent`): widths as model documents have them."""
+
+    rank: int
+    query_rank: int | None
+    plain: int
+    rotated: int
+    epsilon: float
+    """Epsilon of the norms of what keys, values and queries are made of."""
+
+    @property
+    def key(self) -> int:
+        """Elements of a head's query."""
+        return self.plain + self.rotated
+
+    @property
+    def kept(self) -> int:
+        """Elements that are kept of a token."""
+        return self.rank + self.rotated
+
+    def count_rows(self, heads: int) -> int:
+        """Rows of the projection that all of it comes from."""
+        return (self.query_rank or heads * self.key) + self.kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernels:
     """Attention (`pi2.backends.gpu.kernels.attention`)."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    """Elements of a key; with latent attention, of what is kept of a token."""
     scale: float
     """Factor of the scores."""
     kv: KvType
@@ -147,15 +177,27 @@ class AttentionKernels:
     """Whether some layers see all tokens although there is a window."""
     sinks: bool = False
     """Whether every head has a score beside those of the tokens."""
+    latent: LatentKernels | None = None
+    """Latent attention: one key head, whose first elements are the values."""
 
     def __post_init__(self) -> None:
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
         assert self.kv != "int8" or self.head_dim % 4 == 0, self
 
     @property
+    def value_width(self) -> int:
+        """Elements of a value."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def mixed_pitch(self) -> int:
+        """Elements from what a head has mixed to the next head's."""
+        return self.head_dim if self.latent is None else fill_groups(self.latent.rank)
+
+    @property
     def width(self) -> int:
         """Length of the attention's output: zeros fill up the last group."""
-        return fill_groups(self.heads * self.head_dim)
+        return fill_groups(self.heads * self.mixed_pitch)
 
     @property
     def elements_per_word(self) -> int:
@@ -164,8 +206,13 @@ class AttentionKernels:
 
     @property
     def row_words(self) -> int:
-        """Words of a key or value."""
+        """Words of a key or value, as it is kept."""
         return self.head_dim // self.elements_per_word
+
+    @property
+    def value_words(self) -> int:
+        """Words that have elements of a value."""
+        return -(-self.value_width // self.elements_per_word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +311,11 @@ class GpuSpec:
         )
 
 
+def _read_attention(latent: dict[str, Any] | None, **values: Any) -> AttentionKernels:
+    found = None if latent is None else LatentKernels(**latent)
+    return AttentionKernels(latent=found, **values)
+
+
 _FAMILIES: Mapping[str, Any] = {
     "ffn": FfnKernels,
     "gathered": FfnKernels,
@@ -272,5 +324,5 @@ _FAMILIES: Mapping[str, Any] = {
     "router": RouterKernels,
     "embedding": EmbeddingKernels,
     "norm": NormKernels,
-    "attention": AttentionKernels,
+    "attention": _read_attention,
 }

@@ -1,0 +1,156 @@
+"""Latent attention: what is kept of a token is one vector, of which keys and values of all heads
+are made.
+
+======================  ==========================================================================
+kernel                  parameters: arrays, then numbers
+======================  ==========================================================================
+``latent_norm``         qkv float32 [T, rows], norm weights float32 [query rank, filled up], made
+                        float32 [T, query rank, filled up]; tokens
+``keep``                qkv, [queries float32 [T, heads, plain + rotated]], places, norm weights
+                        float32 [rank], cosines, sines float32 [context, rotated / 2], plain float32
+                        [T, heads, plain, filled up], turned float32 [T, heads, rotated], keys,
+                        [key scales]; context, tokens
+======================  ==========================================================================
+
+Rows of qkv are those of queries, or of what they are made of, then of the vector that is kept, then
+of the rotated key.  `pi2.backends.gpu.kernels.attention` has what follows: the vector is key and
+value of one head that all queries share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.gpu.kernels import code as c
+from pi2.backends.gpu.kernels.kept import KeptVectors, find_kept_scale, pack_word
+from pi2.backends.gpu.kernels.signature import Axis
+from pi2.backends.gpu.kernels.specification import AttentionKernels, LatentKernels
+from pi2.plan.weights.layout import fill_groups
+
+_THREADS = 64
+
+
+def list_latent_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
+    """Make both."""
+    latent = attention.latent
+    assert latent is not None
+    if latent.query_rank is not None:
+        yield make_latent_norm(attention, latent, latent.query_rank)
+    yield make_latent_keep(attention, latent)
+
+
+def make_latent_norm(
+    attention: AttentionKernels, latent: LatentKernels, query_rank: int
+) -> c.Kernel:
+    """Make ``latent_norm``: a work group normalises what a token's queries are made of."""
+    kernel = c.Kernel("latent_norm", (_THREADS, 1, 1))
+    filled = fill_groups(query_rank)
+    with kernel.declare():
+        qkv = kernel.take_array("qkv", "float32")
+        weights = kernel.take_array("weights", "float32")
+        made = kernel.take_array("made", "float32")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(number="tokens")) as place:
+            first = c.let(place.group[0] * latent.count_rows(attention.heads))
+            factor = _find_factor(latent, qkv, first, query_rank, place.thread[0])
+            with T.serial(-(-filled // _THREADS)) as turn:
+                element = c.let(turn * _THREADS + place.thread[0])
+                with c.when(element < filled):
+                    # Weights are 0 where the vector is filled up.
+                    value = qkv[first + T.min(element, query_rank - 1)] * factor * weights[element]
+                    c.store(made, place.group[0] * filled + element, value)
+    return kernel
+
+
+def make_latent_keep(attention: AttentionKernels, latent: LatentKernels) -> c.Kernel:
+    """Make ``keep``: a work group for a head's query, and one for what is kept of the token."""
+    kernel = c.Kernel("keep", (_THREADS, 1, 1))
+    heads, rows, half = attention.heads, latent.count_rows(attention.heads), latent.rotated // 2
+    with kernel.declare():
+        qkv = kernel.take_array("qkv", "float32")
+        made = latent.query_rank is not None
+        queries = kernel.take_array("queries", "float32") if made else qkv
+        places = kernel.take_array("places", "int32")
+        weights = kernel.take_array("weights", "float32")
+        cosines = kernel.take_array("cosines", "float32")
+        sines = kernel.take_array("sines", "float32")
+        plain = kernel.take_array("plain", "float32")
+        turned = kernel.take_array("turned", "float32")
+        keys = KeptVectors.take(kernel, attention, "keys")
+        context = kernel.take_number("context")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(times=heads + 1), Axis(number="tokens")) as place:
+            group, token, thread = place.group[0], place.group[1], place.thread[0]
+            sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
+            head = c.let(T.min(group, heads - 1))
+            is_query = group < heads
+            # Of a query.
+            pitch = heads * latent.key if made else rows
+            begin = c.let(token * pitch + head * latent.key)
+            filled = fill_groups(latent.plain)
+            with T.serial(-(-filled // _THREADS)) as turn:
+                element = c.let(turn * _THREADS + thread)
+                value = c.let(queries[begin + T.min(element, latent.plain - 1)])
+                with c.when(T.And(is_query, element < filled)):
+                    kept = T.Select(element < latent.plain, value, c.number(0.0))
+                    c.store(plain, (token * heads + head) * filled + element, kept)
+            # Of the token.
+            first = c.let(token * rows + (rows - latent.kept))
+            factor = _find_factor(latent, qkv, first, latent.rank, thread)
+            shared = c.share(latent.kept)
+            with T.serial(-(-latent.rank // _THREADS)) as turn:
+                element = c.let(turn * _THREADS + thread)
+                with c.when(element < latent.rank):
+                    c.store(shared, element, qkv[first + element] * factor * weights[element])
+            for turn_number in range(-(-half // _THREADS)):
+                pair = c.let(thread + turn_number * _THREADS)
+                index = c.let(T.min(pair, half - 1))
+                cosine = c.let(cosines[position * half + index])
+                sine = c.let(sines[position * half + index])
+                low, high = _turn(queries, c.let(begin + latent.plain), index, half, cosine, sine)
+                with c.when(T.And(is_query, pair < half)):
+                    target = c.let((token * heads + head) * latent.rotated + pair)
+                    c.store(turned, target, low)
+                    c.store(turned, target + half, high)
+                low, high = _turn(qkv, c.let(first + latent.rank), index, half, cosine, sine)
+                with c.when(pair < half):
+                    c.store(shared, latent.rank + pair, low)
+                    c.store(shared, latent.rank + half + pair, high)
+            c.wait_for_group()
+            scale = find_kept_scale(attention, shared) if attention.kv == "int8" else None
+            target = c.let(keys.find(sequence, T.int32(0), position, context))
+            for turn_number in range(-(-attention.row_words // _THREADS)):
+                word = c.let(thread + turn_number * _THREADS)
+                read = c.let(T.min(word, attention.row_words - 1))
+                packed = c.let(pack_word(attention, shared, read, scale))
+                with c.when(T.And(group == heads, word < attention.row_words)):
+                    c.store(keys.buffer, target * attention.row_words + word, packed)
+            if keys.scales is not None and scale is not None:
+                with c.when(T.And(group == heads, thread == 0)):
+                    c.store(keys.scales, target, scale)
+    return kernel
+
+
+def _find_factor(
+    latent: LatentKernels, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
+) -> c.Expr:
+    """Return what the RMSNorm multiplies the vector at ``first`` with, the same in all threads."""
+    own = c.Cell(c.number(0.0))
+    with T.serial(-(-width // _THREADS)) as turn:
+        index = c.let(turn * _THREADS + thread)
+        with c.when(index < width):
+            value = c.let(vectors[first + index])
+            own.add(value * value)
+    total = c.add_in_group(c.share(_THREADS), thread, own.get(), _THREADS)
+    mean = total * c.number(1.0 / width)
+    return c.let(c.number(1.0) / T.sqrt(mean + c.number(latent.epsilon)))
+
+
+def _turn(
+    vectors: c.Buffer, first: c.Expr, index: c.Expr, half: int, cosine: c.Expr, sine: c.Expr
+) -> tuple[c.Expr, c.Expr]:
+    """Return both elements of a rotated pair."""
+    low, high = c.let(vectors[first + index]), c.let(vectors[first + index + half])
+    return c.let(low * cosine - high * sine), c.let(high * cosine + low * sine)
