@@ -17,7 +17,6 @@ from pi2.backends.protocol import (
     RowDivider,
     StateKeeper,
 )
-from pi2.diagnostics import UserError
 from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.sequences import Sequences, tell_share
@@ -66,7 +65,7 @@ class Forward(Sequences):
         lent while it is not used; ``embedding``: what reads its rows, where it is
         not in memory; ``has_states``: whether layers keep states, which a step that failed has
         changed; ``step_tokens``: most tokens of a step."""
-        super().__init__(context=context, sequences=sequences, loan=loan)
+        super().__init__(context=context, sequences=sequences, loan=loan, has_states=has_states)
         self._executor = executor
         self._rows = rows or WholeRows(executor)
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
@@ -75,9 +74,6 @@ class Forward(Sequences):
         self._chunk = chunk
         self._chunks = chunks
         self._embedding = embedding
-        self._has_states = has_states
-        self._interrupted: set[int] = set()
-        """Sequences whose states some layers have taken further than others."""
         self._is_single = max(sequences, step_tokens) == 1
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
@@ -94,12 +90,10 @@ class Forward(Sequences):
     def reset(self, sequence: int = 0) -> None:
         """See `pi2.engine.sequences.Sequences`."""
         super().reset(sequence)
-        self._interrupted.discard(sequence)
         self._marks.pop(sequence, None)
 
     def go_on_from(self, sequence: int, position: int) -> None:
         """See `pi2.engine.sequences.Sequences`."""
-        self._interrupted.discard(sequence)
         self._marks.pop(sequence, None)
         super().go_on_from(sequence, position)
 
@@ -214,15 +208,6 @@ class Forward(Sequences):
             parts.append(self._rows.compute_logits(done).copy())
         return np.concatenate(parts)
 
-    def _check_room(self, sequence: int, count: int) -> None:
-        if sequence in self._interrupted:
-            raise UserError.of(
-                "P616",
-                "this sequence was interrupted, and its layers' states are of different tokens",
-                help="begin it anew",
-            )
-        super()._check_room(sequence, count)
-
     def _run_dense(
         self, chunks: Sequence[I32], sequence: int, progress: Callable[[float], None]
     ) -> None:
@@ -248,12 +233,6 @@ class Forward(Sequences):
             self._interrupt([sequence])
             raise
         self.positions[sequence] += sum(len(tokens) for tokens in chunks)
-
-    def _interrupt(self, sequences: Sequence[int]) -> None:
-        """Give up what is under way; states cannot be taken back."""
-        if self._has_states:
-            self._interrupted.update(sequences)
-        self._feed_forward.abandon()
 
     def _embed(self, tokens: I32) -> None:
         self._executor.embed(self._find_rows(tokens))

@@ -13,15 +13,26 @@ from pi2.memory.lending import ContextLoan
 class Sequences(ABC):
     """Holds the position in every sequence; what derives from it computes."""
 
-    def __init__(self, *, context: int, sequences: int, loan: ContextLoan | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        context: int,
+        sequences: int,
+        loan: ContextLoan | None = None,
+        has_states: bool = False,
+    ) -> None:
         """``context``: tokens of each of the ``sequences`` that there is room for; ``loan``: memory
-        of the contexts that is lent while it is not used."""
+        of the contexts that is lent while it is not used; ``has_states``: whether layers keep
+        states, which a step that failed has taken further than the sequence's tokens."""
         self._context = context
         self._loan = loan
         self.positions = [0] * sequences
         """Tokens of each sequence whose keys and values are kept."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
+        self._has_states = has_states
+        self._interrupted: set[int] = set()
+        """Sequences whose states some layers have taken further than others."""
 
     @property
     def position(self) -> int:
@@ -32,6 +43,7 @@ class Sequences(ABC):
         """Begin a new sequence in the place of another."""
         self.abandon()
         self.positions[sequence] = 0
+        self._interrupted.discard(sequence)
         if self._loan is not None and not any(self.positions):
             self._touched = [0] * len(self.positions)
             self._loan.begin()
@@ -44,6 +56,7 @@ class Sequences(ABC):
             return
         self.abandon()
         self.positions[sequence] = 0
+        self._interrupted.discard(sequence)
         self._check_room(sequence, position)
         self.positions[sequence] = position
 
@@ -117,8 +130,21 @@ class Sequences(ABC):
             following[sequence] = position + 1
         return found
 
+    def _interrupt(self, sequences: Sequence[int]) -> None:
+        """Give up what is under way in ``sequences``; states cannot be taken back."""
+        if self._has_states:
+            self._interrupted.update(sequences)
+        self.abandon()
+
     def _check_room(self, sequence: int, count: int) -> None:
-        """UserError P602 if a sequence has no room for ``count`` tokens more."""
+        """UserError P602 if a sequence has no room for ``count`` tokens more, P616 if it was
+        interrupted and cannot go on."""
+        if sequence in self._interrupted:
+            raise UserError.of(
+                "P616",
+                "this sequence was interrupted, and its layers' states are of different tokens",
+                help="begin it anew",
+            )
         end = self.positions[sequence] + count
         if end > self._context:
             raise UserError.of(

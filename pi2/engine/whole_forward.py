@@ -23,10 +23,11 @@ class WholeForward(Sequences):
         context: int,
         sequences: int,
         step_neurons: int | None,
+        has_states: bool = False,
     ) -> None:
         """``step_neurons``: those that may compute a token in all layers together; None where
-        steps compute all of them."""
-        super().__init__(context=context, sequences=sequences)
+        steps compute all of them; ``has_states``: whether layers keep states."""
+        super().__init__(context=context, sequences=sequences, has_states=has_states)
         self._model = model
         self._chunk = chunk
         self._step_neurons = step_neurons
@@ -50,7 +51,11 @@ class WholeForward(Sequences):
         for start in range(0, len(tokens), self._chunk):
             chunk = tokens[start : start + self._chunk]
             self._check_room(sequence, len(chunk))
-            self._model.prefill(chunk, sequence, self.positions[sequence])
+            try:
+                self._model.prefill(chunk, sequence, self.positions[sequence])
+            except BaseException:
+                self._interrupt([sequence])
+                raise
             self.positions[sequence] += len(chunk)
             done = start + len(chunk)
             if all_logits or done == len(tokens):
@@ -67,7 +72,11 @@ class WholeForward(Sequences):
             self._check_room(sequence, 1)
         positions = [self.positions[sequence] for sequence in sequences]
         self._model.expect(max(positions) + 1)
-        logits = self._model.step(np.array(tokens, np.int32), sequences, positions)
+        try:
+            logits = self._model.step(np.array(tokens, np.int32), sequences, positions)
+        except BaseException:
+            self._interrupt(sequences)
+            raise
         for sequence in sequences:
             self.positions[sequence] += 1
         if self._step_neurons is not None:

@@ -62,6 +62,7 @@ def make_whole_forward(model: WholeModel, resolved: ResolvedPlan) -> WholeForwar
         context=plan.kv.context,
         sequences=plan.decode.batch,
         step_neurons=None if plan.decode.predictor == "none" else neurons,
+        has_states=bool(resolved.model.state_layers),
     )
 
 

@@ -34,6 +34,8 @@ ERROR = 1e-4
         ("webgpu", "gpt-oss", "router", "fp32", ERROR),
         # Latent attention, groups of experts and a layer that is no mixture.
         ("opencl", "deepseek-v3", "none", "fp32", ERROR),
+        # Layers that keep a state: the delta rule, gates of attention's output.
+        ("opencl", "qwen3-5", "none", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
         ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],

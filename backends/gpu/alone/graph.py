@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.backends.gpu.alone.attending import list_attention
+from pi2.backends.gpu.alone.recurring import list_recurrence
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
@@ -81,7 +82,7 @@ class ModelGraph:
         self._embed(shape.tokens)
         for layer in range(self._model.shape.layers):
             self._begin_layer(layer, shape.tokens)
-            self._attend(layer, shape.tokens, shape.spans)
+            self._mix_tokens(layer, shape, runs=shape.tokens)
             self._begin_ffn(layer, shape.tokens)
             if self._use.is_sparse:
                 self._compute_named(layer, shape.tokens)
@@ -93,11 +94,11 @@ class ModelGraph:
 
     def list_chunk(self, tokens: int, end: int) -> list[Work]:
         """Tokens of a prompt that brings a sequence to ``end``, without logits."""
-        spans = self.choose_shape(tokens, end).spans
+        shape = self.choose_shape(tokens, end)
         self._embed(tokens)
         for layer in range(self._model.shape.layers):
             self._begin_layer(layer, tokens)
-            self._attend(layer, tokens, spans)
+            self._mix_tokens(layer, shape, runs=1)
             self._begin_ffn(layer, tokens)
             self._compute_all(layer, tokens)
             self._end_ffn(layer, tokens)
@@ -129,20 +130,26 @@ class ModelGraph:
             self._work.normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
         self._work.normalise(name_layer_tensor(layer, "attention_norm"), "x", "u", 0, tokens)
 
-    def _attend(self, layer: int, tokens: int, spans: int) -> None:
-        list_attention(self._work, self._use, layer, tokens, spans)
+    def _mix_tokens(self, layer: int, shape: StepShape, runs: int) -> None:
+        """Add what a layer mixes of tokens to x; ``runs``: sequences that the tokens are of."""
+        kind, mixed = "output", "mixed"
+        if layer in self._model.state_layers:
+            kind, mixed = "state_output", "mixed_state"
+            list_recurrence(self._work, self._use, layer, shape.tokens, runs)
+        else:
+            list_attention(self._work, self._use, layer, shape.tokens, shape.spans)
         direct = self._use.adds_to_stream
         self._work.multiply(
-            self._products["output"],
-            name_layer_tensor(layer, "output"),
+            self._products[kind],
+            name_layer_tensor(layer, kind),
             self._model.shape.stored_hidden,
-            tokens,
-            self._state["mixed"],
+            shape.tokens,
+            self._state[mixed],
             self._state["x" if direct else "y"],
-            name_layer_tensor(layer, "output_bias"),
+            name_layer_tensor(layer, f"{kind}_bias"),
         )
         if not direct:
-            self._add_y(name_layer_tensor(layer, "attention_output_norm"), tokens)
+            self._add_y(name_layer_tensor(layer, "attention_output_norm"), shape.tokens)
 
     def _add_y(self, norm: str, tokens: int) -> None:
         """Add y to x, normalised where the model says so."""

@@ -33,11 +33,12 @@ def need_whole_memory(resolved: ResolvedPlan) -> Need:
     """Bytes of all weights, keys and values, what is computed with, and pieces on their way."""
     use = describe_use(resolved)
     total = sum(list_arrays(use))
-    kept = use.model.shape.layers * sum(list_kept(use).values())
+    layers = range(use.model.shape.layers)
+    kept = sum(size for layer in layers for size in list_kept(use, layer).values())
     return Need(
         total + count_host_bytes(use),
-        f"the whole model with its keys and values ({approximate_bytes(kept)}), and pieces of "
-        "weights on their way to it",
+        f"the whole model with its keys, values and states ({approximate_bytes(kept)}), and pieces "
+        "of weights on their way to it",
     )
 
 
@@ -55,10 +56,6 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("keeps the embedding in its memory: memory.embedding must not be `flash`")
     if resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    if model.state_layers:
-        limits.append("computes no layers that keep a state")
-    if model.attention.output_gate:
-        limits.append("computes no gates of attention's output")
     limits += list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
     if list_kept_vectors(model)[2] % each:

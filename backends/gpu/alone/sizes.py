@@ -11,6 +11,7 @@ from pi2.plan.arithmetic.rows import count_qkv_rows
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS
 from pi2.plan.weights.layout import Precision, fill_groups, round_up, scale_bytes, weight_bytes
 from pi2.plan.weights.projections import list_projection_vectors, list_projections
+from pi2.plan.weights.states import list_state_tensors
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -88,10 +89,17 @@ def _list_layer_tensors(
 ) -> Iterator[tuple[str, TensorShape]]:
     model, shape = use.model, use.model.shape
     precision, hidden = model.quantization, shape.stored_hidden
-    for kind, (rows, length) in list_projections(model).items():
-        yield kind, TensorShape(rows=rows, length=length, precision=precision.attention)
-    for kind, length in list_projection_vectors(model).items():
-        yield kind, TensorShape(rows=1, length=length, precision=None)
+    if use.state is not None and layer in model.state_layers:
+        for item in list_state_tensors(model, use.state.shape):
+            yield (
+                item.kind,
+                TensorShape(rows=item.rows, length=item.length, precision=item.precision),
+            )
+    else:
+        for kind, (rows, length) in list_projections(model).items():
+            yield kind, TensorShape(rows=rows, length=length, precision=precision.attention)
+        for kind, length in list_projection_vectors(model).items():
+            yield kind, TensorShape(rows=1, length=length, precision=None)
     kinds = {
         "attention_norm": (True, vector),
         "ffn_norm": (True, vector),
@@ -138,8 +146,12 @@ def list_neurons(use: ModelUse) -> dict[str, int]:
     return {name: tiles * size for name, size in count_tile_bytes(use.layout).items()}
 
 
-def list_kept(use: ModelUse) -> dict[str, int]:
-    """Bytes of a layer's keys and values, and of their scales."""
+def list_kept(use: ModelUse, layer: int) -> dict[str, int]:
+    """Bytes of a layer's keys and values, and of their scales; or of the state that it keeps."""
+    if use.state is not None and layer in use.model.state_layers:
+        shape = use.state.shape
+        sizes = {"tails": shape.kept, "memory": shape.memory}
+        return {name: _round(4 * use.sequences * size) for name, size in sizes.items() if size}
     attention = use.attention
     vectors = use.sequences * attention.kv_heads * use.context
     names = ("keys", "values") if attention.latent is None else ("keys",)
@@ -170,6 +182,15 @@ def list_state(use: ModelUse) -> dict[str, int]:
         "places": 2 * chunk,
     }
     latent = model.attention.latent
+    if use.state is not None:
+        mixer = use.state.shape
+        floats |= {
+            "projected": chunk * mixer.rows,
+            "state_gates": chunk * mixer.gates,
+            "mixed_state": chunk * mixer.stored_width,
+        }
+        if mixer.kind != "convolution":
+            floats |= {"convolved": chunk * mixer.channels, "recurred": chunk * mixer.width}
     if latent is not None:
         vectors = chunk * shape.heads
         floats |= {
@@ -220,9 +241,9 @@ def list_arrays(use: ModelUse) -> Iterator[int]:
     for name, tensor in list_tensors(use).items():
         if name.rpartition(".")[2] not in JOINED:
             yield from tensor.list_arrays().values()
-    for _ in range(use.model.shape.layers):
+    for layer in range(use.model.shape.layers):
         yield from list_neurons(use).values()
-        yield from list_kept(use).values()
+        yield from list_kept(use, layer).values()
     yield from list_state(use).values()
 
 

@@ -18,6 +18,7 @@ from pi2.backends.gpu.kernels.specification import (
     ProductKernels,
     RouterKernels,
     SelectKernels,
+    StateKernels,
     Target,
 )
 from pi2.backends.gpu.sizes import count_experts
@@ -25,6 +26,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.weights.layout import BundleLayout, fill_groups
 from pi2.plan.weights.projections import list_kept_vectors
+from pi2.plan.weights.states import describe_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,21 @@ class ModelUse:
                 length=shape.stored_hidden, precision=head, bias=self.model.head_bias
             ),
         }
+        if self.state is not None:
+            state = self.state.shape
+            found["state_in"] = ProductKernels(
+                length=shape.stored_hidden,
+                precision=precision.attention,
+                bias=state.projection_bias,
+            )
+            if state.gates:
+                found["state_gates"] = ProductKernels(length=shape.stored_hidden, precision="fp16")
+            found["state_output"] = ProductKernels(
+                length=state.stored_width,
+                precision=precision.attention,
+                bias=state.projection_bias,
+                adds=self.adds_to_stream,
+            )
         latent = attention.latent
         if latent is not None:
             if latent.query_rank is not None:
@@ -112,12 +129,18 @@ class ModelUse:
         return found
 
     @property
+    def state(self) -> StateKernels | None:
+        """Kernels of layers that keep a state."""
+        shape = describe_state(self.model)
+        return None if shape is None else StateKernels(shape=shape, epsilon=self.model.norm.epsilon)
+
+    @property
     def attention(self) -> AttentionKernels:
         """Kernels of attention."""
         shape, attention = self.model.shape, self.model.attention
         latent = attention.latent
         _, kv_heads, size = list_kept_vectors(self.model)
-        windows = {self.model.find_window(layer) for layer in range(shape.layers)}
+        windows = {self.model.find_window(layer) for layer in self.model.attention_layers}
         return AttentionKernels(
             heads=shape.heads,
             kv_heads=kv_heads,
@@ -130,6 +153,7 @@ class ModelUse:
             window=max((window for window in windows if window is not None), default=None),
             some_full=None in windows,
             sinks=attention.sinks,
+            output_gate=attention.output_gate,
             latent=None
             if latent is None
             else LatentKernels(
@@ -202,4 +226,5 @@ class ModelUse:
                 experts=experts if model.ffn.bias else 0,
             ),
             attention=self.attention,
+            state=self.state,
         )

@@ -50,7 +50,7 @@ class ModelArrays:
                 if name.rpartition(".")[2] not in JOINED
             }
             self.neurons = [self._allocate(list_neurons(use)) for _ in layers]
-            self.kept = [self._allocate(list_kept(use)) for _ in layers]
+            self.kept = [self._allocate(list_kept(use, layer)) for layer in layers]
             self.state = self._allocate(list_state(use))
         except BaseException:
             self.release()
@@ -59,7 +59,7 @@ class ModelArrays:
         self._ropes = [rope for rope in ropes if rope is not None]
         self._is_long: list[bool | None] = [None] * count_ropes(use)
         # What fills up the last group of what heads have mixed is written by no product.
-        for name in ("zeros", "mixed"):
+        for name in ("zeros", "mixed", "mixed_state"):
             if name in self.state:
                 self._send(self.state[name], np.zeros(self.state[name].size // 4, np.float32))
 

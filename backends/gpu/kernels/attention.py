@@ -10,8 +10,8 @@ kernel                  parameters: arrays, then numbers
 ``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
                         [spans, T, heads, width of values], tops float32 [spans, T, heads, 2];
                         context, spans, tokens
-``mix``                 partials, tops, [sinks float32 [heads]], mixed float32 [T, width]; spans,
-                        tokens
+``mix``                 partials, tops, [sinks float32 [heads]], [qkv, whose last rows are gates],
+                        mixed float32 [T, width]; spans, tokens
 ======================  ==========================================================================
 
 With latent attention (`pi2.backends.gpu.kernels.latent`) ``attend`` takes absorbed float32 [T,
@@ -58,7 +58,6 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
     """Make ``keep``: a work group for every head of queries, keys and values of a token."""
     kernel = c.Kernel("keep", (_PAIR_THREADS, 1, 1))
     size, half = attention.head_dim, attention.head_dim // 2
-    vectors = attention.heads + 2 * attention.kv_heads
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
         places = kernel.take_array("places", "int32")
@@ -69,10 +68,10 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
         values = KeptVectors.take(kernel, attention, "values")
         context = kernel.take_number("context")
         kernel.take_number("tokens")
-        with kernel.run(Axis(times=vectors), Axis(number="tokens")) as place:
+        with kernel.run(Axis(times=attention.vectors), Axis(number="tokens")) as place:
             vector, token, thread = place.group[0], place.group[1], place.thread[0]
             sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
-            first = c.let((token * vectors + vector) * size)
+            first = c.let(token * attention.qkv_pitch + vector * size)
             is_value = c.let(T.cast(vector >= attention.heads + attention.kv_heads, "int32"))
             is_key = c.let(T.cast(vector >= attention.heads, "int32") - is_value)
             shared = c.share(size)
@@ -227,8 +226,8 @@ class _Queries:
         self._parts: list[tuple[c.Buffer, int, int]] = []
         """Arrays, the elements that each has of a head's query, and of all vectors of a token."""
         if latent is None:
-            pitch = (heads + 2 * attention.kv_heads) * attention.head_dim
-            self._parts.append((kernel.take_array("qkv", "float32"), attention.head_dim, pitch))
+            qkv = kernel.take_array("qkv", "float32")
+            self._parts.append((qkv, attention.head_dim, attention.qkv_pitch))
         else:
             for name, size in (("absorbed", latent.rank), ("turned", latent.rotated)):
                 self._parts.append((kernel.take_array(name, "float32"), size, heads * size))
@@ -316,6 +315,7 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
         partials = kernel.take_array("partials", "float32")
         tops = kernel.take_array("tops", "float32")
         sinks = kernel.take_array("sinks", "float32") if attention.sinks else None
+        qkv = kernel.take_array("qkv", "float32") if attention.output_gate else None
         mixed = kernel.take_array("mixed", "float32")
         spans, tokens = kernel.take_number("spans"), kernel.take_number("tokens")
         groups = Axis(times=-(-attention.width // _KEYS))
@@ -339,6 +339,10 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
                 if sinks is not None:
                     total.add(T.exp(sinks[head] - top.get()))
                 value = c.let(found.get() / total.get())
+                if qkv is not None:
+                    begin = token * attention.qkv_pitch + attention.vectors * size
+                    gate = c.let(qkv[begin + head * size + in_value])
+                    value = value / (c.number(1.0) + T.exp(c.number(0.0) - gate))
                 is_inside = T.And(element < attention.heads * pitch, in_head < size)
                 c.store(
                     mixed,

@@ -15,6 +15,7 @@ from pi2.backends.gpu.kernels.products import list_product_kernels
 from pi2.backends.gpu.kernels.routing import list_router_kernels
 from pi2.backends.gpu.kernels.selection import make_select
 from pi2.backends.gpu.kernels.specification import GpuSpec
+from pi2.backends.gpu.kernels.states import list_state_kernels
 
 
 def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
@@ -40,3 +41,5 @@ def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
         yield from list_norm_kernels(spec.norm)
     if spec.attention is not None:
         yield from list_attention_kernels(spec.attention)
+    if spec.state is not None:
+        yield from list_state_kernels(spec.state)

@@ -15,6 +15,7 @@ from pi2.backends.gpu.kernels.signature import Api
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
+from pi2.plan.weights.states import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +178,24 @@ class AttentionKernels:
     """Whether some layers see all tokens although there is a window."""
     sinks: bool = False
     """Whether every head has a score beside those of the tokens."""
+    output_gate: bool = False
+    """Whether gates of what heads mix come behind the values."""
     latent: LatentKernels | None = None
     """Latent attention: one key head, whose first elements are the values."""
 
     def __post_init__(self) -> None:
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
         assert self.kv != "int8" or self.head_dim % 4 == 0, self
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of queries, keys and values of a token."""
+        return self.heads + 2 * self.kv_heads
+
+    @property
+    def qkv_pitch(self) -> int:
+        """Elements from a token's queries to the next one's."""
+        return (self.vectors + self.heads * self.output_gate) * self.head_dim
 
     @property
     def value_width(self) -> int:
@@ -213,6 +226,15 @@ class AttentionKernels:
     def value_words(self) -> int:
         """Words that have elements of a value."""
         return -(-self.value_width // self.elements_per_word)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKernels:
+    """Layers that keep a state (`pi2.backends.gpu.kernels.states`)."""
+
+    shape: StateShape
+    epsilon: float
+    """Epsilon of the norm of what they mix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +309,7 @@ class GpuSpec:
     embedding: EmbeddingKernels | None = None
     norm: NormKernels | None = None
     attention: AttentionKernels | None = None
+    state: StateKernels | None = None
 
     @property
     def program(self) -> str:
@@ -316,6 +339,10 @@ def _read_attention(latent: dict[str, Any] | None, **values: Any) -> AttentionKe
     return AttentionKernels(latent=found, **values)
 
 
+def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
+    return StateKernels(shape=StateShape(**shape), epsilon=epsilon)
+
+
 _FAMILIES: Mapping[str, Any] = {
     "ffn": FfnKernels,
     "gathered": FfnKernels,
@@ -325,4 +352,5 @@ _FAMILIES: Mapping[str, Any] = {
     "embedding": EmbeddingKernels,
     "norm": NormKernels,
     "attention": _read_attention,
+    "state": _read_state,
 }
