@@ -161,7 +161,9 @@ def remove_model(name: str) -> Path:
     is_begun = NAME.fullmatch(name) is not None and partial.is_dir()
     if model is None and not is_begun:
         known = ", ".join(item.name for item in list_models()) or "none"
-        raise UserError.of("P766", f"there is no pulled model {name!r}", help=f"known are: {known}")
+        raise UserError.of(
+            "P766", f"no model {name!r} was pulled or converted", help=f"known are: {known}"
+        )
     try:
         for left in (leaving, partial):
             if left.exists():

@@ -11,11 +11,13 @@ import click
 
 from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
+from pi2.cli.terminal_text import show_controls
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.chatting.session import Session
+    from pi2.engine.loaded_model import LoadedModel
 
 GROUP = "Run"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -54,13 +56,31 @@ def command(
     with model:
         model.keep_prefixes()
         model.keep_template_process()
-        # A model without a chat template is refused before anybody has written anything.
-        model.render_chat([{"role": "user", "content": "."}])
+        check_template(model, plan)
         given = {key: value for key, value in options.items() if value is not None}
         session = Session(model, system=system, settings=given)
         if is_terminal:
             click.echo(f"{model.plan.model.id}, {path.name} · /help lists commands", err=True)
         talk(session, read, dim=is_terminal)
+
+
+def check_template(model: LoadedModel, plan: Path) -> None:
+    """Refuse a model without a chat template before anybody has written anything; UserError P609
+    names the command that continues texts, with ``plan`` as it was given, P608 if the template
+    fails."""
+    try:
+        model.render_chat([{"role": "user", "content": "."}])
+    except UserError as error:
+        (finding,) = error.diagnostics
+        if finding.code != "P609":
+            raise
+        raise UserError.of(
+            finding.code,
+            f"{model.plan.model.id} has no chat template: it continues texts, and answers none",
+            file=None if finding.span is None else finding.span.file,
+            help=f"`pi2 run {plan} --prompt TEXT` continues one; a chat model's "
+            "chat_template.jinja goes into the folder of its store",
+        ) from None
 
 
 def talk(session: Session, read: Callable[[], str | None], *, dim: bool) -> None:
@@ -103,20 +123,6 @@ def answer(session: Session, text: str, *, dim: bool) -> None:
     if session.turn is not None:
         line = session.turn.describe()
         click.echo(f"{_DIM}{line}{_PLAIN}" if dim else line, err=True)
-
-
-def show_controls(text: str) -> str:
-    """The text without characters that command a terminal: a model may write what moves the cursor,
-    or puts something on the clipboard."""
-    return "".join("\ufffd" if is_control(letter) else letter for letter in text)
-
-
-def is_control(letter: str) -> bool:
-    """Whether a terminal would obey it: C0 and C1 but for new lines and tabs, and what turns the
-    direction of writing."""
-    code = ord(letter)
-    is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
-    return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning
 
 
 def read_line() -> str | None:

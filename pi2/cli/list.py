@@ -1,4 +1,4 @@
-"""List the pulled models."""
+"""List models that were pulled or converted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ MIB = 1024 * 1024
 
 @click.command("list")
 def command() -> None:
-    """List pulled and converted models: name, size, and what they were made from."""
+    """List models that were pulled, or converted to be run: name, size, and what each was made
+    from."""
     from pi2.pulled_models import LocalSource, list_models
 
     models = list_models()

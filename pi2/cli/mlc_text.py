@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.terminal_text import write_text
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def run_mlc(
             first = time.monotonic() if first is None else first
             pieces.append(piece)
             if not as_json:
-                click.echo(piece, nl=False)
-                sys.stdout.flush()
+                write_text(piece)
         ended, finished = time.monotonic(), engine.finished
     assert finished is not None
     rate = None

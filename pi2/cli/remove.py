@@ -1,4 +1,4 @@
-"""Delete a pulled model."""
+"""Delete a model that was pulled or converted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ GROUP = "Run"
 @click.command("remove")
 @click.argument("name")
 def command(name: str) -> None:
-    """Delete the pulled or converted model NAME, or what a failed pull has left of it."""
+    """Delete the model NAME that was pulled, or converted to be run, or what an interrupted pull
+    has left of it."""
     from pi2.pulled_models import remove_model
 
     folder = remove_model(name)

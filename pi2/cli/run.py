@@ -14,6 +14,7 @@ import click
 
 from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
+from pi2.cli.terminal_text import write_text
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 
@@ -168,13 +169,12 @@ def command(
     with model:
         for piece in pieces:
             if not as_json:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                write_text(piece)
         log_counters(model)
         if as_json:
             click.echo(json.dumps(describe_run(model, generation.result), indent=2))
         else:
-            sys.stdout.write("\n")
+            write_text("\n")
             click.echo(summarise_run(model, generation.result), err=True)
             compare_promise(model, generation.result)
 
@@ -216,7 +216,7 @@ def run_batch(
         shown = 0
         for _ in generation:
             while not as_json and shown in generation.finished:
-                click.echo(f"--- {shown + 1}\n{generation.finished[shown].text}")
+                write_text(f"--- {shown + 1}\n{generation.finished[shown].text}\n")
                 shown += 1
         result = generation.result
         log_counters(model)
@@ -224,7 +224,7 @@ def run_batch(
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
         for number in range(shown, len(texts)):
-            click.echo(f"--- {number + 1}\n{generation.finished[number].text}")
+            write_text(f"--- {number + 1}\n{generation.finished[number].text}\n")
         click.echo(summarise_batch(model, result), err=True)
 
 
@@ -265,7 +265,7 @@ def run_best_of(
         if as_json:
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
-        click.echo(result.sequences[result.best].text)
+        write_text(f"{result.sequences[result.best].text}\n")
         click.echo(summarise_batch(model, result), err=True)
         if count > (batch := model.plan.plan.decode.batch):
             click.echo(

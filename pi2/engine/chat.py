@@ -50,7 +50,7 @@ class ChatTemplate:
     """A template and the special tokens that it may name."""
 
     file: Path
-    """Where it was read, for messages."""
+    """Where it was read: the place of findings."""
     source: str
     tokens: Mapping[str, str]
     """Texts of special tokens, such as ``{"bos_token": "<s>"}``."""
@@ -99,7 +99,8 @@ class ChatTemplate:
     def _explain(self, problem: str) -> UserError:
         return UserError.of(
             "P608",
-            f"the chat template {self.file} fails: {problem}",
+            f"the chat template fails: {problem}",
+            file=str(self.file),
             help="templates can refuse roles, such as system, or their order; --prompt needs none",
         )
 
@@ -154,9 +155,11 @@ def read_chat_template(
         known = f"; it has {', '.join(sorted(templates))}" if templates else ""
         raise UserError.of(
             "P609",
-            f"the model in {folder} has no chat template"
+            "the model has no chat template"
             + (f" called {wanted!r}{known}" if templates or name else ""),
-            help="use --prompt, or put the model's chat_template.jinja into that folder",
+            file=str(folder),
+            help="base models continue texts: `pi2 run PLAN --prompt TEXT`; a chat model's "
+            "chat_template.jinja goes into that folder",
         )
     return ChatTemplate(file, templates[wanted], tokens)
 
@@ -169,7 +172,9 @@ def _read_text(file: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError.of("P608", f"cannot read {file}: {reason}") from None
+        raise UserError.of(
+            "P608", f"a file of the chat template cannot be read: {reason}", file=str(file)
+        ) from None
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -180,7 +185,10 @@ def _read_config(file: Path) -> dict[str, Any]:
         values = None
     if not isinstance(values, dict):
         raise UserError.of(
-            "P608", f"{file} is not a JSON object", help="copy it from the checkpoint again"
+            "P608",
+            "the tokenizer's configuration is not a JSON object",
+            file=str(file),
+            help="copy it from the checkpoint again",
         )
     return values
 

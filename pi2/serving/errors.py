@@ -86,6 +86,8 @@ def find_form(path: str) -> Form:
 def explain_user_error(error: UserError) -> ApiError:
     """What a client is told of a finding; nothing of this machine where the server is at fault."""
     finding = error.diagnostics[0]
+    if finding.code == "P609":
+        return ApiError(400, f"{finding.message}: it continues texts, at /v1/completions")
     if finding.code in _CLIENTS_FAULT:
         return ApiError(400, finding.message, code=_CODES.get(finding.code))
     if finding.code == "P615":

@@ -106,6 +106,30 @@ def test_the_prompt_may_come_from_standard_input_or_a_file(tmp_path: Path) -> No
     assert "within the budget" in given.stderr
 
 
+def test_guessed_tokens_change_nothing_but_the_speed() -> None:
+    given = ["demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
+    guessing = run(*given, "--set", "decode.speculation.tokens=4")
+    assert guessing.returncode == 0, guessing.stderr
+    assert guessing.stdout == run(*given).stdout
+    assert "\nspeculation: " in guessing.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_a_name_that_nothing_has_is_told_what_there_is(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pi2", command, "dmo"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "error[P001]: no file, plan or model has this name" in done.stderr
+    assert "did you mean demo" in done.stderr
+    assert "`pi2 list`" in done.stderr
+
+
 def test_an_empty_prompt_begins_a_text() -> None:
     result = run_json("-f", os.devnull, "--max-tokens", "8")
     assert result["prompt_tokens"] == 1

@@ -102,6 +102,23 @@ def test_events_are_written_to_the_byte(address: str) -> None:
         assert json.loads(found[2])["type"] == found[1].decode()
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["no template", "a template that fails"])
+def test_a_client_learns_of_a_template_and_nothing_of_this_machine(
+    tmp_path: Path, broken: bool
+) -> None:
+    plan = make_chat_plan(tmp_path, template="{{ 1 / 0 }}\n" if broken else None)
+    with serve([describe_plan(plan)]) as address:
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+            body = {"model": "tiny", "messages": HELLO, "max_tokens": 3}
+            if path == "/api/chat":
+                del body["max_tokens"]
+            answer = httpx2.post(f"{address}{path}", json=body)
+            assert answer.status_code == 400, answer.text
+            assert "chat template" in answer.text
+            assert str(tmp_path) not in answer.text
+            assert broken or "/v1/completions" in answer.text
+
+
 def test_log_probabilities_are_those_of_the_model(client: Any, plan: Path) -> None:
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "temperature": 0}
     scores = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
+import tty
 from pathlib import Path
 
 import pytest
+
+from pi2.cli.terminal_text import is_control, show_controls
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 
@@ -64,3 +71,29 @@ def test_a_pipe_that_nobody_reads_is_no_finding() -> None:
     done = call(f"show {PLAN}", "| true; exit ${PIPESTATUS[0]}")
     assert done.returncode in (0, 141)
     assert "error" not in done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--prompt", "b"], ["--best-of", "2"]], ids=" ".join)
+def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
+    tmp_path: Path, more: list[str]
+) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    command = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "a", *more]
+    command += ["--temperature", "2", "--seed", "3", "--max-tokens", "50", "--ignore-eos"]
+    piped = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+    assert any(map(is_control, piped)), "another seed is needed"
+    screen, terminal = pty.openpty()
+    tty.setraw(terminal)  # line ends stay as they are
+    errors = subprocess.PIPE
+    with subprocess.Popen(command, stdout=terminal, stderr=errors) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while part := os.read(screen, 4096):
+                shown += part
+        except OSError:  # the other end was closed
+            pass
+    os.close(screen)
+    assert process.returncode == 0
+    assert shown.decode() == show_controls(piped)
+    assert not any(map(is_control, shown.decode()))

@@ -165,7 +165,9 @@ def test_text_may_be_piped_into_it(plan: Path) -> None:
 def test_a_model_without_a_chat_template_is_refused_at_once() -> None:
     done = CliRunner().invoke(chat.command, ["demo"], input="hello\n")
     assert isinstance(done.exception, pi2.UserError)
-    assert done.exception.diagnostics[0].code == "P609"
+    (finding,) = done.exception.diagnostics
+    assert finding.code == "P609"
+    assert "`pi2 run demo --prompt TEXT`" in (finding.help or "")
 
 
 def test_shipped_plans_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +175,8 @@ def test_shipped_plans_have_short_names(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert find_plan_path(Path("demo")).name == "demo.plan.toml"
     assert find_plan_path(Path("demo.plan.toml")) == Path("demo.plan.toml")
-    assert find_plan_path(Path("other")) == Path("other")
+    with pytest.raises(pi2.UserError, match="P001"):
+        find_plan_path(Path("other"))
     own = tmp_path / "demo"
     own.write_text("")
     assert find_plan_path(Path("demo")) == Path("demo")

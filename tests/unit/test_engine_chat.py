@@ -138,8 +138,12 @@ def test_named_templates_and_the_file_that_goes_first(tmp_path: Path) -> None:
 
 
 def test_no_template_and_broken_files_are_findings(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="P609"):
+    with pytest.raises(UserError, match="P609") as error:
         read(tmp_path)
+    # Servers tell clients the message, and nothing of the machine.
+    (finding,) = error.value.diagnostics
+    assert str(tmp_path) not in finding.message
+    assert finding.span is not None and finding.span.file == str(tmp_path)
     write_config(tmp_path, ["no object"])
     with pytest.raises(UserError, match="P608"):
         read(tmp_path)
