@@ -42,6 +42,7 @@ from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 
 if TYPE_CHECKING:
@@ -92,6 +93,16 @@ class Twins:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """Room for the gates of a mixture's experts, which come and go while the model runs."""
+
+    record: GateRecord
+    """How the gates of an expert lie."""
+    arena: U8
+    """[slots, ``record.stride``]: a record in each slot, 64-byte aligned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
     """Everything that a backend needs to run a model."""
 
@@ -125,6 +136,8 @@ class BuildRequest:
     gate_rows: Sequence[tuple[U8, F16 | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
+    gates: Gates | None = None
+    """What ``predict_gate`` finds the gates of a mixture's experts in, instead of ``gate_rows``."""
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
     resident; None where they lie in the bundles."""
@@ -218,9 +231,13 @@ class Executor(Protocol):
         """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
         alone; valid until the next prediction."""
 
-    def predict_gate(self, layer: int) -> I32:
+    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
-        smooth activation, those that reach the first limit of the layer or of their expert."""
+        smooth activation, those that reach the first limit of the layer or of their expert.
+
+        In a mixture, of the chosen experts; or, with ``BuildRequest.gates``, of ``experts`` [n],
+        ascending, whose records are in ``slots`` [n].  The array is valid until the next call.
+        """
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is

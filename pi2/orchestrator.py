@@ -23,6 +23,7 @@ from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import (
     allocate_gate_rows,
+    allocate_gates,
     begin_dense,
     begin_neurons,
     begin_scales,
@@ -32,6 +33,7 @@ from pi2.engine.loading import (
     load_gates,
     load_twins,
     open_embedding,
+    open_gates,
     open_reader,
     read_tokenizer,
 )
@@ -67,7 +69,7 @@ from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.backends import find_backend, find_executor_backend
 from pi2.plan.documents.selectors import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.store.agreement import find_bundle_misfits, find_twin_misfits
+from pi2.store.agreement import find_bundle_misfits, find_gate_misfits, find_twin_misfits
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
@@ -210,8 +212,14 @@ def build_parts(
             hashes.finish()
         lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
         balance = make_balance(resolved, cache, reader)
-        routed = resolved.plan.decode.predictor == "router"
-        feed_forward = (RoutedFeedForward if routed else FeedForward)(
+        gates, gate_reader = open_gates(resolved, store, request.gates, executor, reader)
+        if gate_reader is not None:
+            cleanup.callback(gate_reader.close)
+        make_feed_forward: Callable[..., FeedForward] = FeedForward
+        if resolved.plan.decode.predictor == "router":
+            dials = make_plan_dials(resolved, request)
+            make_feed_forward = partial(RoutedFeedForward, dials=dials, gates=gates)
+        feed_forward = make_feed_forward(
             executor,
             cache,
             reader,
@@ -225,7 +233,6 @@ def build_parts(
             in_order=observer is not None,
             experts=make_experts(resolved, grouped),
             twins=make_twin_neurons(resolved, executor),
-            **({"dials": make_plan_dials(resolved, request)} if routed else {}),
         )
         bind_first_thread(request, cleanup)
         report_build(resolved, request, cache, reader, balance)
@@ -432,6 +439,7 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
     found += find_twin_misfits(resolved, store.manifest)
+    found += find_gate_misfits(resolved, store.manifest)
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)
 
@@ -466,6 +474,7 @@ def describe_build(
     return replace(
         request,
         gate_rows=gate_rows,
+        gates=allocate_gates(resolved, budget) if resolved.reads_gates else None,
         scales=scales,
         twins=load_twins(resolved, store, budget, progress),
         gate_biases=gate_biases,

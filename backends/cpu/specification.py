@@ -40,7 +40,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         embedding=model.quantization.embedding,
         head=model.quantization.embedding if model.tied_head else model.quantization.head,
         ffn=request.bundle.precision,
-        gate_rows=request.bundle.precision if request.gate_rows is not None else None,
+        gate_rows=request.bundle.precision if _knows_gates(request) else None,
         predictor=model.quantization.predictor if ranks else None,
         ranks=tuple(sorted(ranks)),
         stride=request.bundle.stride,
@@ -108,3 +108,8 @@ def _describe_latent(model: Model) -> LatentShape | None:
 def _routes_by_input(model: Model) -> bool:
     """Whether a router reads what attention reads."""
     return model.moe is not None and model.moe.router_input == "layer"
+
+
+def _knows_gates(request: BuildRequest) -> bool:
+    """Return whether gates are asked for before neurons are computed."""
+    return request.gate_rows is not None or request.gates is not None

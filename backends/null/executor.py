@@ -113,8 +113,8 @@ class NullExecutor(ObservableExecutor):
         # Whatever fires is worth a read: there are no scores to tell by.
         return np.full(self._request.neurons, np.inf, np.float32)
 
-    def predict_gate(self, layer: int) -> I32:
-        return self.predict_low_rank(layer, 0.0)
+    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
+        return self.predict_low_rank(layer, 0.0, experts)
 
     @noted
     def find_open(

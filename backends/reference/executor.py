@@ -18,7 +18,7 @@ from pi2.backends.reference.states import States
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import lay_out_twin
-from pi2.plan.weights.packing import dequantize, join_scales, unpack_part
+from pi2.plan.weights.packing import dequantize, join_scales, unpack_gates, unpack_part
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
@@ -277,7 +277,9 @@ class ReferenceExecutor(ObservableExecutor):
         return self._scores
 
     @noted
-    def predict_gate(self, layer: int) -> I32:
+    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
+        if experts is not None and slots is not None:
+            return self._find_open_of(layer, experts, slots)
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
@@ -292,6 +294,21 @@ class ReferenceExecutor(ObservableExecutor):
             return np.flatnonzero(fires).astype(np.int32)
         groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
         named = [groups[n][fires.reshape(groups.shape)[n]] for n in self.list_experts().tolist()]
+        return np.sort(np.concatenate(named))
+
+    def _find_open_of(self, layer: int, experts: I32, slots: I32) -> I32:
+        """Neurons of ``experts`` whose gates reach their limits, by the records in ``slots``."""
+        gates, layout = self._request.gates, self._request.bundle
+        assert gates is not None and self._request.expert_neurons is not None
+        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
+        limits = np.broadcast_to(self._find_gate_limits(layer), groups.size).reshape(groups.shape)
+        named = [np.empty(0, np.int32)]
+        for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
+            weights, scales, biases = unpack_gates(gates.arena[slot], gates.record)
+            rows = dequantize(weights, scales, layout.hidden, layout.precision)
+            gate = rows @ self._u[self._token] + (0.0 if biases is None else biases)
+            fires = np.abs(activate(self._model, gate, None)) >= limits[expert]
+            named.append(groups[expert][fires])
         return np.sort(np.concatenate(named))
 
     def _find_limits(self, layer: int) -> tuple[float, float]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import F16, I32, U8
-from pi2.backends.protocol import BuildRequest, Tensor, Twins
+from pi2.arrays import F16, I32, U8, U32
+from pi2.backends.protocol import BuildRequest, Executor, Gates, Tensor, Twins
 from pi2.diagnostics import UserError
+from pi2.engine.expert_gates import ExpertGates
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.cache import NeuronCache
@@ -21,16 +23,17 @@ from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
+from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress
-from pi2.regular_file import read_regular
+from pi2.regular_file import open_stream, read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.dense_reader import place_scales, place_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.file_read import FileRead
-from pi2.store.manifest import DENSE_FILE
+from pi2.store.manifest import DENSE_FILE, GATES_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.twins import read_twins
 
@@ -177,6 +180,78 @@ def load_twins(
     return Twins(precision=twin.precision, bundles=bundles)
 
 
+def allocate_gates(resolved: ResolvedPlan, budget: Budget) -> Gates:
+    """Room for the gates of some experts: what is left of the predictor segment, as far as there
+    are experts.  Whose neurons are whose has its place there already."""
+    model = resolved.model
+    record = lay_out_gates(resolved.bundle, model.shape.ffn)
+    most = model.shape.layers * model.expert_count
+    slots = min(most, budget.remaining("predictor") // record.stride)
+    if slots < model.active_experts:
+        # The segment is too small: the budget says so.
+        slots = model.active_experts
+    return Gates(
+        record=record,
+        arena=budget.allocate("predictor", slots * record.stride).reshape(slots, record.stride),
+    )
+
+
+def open_gates(
+    resolved: ResolvedPlan,
+    store: NeuronStore | None,
+    gates: Gates | None,
+    executor: Executor,
+    reader: FlashReader | NullReader,
+) -> tuple[ExpertGates, FlashReader | NullReader] | tuple[None, None]:
+    """What finds the open neurons of experts, and its reader, which the caller closes; None where
+    the plan has no thresholds for experts."""
+    if gates is None:
+        return None, None
+    cache = NeuronCache(
+        gates.arena,
+        [0] * len(resolved.layers),
+        resolved.model.expert_count,
+        policy=resolved.plan.cache.policy,
+    )
+    own: FlashReader | NullReader = NullReader(gates.record.stride)
+    if store is not None:
+        own = FlashReader(_list_gate_files(store), gates.arena, _choose_settings(resolved))
+    if resolved.thresholds is not None:
+        usual = [layer.computed for layer in resolved.thresholds.layers]
+    else:
+        usual = [1.0] * len(resolved.layers)
+    return ExpertGates(executor, cache, own, reader, usual), own
+
+
+def _list_gate_files(store: NeuronStore) -> list[BundleFile]:
+    """The gates of each layer's experts as a reader takes them."""
+    entry, gates, path = store.manifest.find_file(GATES_FILE), store.manifest.gates, store.path
+    assert entry is not None and gates is not None and entry.rows is not None
+    assert entry.bundles_offset is not None and entry.checks_offset is not None
+    experts = entry.rows // len(store.layers)
+    return [
+        BundleFile(
+            path=path / GATES_FILE,
+            bundles_offset=entry.bundles_offset + layer * experts * gates.stride,
+            stride=gates.stride,
+            count=experts,
+            bytes=entry.bytes,
+            read_checks=partial(
+                _read_checks, path / GATES_FILE, experts, entry.checks_offset + 4 * experts * layer
+            ),
+        )
+        for layer in range(len(store.layers))
+    ]
+
+
+def _read_checks(path: Path, count: int, offset: int) -> U32:
+    try:
+        with open_stream(path) as file:
+            return np.fromfile(file, np.uint32, count, offset=offset)
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+
+
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
     bundle, neurons = resolved.bundle, resolved.model.layer_neurons
@@ -206,11 +281,16 @@ def open_reader(
         )
         for layer in store.layers
     ]
+    settings = _choose_settings(resolved, granules=cache.granule > 1)
+    settings = replace(settings, gate_bytes=count_gate_read_bytes(resolved))
+    return FlashReader(files, cache.arena, settings, cache.loops)
+
+
+def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadSettings:
+    """How the plan wants neurons to be read, or ``granules`` of them."""
     io, request_bytes = resolved.plan.io, choose_request_bytes(resolved.plan, resolved.device)
-    depth = io.depth
-    if cache.granule > 1:
-        depth = count_requests_in_flight(resolved.plan, request_bytes)
-    settings = ReadSettings(
+    depth = count_requests_in_flight(resolved.plan, request_bytes) if granules else io.depth
+    return ReadSettings(
         engine=io.engine,
         direct=io.mode == "direct",
         threads=io.threads,
@@ -219,9 +299,7 @@ def open_reader(
         merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
         verify=io.verify == "first-read",
-        gate_bytes=count_gate_read_bytes(resolved),
     )
-    return FlashReader(files, cache.arena, settings, cache.loops)
 
 
 def begin_neurons(reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: bool) -> None:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import numpy as np
 
 from pi2.arrays import I32, Bits
 from pi2.backends.protocol import InputReader
+from pi2.engine.expert_gates import ExpertGates
 from pi2.engine.experts import unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.read_ahead import ReadAhead
@@ -36,11 +39,20 @@ and every call takes its time."""
 class RoutedFeedForward(FeedForward):
     """Computes FFN layers of mixtures, of each the chosen experts."""
 
-    def __init__(self, *arguments: Any, dials: RoutingDials | None = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        dials: RoutingDials | None = None,
+        gates: ExpertGates | None = None,
+        **named: Any,
+    ) -> None:
         """See `FeedForward`; ``experts`` are given.  ``dials`` change what the router chose, of an
-        executor that shows it."""
+        executor that shows it; ``gates`` say which neurons of the experts compute, where the plan
+        has thresholds: the cache is of single neurons then."""
         super().__init__(*arguments, **named)
         self._dials = dials
+        self._gates = gates
+        assert gates is None or self._cache.granule == 1, "thresholds choose single neurons"
         assert self._experts is not None, "the model is no mixture"
         self._groups = self._experts.divide(self._cache.granule)
         self.read_ahead = ReadAhead()
@@ -74,7 +86,11 @@ class RoutedFeedForward(FeedForward):
     def _find_there(self, layer: int) -> Bits:
         """Which experts [experts] are in memory, or on their way, with all of their neurons."""
         slots = self._cache.find_slots(layer, 0, self._cache.neurons)
-        there: Bits = (self._groups.list_all(layer, slots) != ABSENT).all(axis=1)
+        present = self._groups.list_all(layer, slots) != ABSENT
+        there: Bits = present.all(axis=1)
+        if self._gates is not None:
+            # Closed neurons are never read: most of the others are what a token needs.
+            there = present.mean(axis=1) >= self._gates.usual_shares[layer]
         return there
 
     def _count_begun(self, layer: int) -> int:
@@ -116,8 +132,12 @@ class RoutedFeedForward(FeedForward):
 
     def _prefetch(self, layer: int, guessed: list[I32]) -> Wave:
         """Begin to read what experts miss, of each token, as far as the cache has room."""
-        owned = self._count_owned(layer)
-        indices = self._groups.list_neurons(layer, unite_experts(guessed), owned)
+        owned, united = self._count_owned(layer), unite_experts(guessed)
+        indices = self._groups.list_neurons(layer, united, owned)
+        if self._gates is not None:
+            # Which neurons are worth a read, the layer's own input says.
+            self._gates.prefetch(layer, united)
+            indices = indices[:0]
         wave = self._begin_wave(layer, owned, indices)
         wave.named, wave.rest = indices[: len(indices) - len(wave.rest)], indices[:0]
         wave.experts = guessed
@@ -152,7 +172,7 @@ class RoutedFeedForward(FeedForward):
         """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
         within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
         cache, by_token = self._cache, None
-        found = [self._list_read(layer, token, own, bounds) for token, own in enumerate(chosen)]
+        found, open_share = self._list_read(layer, chosen, bounds)
         indices = found[0]
         if len(chosen) == 1:
             self.counters.predicted += len(indices) * cache.granule
@@ -162,7 +182,7 @@ class RoutedFeedForward(FeedForward):
                 row[own] = True
             indices = np.flatnonzero(by_token.any(axis=0)).astype(np.int32)
             self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
-        size = -(-self._token_neurons // (PARTS * cache.granule))
+        size = max(1, ceil(open_share * self._token_neurons / (PARTS * cache.granule)))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         while parts:
             count = self._begin_parts(layer, bounds.start, parts, by_token)
@@ -180,9 +200,35 @@ class RoutedFeedForward(FeedForward):
         self._compute_twins(layer)
         self._end_ahead()
 
-    def _list_read(self, layer: int, token: int, experts: I32, bounds: range) -> I32:
-        """What ``token`` computes of the layer's granules, of its ``experts`` and, hot ones, of
-        those whose twins compute the rest."""
+    def _list_read(
+        self, layer: int, chosen: Sequence[I32], bounds: range
+    ) -> tuple[list[I32], Fraction]:
+        """What each token computes of the layer's granules, and what part that is of its
+        ``chosen`` experts."""
+        found = [self._list_own(layer, token, own, bounds) for token, own in enumerate(chosen)]
+        # Gates are not read for guesses, which are made with what is in memory.
+        if self._gates is None or self._only_resident:
+            return found, Fraction(1)
+        opened = self._gates.find_open(layer, chosen)
+        kept = [
+            self._keep_open(layer, own, named) for own, named in zip(found, opened, strict=True)
+        ]
+        return kept, Fraction(sum(map(len, kept)), max(1, sum(map(len, found))))
+
+    def _keep_open(self, layer: int, indices: I32, opened: I32) -> I32:
+        """Those of ``indices`` that are ``opened``, both ascending; count what is not read."""
+        is_open = np.zeros(self._cache.neurons, np.bool_)
+        is_open[opened] = True
+        open_now = is_open.take(indices)
+        absent = self._cache.locate(layer, indices) == ABSENT
+        self._reader.gate_reads += int(np.count_nonzero(absent))
+        closed = int(np.count_nonzero(absent & ~open_now))
+        self._reader.saved_bytes += closed * self._cache.arena.shape[1]
+        return indices.compress(open_now)
+
+    def _list_own(self, layer: int, token: int, experts: I32, bounds: range) -> I32:
+        """The granules of ``experts``, and hot ones of those whose twins compute the rest of
+        ``token``."""
         found = self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)
         if self._only_resident:
             found = self._keep_resident(layer, found)
@@ -281,4 +327,6 @@ class RoutedFeedForward(FeedForward):
             if wave is not None:
                 self._abandon_wave(wave)
         self._now = self._ahead = None
+        if self._gates is not None:
+            self._gates.abandon()
         super().abandon()

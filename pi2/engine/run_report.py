@@ -183,6 +183,12 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
             f"{_percent(replaced)} of the experts' weight replaced by experts in memory, "
             f"{_percent(gone)} left out"
         )
+    if model.plan.reads_gates:
+        share = 1.0 - (1.0 if run["predicted_share"] is None else run["predicted_share"])
+        saved = approximate_bytes(run["flash_saved_generation_bytes"])
+        lines.append(
+            f"thresholds left out {_percent(share)} of the experts' neurons, {saved} of reads"
+        )
     if model.plan.plan.twin is not None:
         share = run["neurons_by_twins"] or 0.0
         weight = run["expert_weight_by_twins"]

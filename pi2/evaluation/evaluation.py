@@ -51,6 +51,8 @@ class Run:
     """Share of that weight that experts' twins computed."""
     left_out: float | None = None
     """Share whose experts were left out."""
+    saved_bytes_token: float | None = None
+    """Bytes of neurons that were not in memory and not read, because their gates were closed."""
     read_bytes_token: float | None = None
     """Bytes of neurons read per token, if only some were computed."""
 
@@ -215,6 +217,7 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
         replaced=counted.replaced_share,
         left_out=counted.left_out_share,
         by_twins=counted.twin_weight_share,
+        saved_bytes_token=counted.flash_saved_bytes / tokens,
         read_bytes_token=counted.flash_read_bytes / tokens,
     )
 

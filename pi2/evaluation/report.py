@@ -55,9 +55,16 @@ def _describe_routing(evaluation: Evaluation) -> list[str]:
     """What runs of a mixture have done to its routing, and what they have read."""
     lines = []
     for run in evaluation.runs:
-        if run.replaced is None or run.left_out is None or run.read_bytes_token is None:
+        if run.read_bytes_token is None:
             continue
         read = approximate_bytes(round(run.read_bytes_token))
+        if run.saved_bytes_token:
+            saved = approximate_bytes(round(run.saved_bytes_token))
+            lines.append(
+                f"{run.name}: {saved} of neurons with closed gates not read, {read} read per token"
+            )
+        if run.replaced is None or run.left_out is None:
+            continue
         twins = f", {run.by_twins:.1%} computed by twins" if run.by_twins else ""
         lines.append(
             f"{run.name}: {run.replaced:.1%} of the experts' weight replaced by experts in memory, "

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model, Precision
+from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     BundleLayout,
     PartName,
@@ -34,6 +35,7 @@ FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
 TWIN_FILE = "twin.arrow"
+GATES_FILE = "gates.arrow"
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -185,6 +187,14 @@ class StoredTwin(Table):
     """Root mean square of what its weights are off, over that of the weights."""
 
 
+class StoredGates(Table):
+    """The gates of a mixture's experts apart from their neurons, in ``gates.arrow``: a record for
+    every expert of every layer, layer by layer (`pi2.plan.weights.gates`)."""
+
+    stride: Count
+    """Bytes of a record, a multiple of 4096."""
+
+
 class StoredFile(Table):
     """A file of the store."""
 
@@ -254,6 +264,8 @@ class Manifest(Table):
     """Activation predictors, if any."""
     twin: StoredTwin | None = None
     """A copy of the neurons in fewer bits, if any."""
+    gates: StoredGates | None = None
+    """A copy of the experts' gates, an expert's in one stretch, if any."""
     files: tuple[StoredFile, ...]
     """Every file but the manifest."""
     tensors: tuple[StoredTensor, ...]
@@ -271,7 +283,8 @@ class Manifest(Table):
     @property
     def layers(self) -> int:
         """Number of layer files."""
-        return sum(entry.bundles_offset is not None for entry in self.files)
+        own = (entry for entry in self.files if entry.bundles_offset is not None)
+        return sum(entry.path != GATES_FILE for entry in own)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -297,6 +310,8 @@ class Manifest(Table):
             _check_tensor(tensor, dense.bytes)
         if self.twin is not None:
             self._check_twin(self.twin)
+        if self.gates is not None:
+            self._check_gates(self.gates)
         return self
 
     def _check_model(self) -> None:
@@ -340,14 +355,24 @@ class Manifest(Table):
         if twin.stride != layout.stride or twin.offset + neurons * twin.stride > entry.bytes:
             raise ValueError(f"{TWIN_FILE} is too short for its contents, or they are misplaced")
 
-    def _check_layer_file(self, path: str) -> None:
+    def _check_gates(self, gates: StoredGates) -> None:
+        model, entry = self.describe_model(), self.find_file(GATES_FILE)
+        records = self.layers * model.expert_count
+        if entry is None or entry.rows != records or model.moe is None:
+            raise ValueError(f"{GATES_FILE} is not listed as the gates of {records} experts")
+        layout = self.bundle.layout
+        if not layout.is_gated or gates.stride != lay_out_gates(layout, model.shape.ffn).stride:
+            raise ValueError(f"{GATES_FILE} does not lie as format version 1 says")
+        self._check_layer_file(GATES_FILE, gates.stride)
+
+    def _check_layer_file(self, path: str, stride: int | None = None) -> None:
         entry = self.find_file(path)
         if entry is None:
             raise ValueError(f"{path} is not listed")
         offsets = (entry.bundles_offset, entry.neurons_offset, entry.checks_offset)
         if entry.rows is None or None in offsets:
             raise ValueError(f"{path} has no rows or offsets")
-        sizes = (entry.rows * self.bundle.stride, 4 * entry.rows, 4 * entry.rows)
+        sizes = (entry.rows * (stride or self.bundle.stride), 4 * entry.rows, 4 * entry.rows)
         for offset, size, multiple in zip(offsets, sizes, (PAGE, 4, 4), strict=True):
             assert offset is not None
             if offset % multiple or offset + size > entry.bytes:

@@ -20,6 +20,7 @@ from pi2.plan.weights.layout import ScalesPlace, round_up
 from pi2.plan.weights.packing import join_scales
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import read_regular
+from pi2.store.gates import add_gates
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
@@ -100,6 +101,8 @@ def reorder_store(
     if manifest.twin is not None:
         # Twins lie in the order of neurons.
         written = add_twin(target, manifest.twin.precision, progress)
+    if manifest.gates is not None:
+        written = add_gates(target, progress)
     return written
 
 

@@ -21,7 +21,8 @@ def find_active_share(resolved: ResolvedPlan) -> float | None:
     if plan.decode.predictor == "none":
         return None
     if plan.decode.predictor == "router":
-        return 1.0
+        known = resolved.reads_gates and resolved.thresholds is not None
+        return resolved.thresholds.computed if known and resolved.thresholds else 1.0
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         if model.predictor.active is not None:
             return model.predictor.active
@@ -50,8 +51,9 @@ def count_absent(resolved: ResolvedPlan, layer: ResolvedLayer) -> float | None:
     model = resolved.model
     computed = model.token_neurons
     if resolved.plan.decode.predictor == "router":
-        # Which neurons of an expert are used often does not matter: it takes them all.
-        return computed * (1 - layer.hot)
+        # Which neurons of an expert are used often does not matter: it takes them all, or those
+        # that thresholds leave of it.
+        return active * computed * (1 - layer.hot)
     return active * computed * (1 - estimate_hot_part(model, layer.hot))
 
 

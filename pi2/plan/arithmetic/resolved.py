@@ -123,6 +123,15 @@ class ResolvedPlan:
             return False
         return find_text_backend(self.name_backend(self.sparse_unit)) is not None
 
+    @property
+    def reads_gates(self) -> bool:
+        """Whether the gates of a mixture's chosen experts are read before their neurons, of which
+        thresholds then leave out some."""
+        if self.plan.decode.predictor != "router" or self.plan.sparsity is None:
+            return False
+        mixed = self.model.moe is not None and self.model.ffn.gated and self.model.is_smooth
+        return mixed and not self.has_whole_unit
+
     def count_units(self) -> int:
         """Number of units that compute beside the processor, or in its place."""
         return len(self.dense_units) + self.has_whole_unit

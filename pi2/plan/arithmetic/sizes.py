@@ -25,6 +25,7 @@ from pi2.plan.documents.backends import (
     find_unit_backend,
 )
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
 from pi2.plan.weights.layout import (
     lay_out_twin,
@@ -135,7 +136,7 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
         attention=_need_attention(resolved),
         kv=_need_kv(plan, model),
         state=_need_state(plan, model),
-        predictor=_need_predictor(plan, model),
+        predictor=_need_predictor(resolved),
         hot=_need_hot(resolved),
         cold=_need_cold(resolved),
         twin=need_twin(resolved),
@@ -293,14 +294,17 @@ def _need_state(plan: Plan, model: Model) -> Need:
     )
 
 
-def _need_predictor(plan: Plan, model: Model) -> Need:
+def _need_predictor(resolved: ResolvedPlan) -> Need:
     """What finds the active neurons.
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
     an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
     rows where neurons have no gate), and f floats where they have biases; both, where there are
-    experts, and router: e f integers, which say whose neurons are whose; none: nothing.
+    experts, and router: e f integers, which say whose neurons are whose; router with thresholds:
+    also the gates of as many experts as compute a token in a layer, each in whole pages; none:
+    nothing.
     """
+    plan, model = resolved.plan, resolved.model
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
@@ -326,9 +330,13 @@ def _need_predictor(plan: Plan, model: Model) -> Need:
         )
     if plan.decode.predictor == "router":
         layer = _align(4 * model.layer_neurons)
+        gates, text = 0, ""
+        if resolved.reads_gates:
+            gates = model.active_experts * lay_out_gates(resolved.bundle, shape.ffn).stride
+            text = f", gates of {model.active_experts} experts {approximate_bytes(gates)}"
         return Need(
-            shape.layers * layer,
-            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}",
+            shape.layers * layer + gates,
+            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}{text}",
         )
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 

@@ -82,7 +82,7 @@ class Thresholds(Document):
 
     def fits(self, model: Model) -> bool:
         """Whether they can be those of ``model``."""
-        experts = 0 if model.moe is None else model.moe.experts
+        experts = 0 if model.moe is None else model.expert_count
         if any(len(layer.experts) != experts for layer in self.layers):
             return False
         return (self.model, self.activation, self.hidden, self.neurons, len(self.layers)) == (

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F16, F32, I8, I32, U8, U32, Raw
+from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
@@ -274,6 +275,20 @@ def _list_pieces(layout: BundleLayout) -> Iterator[tuple[Literal["bundle", "scal
         yield "bundle", slice(bias.offset, bias.offset + 4)
     if layout.expert_offset is not None:
         yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
+
+
+def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, F16 | None, F32 | None]:
+    """Weights [neurons, row bytes], scales [neurons, groups] and biases [neurons] of an expert's
+    gates uint8 [record.stride], views; None where there are none."""
+    count = record.neurons
+    weights = packed[: count * record.row_bytes].reshape(count, record.row_bytes)
+    scales = biases = None
+    if record.scale_bytes:
+        scales = packed[record.scales_offset :][: count * record.scale_bytes].view("<f2")
+        scales = scales.reshape(count, -1)
+    if record.has_biases:
+        biases = packed[record.biases_offset :][: 4 * count].view("<f4")
+    return weights, scales, biases
 
 
 def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:

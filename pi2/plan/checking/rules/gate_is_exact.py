@@ -1,5 +1,7 @@
 """``decode.predictor = "gate"`` needs an activation that is zero for some gates, or ``[sparsity]``.
 
+With ``"router"``, ``[sparsity]`` needs thresholds, too.
+
 Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
 so that it may be left out; SiLU and GELU are zero nowhere, and something must say what counts as
 zero.  A plan that computes nothing, with the backend ``null`` for every unit, may state
@@ -25,7 +27,7 @@ NEEDS = ("plan", "model")
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare predictor and activation."""
     plan, smooth = facts.plan, facts.model.is_smooth
-    if plan.decode.predictor != "gate" or not smooth:
+    if plan.decode.predictor not in ("gate", "router") or not smooth:
         return
     if plan.sparsity is not None:
         computes = {*plan.backends.values(), *(unit.backend for unit in plan.units.values())}
@@ -38,6 +40,8 @@ def check(facts: Facts) -> Iterator[Finding]:
                 '"null" for every unit, and a target, go without',
                 at="key",
             )
+        return
+    if plan.decode.predictor == "router":
         return
     name = facts.model.ffn.activation
     exact = "none" if facts.model.moe is None else "router"

@@ -1,7 +1,9 @@
-"""``[sparsity]`` counts where ``decode.predictor = "gate"``.
+"""``[sparsity]`` counts where ``decode.predictor`` is ``"gate"``, or ``"router"`` in a mixture.
 
-Why: thresholds are compared with gates, which only that predictor computes first; ``none`` computes
-every neuron, and a low-rank predictor names neurons by itself.
+Why: thresholds are compared with gates, which only these predictors compute first: ``gate`` those
+of all neurons, which it keeps in memory, ``router`` those of the chosen experts, which it reads.
+``none`` computes every neuron, and a low-rank predictor names neurons by itself. A GPU that has the
+whole model computes all of the chosen experts.
 
 Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
 
@@ -16,13 +18,13 @@ from pi2.plan.checking.findings import Facts, Finding
 
 CODE = "P260"
 SEVERITY = "warning"
-NEEDS = ("plan",)
+NEEDS = ("plan", "resolved")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Look for the predictor that uses thresholds."""
     plan = facts.plan
-    if plan.sparsity is None or plan.decode.predictor == "gate":
+    if plan.sparsity is None or plan.decode.predictor == "gate" or facts.resolved.reads_gates:
         return
     yield Finding(
         path=("decode", "predictor"),
