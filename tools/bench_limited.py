@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from limited.engines import run_child
+from limited.engines import open_likeness, run_child
 from limited.plans import (
     ROOT,
     find_limit,
@@ -180,10 +180,12 @@ def prepare_peer(
     """Write llama.cpp's file of the same shape."""
     check_installed()
     folder = find_cache_folder("peers")
-    path = find_gguf(resolved.model, folder)
-    if not path.exists():
-        with ProgressBar() as progress:
-            write_gguf(resolved.model, path, progress)
+    with ExitStack() as closing:
+        like = open_likeness(resolved, closing)
+        path = find_gguf(resolved.model, folder, like)
+        if not path.exists():
+            with ProgressBar() as progress:
+                write_gguf(resolved.model, path, progress, like)
     count = tokens["tokens"] and (arguments.peer_tokens or tokens["tokens"])
     job = {"kind": "llama.cpp", "plan": str(resolved.path), "folder": str(folder), "limit": limit}
     return {**job, **tokens, "tokens": count}

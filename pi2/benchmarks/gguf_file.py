@@ -1,4 +1,10 @@
-"""GGUF files of random weights in the shape and precisions of a model document."""
+"""GGUF files of random weights in the shape and precisions of a model document.
+
+A mixture's may take words, norms and routers from a neuron store (`like`), and add as little to the
+residual stream as the store's layers do: then its tokens choose experts as the store's do.  With
+random words alone all tokens come to be alike in deep layers, a handful of experts computes them
+all, and a run from flash reads next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +20,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import U8, Raw
+from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Precision
 from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.packing import dequantize, unpack_codes
 from pi2.progress import Progress, ignore_progress
+from pi2.store.manifest import DENSE_FILE
+from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files that are written; raise it when they change."""
+OUTPUT_SHARE = 0.08
+"""Deviation of what a layer adds to the residual stream, where words are a store's: synthetic
+stores have a stream of 8, to which each layer adds a hundredth (tools/synthesis/blueprint.py)."""
 INSTALL_HELP = (
     "pip install gguf, and CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary "
     "llama-cpp-python llama-cpp-python; or all of it by pip install 'pi2[bench]'"
@@ -40,6 +53,10 @@ class GgufTensor:
     length: int
     precision: Precision | None
     """Precision of the weights; None is float32."""
+    stored: str | None = None
+    """Name in a neuron store, where a file like one takes the numbers from it."""
+    writes_stream: bool = False
+    """Whether products are added to the residual stream."""
     experts: int | None = None
     """Matrices of this size, one after the other, where every expert of a layer has one."""
 
@@ -60,19 +77,29 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     hidden = shape.hidden
 
-    def make(name: str, rows: int, length: int, precision: Precision | None) -> GgufTensor:
-        return GgufTensor(name=name, rows=rows, length=length, precision=precision)
+    def make(
+        name: str, rows: int, length: int, precision: Precision | None, stored: str | None = None
+    ) -> GgufTensor:
+        adds = name.endswith("attn_output.weight") or "ffn_down" in name
+        return GgufTensor(
+            name=name,
+            rows=rows,
+            length=length,
+            precision=precision,
+            stored=stored,
+            writes_stream=adds,
+        )
 
-    tensors = [make("token_embd.weight", shape.vocab, hidden, kinds.embedding)]
+    tensors = [make("token_embd.weight", shape.vocab, hidden, kinds.embedding, "embedding")]
     for layer in range(shape.layers):
-        block = f"blk.{layer}"
+        block, own = f"blk.{layer}", f"layers.{layer}"
         tensors += [
-            make(f"{block}.attn_norm.weight", 1, hidden, None),
+            make(f"{block}.attn_norm.weight", 1, hidden, None, f"{own}.attention_norm"),
             make(f"{block}.attn_q.weight", queries, hidden, kinds.attention),
             make(f"{block}.attn_k.weight", keys, hidden, kinds.attention),
             make(f"{block}.attn_v.weight", keys, hidden, kinds.attention),
             make(f"{block}.attn_output.weight", hidden, queries, kinds.attention),
-            make(f"{block}.ffn_norm.weight", 1, hidden, None),
+            make(f"{block}.ffn_norm.weight", 1, hidden, None, f"{own}.ffn_norm"),
         ]
         wide = (shape.ffn, hidden)
         sizes = {"gate": wide, "up": wide, "down": (hidden, shape.ffn)}
@@ -82,7 +109,8 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
             ]
         else:
             experts = model.moe.experts
-            tensors.append(make(f"{block}.ffn_gate_inp.weight", experts, hidden, None))
+            router = f"{own}.router"
+            tensors.append(make(f"{block}.ffn_gate_inp.weight", experts, hidden, None, router))
             tensors += [
                 replace(make(f"{block}.ffn_{part}_exps.weight", *size, kinds.ffn), experts=experts)
                 for part, size in sizes.items()
@@ -90,27 +118,35 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
         if model.attention.qkv_bias:
             for kind, rows in (("q", queries), ("k", keys), ("v", keys)):
                 tensors.append(make(f"{block}.attn_{kind}.bias", 1, rows, None))
-    tensors.append(make("output_norm.weight", 1, hidden, None))
+    tensors.append(make("output_norm.weight", 1, hidden, None, "final_norm"))
     if not model.tied_head:
         tensors.append(make("output.weight", shape.vocab, hidden, kinds.head))
     return tensors
 
 
-def find_gguf(model: Model, folder: Path) -> Path:
-    """Path of the file for ``model`` in the cache ``folder``."""
+def find_gguf(model: Model, folder: Path, like: NeuronStore | None = None) -> Path:
+    """Path of the file for ``model`` in the cache ``folder``; ``like``: see `write_gguf`."""
     described = model.model_dump(mode="json", include={"shape", "quantization", "attention"})
     described |= {"format": FORMAT, "tied_head": model.tied_head, "norm": model.norm.epsilon}
     if model.moe is not None:
         described["experts"] = [model.moe.experts, model.moe.active_experts]
+    if like is not None:
+        described["like"] = [file.sha256 for file in like.manifest.files if file.path == DENSE_FILE]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return folder / f"{model.id}-{digest[:12]}.gguf"
 
 
-def write_gguf(model: Model, path: Path, progress: Progress = ignore_progress) -> None:
+def write_gguf(
+    model: Model,
+    path: Path,
+    progress: Progress = ignore_progress,
+    like: NeuronStore | None = None,
+) -> None:
     """Write random weights for ``model``, a tensor at a time; appears when it is complete.
 
-    int4 becomes Q4_0, int8 Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises
-    `UserError` P654 for what GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
+    Words, norms and routers are those of ``like``, a store of ``model``.  int4 becomes Q4_0, int8
+    Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises `UserError` P654 for what
+    GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
     """
     moe = model.moe
     if moe is not None and (moe.shared_experts or moe.router != "softmax"):
@@ -147,7 +183,7 @@ def write_gguf(model: Model, path: Path, progress: Progress = ignore_progress) -
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for number, data in enumerate(_draw_tensors(tensors)):
+        for number, data in enumerate(_draw_tensors(tensors, like)):
             writer.write_tensor_data(data)
             progress("writing a GGUF file", (number + 1) / len(tensors))
         writer.close()
@@ -217,20 +253,26 @@ def _count_row_bytes(tensor: GgufTensor) -> int:
             return tensor.length * 4
 
 
-def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[Raw]:
-    """Weights of each: random codes, and one scale that keeps activations finite."""
+def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterator[Raw]:
+    """Weights of each: those of a store, or random codes with one scale that keeps activations
+    finite."""
     bits = np.random.SFC64(0)
     for tensor in tensors:
         count = tensor.all_rows * tensor.length
-        if tensor.precision is None and tensor.rows == 1:
+        deviation = tensor.values_deviation
+        if like is not None and tensor.writes_stream:
+            deviation *= OUTPUT_SHARE
+        if like is not None and tensor.stored is not None:
+            yield _copy_tensor(tensor, like.tensors[tensor.stored])
+        elif tensor.precision is None and tensor.rows == 1:
             yield np.ones(count, np.float32)
         elif tensor.precision is None:
             # Of a router: it shall not send every token to the same experts.
             spread = _draw_bytes(bits, count).astype(np.float32)
-            yield (spread - 127.5) / np.float32(74.0) * np.float32(tensor.values_deviation)
+            yield (spread - 127.5) / np.float32(74.0) * np.float32(deviation)
         elif tensor.precision == "fp16":
             raw = _draw_bytes(bits, count)
-            values = (raw.astype(np.float32) - 127.5) / 74.0 * tensor.values_deviation
+            values = (raw.astype(np.float32) - 127.5) / 74.0 * deviation
             yield values.astype(np.float16)
         else:
             # A group is a scale, then the codes: 32 of 4 bits around 8, or of 8 bits around 0.
@@ -239,9 +281,31 @@ def _draw_tensors(tensors: list[GgufTensor]) -> Iterator[Raw]:
             blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
             if tensor.experts is not None:
                 _take_mean_out(blocks)
-            scale = np.array([tensor.values_deviation / steps], "<f2")
+            scale = np.array([deviation / steps], "<f2")
             blocks[:, :2] = scale.view(np.uint8)
             yield blocks
+
+
+def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
+    """The same numbers as GGUF lays them out."""
+    assert (tensor.rows, tensor.length, tensor.precision) == (
+        stored.rows,
+        stored.length,
+        stored.precision,
+    ), tensor
+    if stored.precision is None:
+        return np.array(stored.weights, np.float32)
+    packed = stored.weights.view(np.uint8)
+    if stored.precision == "fp16":
+        return dequantize(packed, None, tensor.length, "fp16").astype(np.float16)
+    assert stored.scales is not None
+    codes = unpack_codes(packed, tensor.length, stored.precision).reshape(-1, GROUP)
+    if stored.precision == "int4":
+        nibbles = (codes + 8).view(np.uint8)
+        laid = nibbles[:, : GROUP // 2] | nibbles[:, GROUP // 2 :] << np.uint8(4)
+    else:
+        laid = codes.view(np.uint8)
+    return np.concatenate([stored.scales.reshape(-1, 1).view(np.uint8), laid], axis=1)
 
 
 def _take_mean_out(codes: U8) -> None:

@@ -19,6 +19,7 @@ from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress
+from pi2.store.reader import NeuronStore
 
 
 def check_installed() -> None:
@@ -46,12 +47,14 @@ class LlamaRecipe:
     folder: Path
     repack: bool = True
     """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
+    like: NeuronStore | None = None
+    """A store whose words and routers the file has; see `write_gguf`."""
 
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
-        path = find_gguf(self.model, self.folder)
+        path = find_gguf(self.model, self.folder, self.like)
         if not path.exists():
-            write_gguf(self.model, path, progress)
+            write_gguf(self.model, path, progress, self.like)
         return LlamaContestant(self, path)
 
 

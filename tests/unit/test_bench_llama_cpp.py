@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import pi2
 from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.workloads import Workload
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import vector_bytes
+from pi2.plan.weights.packing import dequantize
 from pi2.progress import ignore_progress
+from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model
 
 SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -71,6 +74,38 @@ def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
     assert tuple(router.shape) == (128, 4)
     assert np.linalg.matrix_rank(router.data.reshape(4, 128)) == 4
     assert reader.get_field("llama.expert_used_count").contents() == 2
+
+
+@pytest.mark.parametrize("embedding", ["int4", "int8", "fp16"])
+def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embedding: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    shape = {"layers": 2, "hidden": 128, "ffn": 256, "vocab": 300}
+    changes = {"shape": shape, "quantization": {"embedding": embedding}}
+    plan = make_mixture_plan(tmp_path, "silu", changes)
+    path = tmp_path / "mixture.gguf"
+    with pi2.load(plan) as loaded:
+        model, stored = loaded.plan.model, loaded.store.tensors
+        write_gguf(model, path, like=loaded.store)
+        assert find_gguf(model, tmp_path, loaded.store) != find_gguf(model, tmp_path)
+        found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+        def read(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+            return gguf.dequantize(found[name].data, found[name].tensor_type)
+
+        words = stored["embedding"]
+        width = model.shape.hidden
+        if words.scales is None:
+            given = words.weights.view(np.float16).reshape(-1, width).astype(np.float32)
+        else:
+            given = dequantize(words.weights, words.scales, width, words.precision)
+        assert np.array_equal(read("token_embd.weight"), given)
+        router = stored["layers.1.router"].weights
+        assert np.array_equal(read("blk.1.ffn_gate_inp.weight"), router)
+        norm = stored["layers.1.ffn_norm"].weights.reshape(-1)
+        assert np.array_equal(read("blk.1.ffn_norm.weight"), norm)
+        # Layers add little to what words are.
+        down, up = (read(f"blk.0.ffn_{part}_exps.weight").std() for part in ("down", "up"))
+        assert down < 0.1 * up
 
 
 def test_what_plain_llama_has_not_got_is_refused(tmp_path: Path) -> None:

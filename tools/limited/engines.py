@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from limited.plans import CONTEXT
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.resolve import load_plan
 from pi2.progress import ignore_progress
+from pi2.store.reader import NeuronStore
 
 PROMPT_TOKENS = 16
 
@@ -92,6 +95,14 @@ def time_calls(
     return timed
 
 
+def open_likeness(resolved: ResolvedPlan, closing: ExitStack) -> NeuronStore | None:
+    """The store whose words and routers llama.cpp's file has: a mixture's choices decide what is
+    read.  A dense model needs none."""
+    if resolved.model.moe is None or resolved.model.predictor is not None:
+        return None
+    return closing.enter_context(NeuronStore.open(resolved.store_path))
+
+
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp; it has its own count of tokens, which may be smaller."""
     from pi2.benchmarks.llama_cpp import LlamaRecipe
@@ -99,14 +110,16 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     from pi2.engine.statistics import read_peak_rss_bytes
 
     resolved = load_plan(job["plan"])
-    recipe = LlamaRecipe(
-        model=resolved.model,
-        context=CONTEXT,
-        threads=2,
-        folder=Path(job["folder"]),
-        repack=False,
-    )
-    peer = recipe(ignore_progress)
+    with ExitStack() as closing:
+        recipe = LlamaRecipe(
+            model=resolved.model,
+            context=CONTEXT,
+            threads=2,
+            folder=Path(job["folder"]),
+            repack=False,
+            like=open_likeness(resolved, closing),
+        )
+        peer = recipe(ignore_progress)
     if job["prefill"]:
         sample = peer.run(Workload("pp", job["prefill"], 0))
     else:
