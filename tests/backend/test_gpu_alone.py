@@ -23,6 +23,7 @@ from tests.helpers.gpu import require_launcher
 ERROR = 1e-4
 
 
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["emulated", "cuda"])
 @pytest.mark.parametrize(
     ("api", "name", "predictor", "kv", "limit"),
     [
@@ -41,8 +42,9 @@ ERROR = 1e-4
     ],
 )
 def test_golden_models_agree(
-    tmp_path: Path, api: Api, name: str, predictor: str, kv: str, limit: float
+    tmp_path: Path, api: Api, name: str, predictor: str, kv: str, limit: float, on_cuda: bool
 ) -> None:
+    api = "cuda" if on_cuda else api
     require_launcher(api)
     golden = read_golden(name)
     model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)

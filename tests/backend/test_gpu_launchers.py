@@ -17,11 +17,14 @@ from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     FfnKernels,
     GpuSpec,
+    LatentKernels,
     ProductKernels,
+    StateKernels,
     Target,
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
+from pi2.plan.weights.states import StateShape
 
 FFN = FfnKernels(hidden=64, precision="int4", activation="relu")
 
@@ -166,7 +169,18 @@ def test_specifications_survive_json() -> None:
         target=Target(api="cuda", fp16=True, arch="sm_90"),
         ffn=FFN,
         products=(ProductKernels(length=64, precision="int8", relu=True),),
-        attention=AttentionKernels(heads=2, kv_heads=1, head_dim=32, scale=0.1, kv="fp16"),
+        attention=AttentionKernels(
+            heads=2,
+            kv_heads=1,
+            head_dim=32,
+            scale=0.1,
+            kv="fp16",
+            latent=LatentKernels(rank=24, query_rank=None, plain=12, rotated=8, epsilon=1e-6),
+        ),
+        state=StateKernels(
+            shape=StateShape(kind="convolution", kernel=3, width=32, channels=32), epsilon=1e-5
+        ),
+        reads=True,
     )
     assert GpuSpec.from_json(spec.to_json()) == spec
     assert GpuSpec.from_json(GpuSpec(target=spec.target).to_json()).ffn is None

@@ -10,6 +10,7 @@ from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.embedding import make_embed
 from pi2.backends.gpu.kernels.halves import narrow_half, widen_half
 from pi2.backends.gpu.kernels.products import list_product_kernels
+from pi2.backends.gpu.kernels.reading import make_read
 from pi2.backends.gpu.kernels.signature import Axis
 from pi2.backends.gpu.kernels.specification import EmbeddingKernels, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
@@ -143,3 +144,14 @@ def test_every_fp16_number_is_widened_and_rounded_as_by_numpy(launcher: Launcher
     np.testing.assert_array_equal(
         found["narrow"].astype(np.uint16).view(np.float16), values.astype(np.float16)
     )
+
+
+def test_reading_misses_nothing(launcher: Launcher) -> None:
+    groups, steps = 3, 5
+    words = np.random.default_rng(2).integers(0, 1 << 32, (groups, steps, 256, 4), np.uint32)
+    sums = np.empty((groups, 256), np.uint32)
+    bench = Bench(launcher, [make_read()])
+    numbers = {"groups": groups, "steps": steps}
+    found = bench.run("read", {"words": words, "sums": sums}, numbers)["sums"]
+    wanted = np.bitwise_xor.reduce(np.bitwise_xor.reduce(words, axis=3), axis=1)
+    np.testing.assert_array_equal(found, wanted)

@@ -45,7 +45,7 @@ def cpu() -> Iterator[LoadedModel]:
         yield model
 
 
-@pytest.fixture(scope="module", params=["opencl", "webgpu"])
+@pytest.fixture(scope="module", params=["opencl", "webgpu", "cuda"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     plan = require_plan(request.param)
     with pi2.load(
@@ -78,6 +78,18 @@ def test_prompts_and_steps_are_those_of_the_cpu(cpu: LoadedModel, gpu: LoadedMod
     assert texts[0] == texts[1]
     assert gpu.stats.predicted_share == pytest.approx(cpu.stats.predicted_share, abs=0.02)
     assert gpu.stats.active_share is None
+
+
+@pytest.mark.parametrize("api", ["webgpu", "cuda"])
+def test_keys_and_values_may_be_int8(cpu: LoadedModel, api: Api) -> None:
+    plan, room = require_plan(api), {"memory.budget": "1 GiB", "memory.units.gpu.budget": "60 MiB"}
+    prompt = "def read_lines(path):\n"
+    wanted = cpu.generate(prompt, max_tokens=24, temperature=0.0).result.text
+    logits = cpu.logits(list_ids(cpu))
+    with pi2.load(plan, set=EXACT | room | {"kv.type": "int8"}) as model:
+        # What the CPU's own int8 keys and values differ by (docs/exactness.md).
+        assert find_error(model.logits(list_ids(model)), logits) < 1e-2
+        assert model.generate(prompt, max_tokens=24, temperature=0.0).result.text == wanted
 
 
 def test_sequences_side_by_side_are_what_each_is_alone(gpu: LoadedModel) -> None:
@@ -136,7 +148,7 @@ def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
     assert caught.value.diagnostics[0].code == "P662"
 
 
-@pytest.mark.parametrize("api", ["opencl", "webgpu"])
+@pytest.mark.parametrize("api", ["opencl", "webgpu", "cuda"])
 def test_a_run_stays_within_its_budget(api: Api) -> None:
     plan = require_plan(api)
     arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def ", "--json"]

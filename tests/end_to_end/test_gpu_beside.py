@@ -32,7 +32,7 @@ Mode = Literal["decode", "prefill"]
 Result = tuple[F32, tuple[int, ...]]
 
 
-@pytest.fixture(params=["opencl", "webgpu"])
+@pytest.fixture(params=["opencl", "webgpu", "cuda"])
 def plan(request: pytest.FixtureRequest) -> Path:
     api: Api = request.param
     require_launcher(api)

@@ -83,7 +83,8 @@ class TestEveryFile:
         phones |= {"galaxy-s24-ultra", "xiaomi-14", "vivo-x100"}
         others = {"raspberry-pi-5", "x86-laptop", "apple-m1-max", "pc-rtx-4090", "pc-rtx-2080-ti"}
         others |= {"server-h200", "laptop-ryzen-7840u", "laptop-core-ultra-155h"}
-        hosts = {"host", "host-two-units", "host-opencl", "host-webgpu", "host-npu"}
+        hosts = {"host", "host-two-units", "host-opencl", "host-webgpu", "host-cuda"}
+        hosts |= {"host-npu"}
         assert phones | others | hosts | {"cloud-vm-zen5"} == names
 
 

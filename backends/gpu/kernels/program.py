@@ -12,6 +12,7 @@ from pi2.backends.gpu.kernels.ffn_many import list_many_kernels
 from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates
 from pi2.backends.gpu.kernels.norms import list_norm_kernels
 from pi2.backends.gpu.kernels.products import list_product_kernels
+from pi2.backends.gpu.kernels.reading import make_read
 from pi2.backends.gpu.kernels.routing import list_router_kernels
 from pi2.backends.gpu.kernels.selection import make_select
 from pi2.backends.gpu.kernels.specification import GpuSpec
@@ -43,3 +44,5 @@ def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
         yield from list_attention_kernels(spec.attention)
     if spec.state is not None:
         yield from list_state_kernels(spec.state)
+    if spec.reads:
+        yield make_read()

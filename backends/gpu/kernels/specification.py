@@ -310,6 +310,8 @@ class GpuSpec:
     norm: NormKernels | None = None
     attention: AttentionKernels | None = None
     state: StateKernels | None = None
+    reads: bool = False
+    """Whether the device's read rate is to be measured."""
 
     @property
     def program(self) -> str:
@@ -327,6 +329,7 @@ class GpuSpec:
         return cls(
             target=Target(**values["target"]),
             products=tuple(ProductKernels(**item) for item in values["products"]),
+            reads=values["reads"],
             **{
                 name: None if values[name] is None else family(**values[name])
                 for name, family in _FAMILIES.items()
