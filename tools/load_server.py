@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +254,16 @@ def find_percentile(values: Sequence[float], share: float) -> float | None:
     return round(ranked[min(len(ranked) - 1, int(share * len(ranked)))], 4)
 
 
+def divide_in_quarters(values: Sequence[int]) -> list[int]:
+    """The largest value of each quarter of ``values``; 0 where there is none."""
+    ends = [len(values) * number // 4 for number in range(5)]
+    return [max(values[first:end], default=0) for first, end in pairwise(ends)]
+
+
 def describe(
     load: Load, clients: int, seconds: float, *, alive: bool, wrong: int
 ) -> dict[str, Any]:
     """What came of it."""
-    quarter = max(1, len(load.rss_bytes) // 4)
     return {
         "clients": clients,
         "seconds": seconds,
@@ -271,8 +277,7 @@ def describe(
         "whole_p99_s": find_percentile(load.whole_s, 0.99),
         "refused": dict(load.refused),
         "not_refused": dict(load.not_refused),
-        "rss_first_quarter_bytes": max(load.rss_bytes[:quarter], default=0),
-        "rss_last_quarter_bytes": max(load.rss_bytes[-quarter:], default=0),
+        "rss_bytes_by_quarter": divide_in_quarters(load.rss_bytes),
         "alive": alive,
     }
 
@@ -316,7 +321,7 @@ def main() -> int:
     print(text)
     if options.output is not None:
         options.output.write_text(text + "\n", "utf-8")
-    grown = found["rss_last_quarter_bytes"] - found["rss_first_quarter_bytes"]
+    grown = found["rss_bytes_by_quarter"][-1] - found["rss_bytes_by_quarter"][0]
     failed = wrong or load.lost or load.not_refused or not alive or grown > GROWTH_BYTES
     return int(bool(failed))
 

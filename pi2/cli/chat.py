@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.cli.terminal_text import show_controls
@@ -61,6 +62,7 @@ def command(
         session = Session(model, system=system, settings=given)
         if is_terminal:
             click.echo(f"{model.plan.model.id}, {path.name} · /help lists commands", err=True)
+        collect_as_usual()
         talk(session, read, dim=is_terminal)
 
 

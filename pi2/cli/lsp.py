@@ -6,6 +6,7 @@ import os
 
 import click
 
+from pi2.cli.garbage import collect_as_usual
 from pi2.diagnostics import UserError
 
 GROUP = "Develop"
@@ -25,6 +26,7 @@ def command() -> None:
         raise UserError.of(
             "P750", "the language server is not installed", help="`pip install 'pi2[lsp]'`"
         ) from None
+    collect_as_usual()
     # The server closes its streams; those of the process are flushed once more at its end.
     with os.fdopen(os.dup(0), "rb") as stdin, os.fdopen(os.dup(1), "wb") as stdout:
         make_server().start_io(stdin, stdout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
@@ -158,6 +159,7 @@ def command(
         lifespan="off",
     )
     names = [plan.name for plan in chosen.plans]
+    collect_as_usual()
     run_server(uvicorn.Server(config), models, names, host, port, renew)
 
 

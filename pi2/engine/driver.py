@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from threading import Event, Thread
 
 from pi2.engine.answer import Piece
-from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.scheduler import Scheduler, Ticket, tell_nobody
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""
@@ -88,6 +88,8 @@ async def stream_pieces(
             if ended:
                 break
     finally:
+        # What was called knows the ticket: both would stay until somebody looks for garbage.
+        ticket.notify = tell_nobody
         if not ticket.ended:
             driver.cancel(ticket)
     if ticket.error is not None:

@@ -30,6 +30,10 @@ _PATIENCE_S = 1.0
 """Whoever waits for a place looks again after this time."""
 
 
+def tell_nobody() -> None:
+    """What a request calls that nobody waits for."""
+
+
 class Ticket:
     """A request in line, or under way, or ended."""
 
@@ -39,14 +43,13 @@ class Ticket:
         *,
         client: str = "",
         progress: Callable[[float], None] = lambda share: None,
-        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """``client``: whose it is; ``progress`` is told the share of the prompt that is done, and
-        ``notify`` is called when there is something to take, by whoever drives."""
+        """``client``: whose it is; ``progress`` is told the share of the prompt that is done."""
         self.request = request
         self.client = client
         self.progress = progress
-        self.notify = notify
+        self.notify: Callable[[], None] = tell_nobody
+        """Called when there is something to take, by whoever drives."""
         self.pieces: deque[Piece] = deque()
         """What was generated and nobody has taken yet."""
         self.answer: Answer | None = None

@@ -12,6 +12,7 @@ called.
 from __future__ import annotations
 
 import json
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -28,7 +29,7 @@ class Replay:
     """Remembers what was sampled.  Any thread may ask."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._turns: OrderedDict[str, array[int]] = OrderedDict()
         """Tokens by the text of prompt and answer, those that were used longest ago first."""
         self._characters = 0
         self._calls: OrderedDict[str, str] = OrderedDict()
@@ -40,7 +41,7 @@ class Replay:
         with self._lock:
             if text in self._turns or len(text) > _MOST_CHARACTERS:
                 return
-            self._turns[text] = tuple(ids)
+            self._turns[text] = array("i", ids)
             self._characters += len(text)
             while len(self._turns) > _MOST_CONVERSATIONS or self._characters > _MOST_CHARACTERS:
                 self._characters -= len(self._turns.popitem(last=False)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import structlog
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
+from pi2.cli import garbage
 from pi2.cli.main import run
 
 COMMAND = [sys.executable, "-m", "pi2", "serve"]
@@ -54,6 +56,23 @@ def quiet_again() -> Iterator[None]:
     """The command logs every request; tests that follow do not want that."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("quiet_again")
+def test_a_server_looks_for_garbage_as_often_as_python_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual, seen = garbage._USUAL, []
+    monkeypatch.setattr("pi2.cli.serve.run_server", lambda *_: seen.append(gc.get_threshold()))
+    before = gc.get_threshold()
+    try:
+        garbage.put_off_collection()
+        assert gc.get_threshold() > usual
+        assert run(["serve", "demo"]) == 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+    assert seen == [usual]
 
 
 @pytest.mark.usefixtures("quiet_again")

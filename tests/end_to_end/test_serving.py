@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
 import socket
@@ -22,6 +23,7 @@ anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 import httpx2  # noqa: E402
 
 import pi2  # noqa: E402
+from pi2.engine.scheduler import Ticket  # noqa: E402
 from pi2.serving.calls import Limits  # noqa: E402
 from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
 
@@ -407,6 +409,39 @@ def wait_until_idle(address: str) -> dict[str, Any]:
             return dict(state)
         time.sleep(0.01)
     raise AssertionError("it does not end")
+
+
+def test_an_answered_request_leaves_nothing_behind(address: str) -> None:
+    def count_tickets() -> int:
+        return sum(type(item) is Ticket for item in gc.get_objects())
+
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 3}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 3, "stream": True, "n": 3}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "tools": TOOLS}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 16}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "stream": True}),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": 3}}),
+    ]
+    wait_until_idle(address)
+    gc.collect()
+    before = count_tickets()
+    gc.disable()  # what two objects keep for each other stays, and is counted
+    try:
+        for path, body in asked:
+            answer = httpx2.post(f"{address}{path}", json={"model": "tiny", **body})
+            assert answer.is_success, answer.text
+        body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{address}/v1/completions", json=body, timeout=0.1)
+        wait_until_idle(address)
+        # The last one goes when its connection does.
+        deadline = time.monotonic() + 10
+        while count_tickets() > before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert count_tickets() <= before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("streams", [False, True])
