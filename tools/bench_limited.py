@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from limited.engines import open_likeness, run_child
+from limited.engines import run_child
 from limited.plans import (
     ROOT,
     find_limit,
@@ -32,17 +31,21 @@ from limited.plans import (
     write_limited_plan,
     write_whole_plan,
 )
+from limited.program import (
+    drop_page_cache,
+    prepare_peer_file,
+    run_program,
+    show,
+    start_limited,
+    was_killed,
+)
 from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
 from limited.rows import ROWS
 from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
-from pi2.benchmarks.gguf_file import find_gguf, write_gguf
 from pi2.benchmarks.llama_cpp import check_installed
 from pi2.caches import find_cache_folder
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
 from pi2.machine import detect_machine
-from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.resolve import load_plan
@@ -57,15 +60,7 @@ def main() -> int:
         for name, row in ROWS.items():
             print(f"{name:16} {row.model:26} {row.goal}")
         return 0
-    try:
-        measure_row(arguments)
-    except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
-        return error.exit_code
-    except GroupUnavailable as reason:
-        print(f"no memory limit can be set here: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    return run_program(lambda: measure_row(arguments))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -159,10 +154,7 @@ def measure_row(arguments: argparse.Namespace) -> None:
                 print(f"# {name}: {results[name][-1].get('tokens_s', 'failed')}", file=sys.stderr)
             speeds += meter.measure()
     lines = list(report(arguments.row, row, limit_bytes, resolved, results, disk, speeds))
-    print("\n".join(lines))
-    if arguments.output is not None:
-        with arguments.output.open("a") as file:
-            file.write("\n".join(lines) + "\n\n")
+    show(lines, arguments.output)
 
 
 def check_room(limit_bytes: int) -> None:
@@ -179,13 +171,7 @@ def prepare_peer(
 ) -> dict[str, Any]:
     """Write llama.cpp's file of the same shape."""
     check_installed()
-    folder = find_cache_folder("peers")
-    with ExitStack() as closing:
-        like = open_likeness(resolved, closing)
-        path = find_gguf(resolved.model, folder, like)
-        if not path.exists():
-            with ProgressBar() as progress:
-                write_gguf(resolved.model, path, progress, like)
+    folder = prepare_peer_file(resolved).parent
     count = tokens["tokens"] and (arguments.peer_tokens or tokens["tokens"])
     job = {"kind": "llama.cpp", "plan": str(resolved.path), "folder": str(folder), "limit": limit}
     return {**job, **tokens, "tokens": count}
@@ -216,28 +202,22 @@ def measure_disk(resolved: ResolvedPlan, before: Sequence[str]) -> dict[str, flo
 
 def run_limited(job: Mapping[str, Any], before: Sequence[str]) -> dict[str, Any]:
     """Run one engine once with an empty page cache; a limit of 0 is none."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    drop_page_cache()
     program = [sys.executable, "-B", str(Path(__file__).resolve())]
     command = [*before, *program, "--child", json.dumps(job)]
     with ExitStack() as cleanup:
         kib = job.get("read_ahead_kib")
         if kib is not None:
             cleanup.enter_context(set_read_ahead(Path(job["folder"]), kib))
-        if job["limit"]:
-            group = cleanup.enter_context(MemoryGroup(job["limit"], name="pi2-bench"))
-            process = group.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        else:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started = start_limited(command, job["limit"], **streams)
+        process, group = cleanup.enter_context(started)
         out, err = process.communicate()
         if process.returncode:
-            killed = bool(job["limit"]) and group.kills > 0
-            why = "killed for lack of memory" if killed else err.strip()[-300:]
+            why = "killed for lack of memory" if was_killed(group) else err.strip()[-300:]
             return {"failed": why or f"exit status {process.returncode}"}
         result: dict[str, Any] = json.loads(out.splitlines()[-1])
-        if job["limit"]:
+        if group is not None:
             result["group_peak_bytes"] = group.peak_bytes
     return result
 

@@ -26,21 +26,24 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx2
 
 from limited.plans import CONTEXT, find_limit, prepare_store, write_limited_plan
+from limited.program import (
+    drop_page_cache,
+    prepare_peer_file,
+    run_program,
+    show,
+    start_limited,
+    was_killed,
+)
 from limited.rows import FEWEST, LEND, Row
 from pi2.benchmarks.bandwidth import BandwidthLimit
-from pi2.benchmarks.gguf_file import find_gguf, write_gguf
 from pi2.caches import find_cache_folder
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
-from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.resolve import load_plan
 
@@ -82,15 +85,7 @@ class Case:
 def main() -> int:
     """Measure and print."""
     arguments = parse_arguments()
-    try:
-        measure(arguments)
-    except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
-        return error.exit_code
-    except GroupUnavailable as reason:
-        print(f"no memory limit can be set here: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    return run_program(lambda: measure(arguments))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -124,10 +119,7 @@ def measure(arguments: argparse.Namespace) -> None:
     store, whole = prepare_store(row, arguments)
     limit = find_limit(row, store, whole)
     resolved = load_plan(whole)
-    path = find_gguf(resolved.model, find_cache_folder("peers"))
-    if not path.exists():
-        with ProgressBar() as progress:
-            write_gguf(resolved.model, path, progress)
+    path = prepare_peer_file(resolved)
     # As many contexts as clients, in the memory of one long one; logits of as many take what
     # shorter pieces of prompts leave.
     batch = {
@@ -176,10 +168,7 @@ def measure(arguments: argparse.Namespace) -> None:
         f"Memory: {bandwidth.bytes_s / 1e9:.1f} GB/s read by {bandwidth.threads} threads. Load "
         f"average at the end {os.getloadavg()[0]:.1f}."
     )
-    print("\n".join(lines))
-    if arguments.output is not None:
-        with arguments.output.open("a") as file:
-            file.write("\n".join(lines) + "\n\n")
+    show(lines, arguments.output)
 
 
 def report(
@@ -208,8 +197,7 @@ def report(
 
 def run_engine(engine: str, case: Case, gguf: Path, arguments: argparse.Namespace) -> float:
     """Start a server with an empty page cache and ask it; tokens per second."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    drop_page_cache()
     if engine == "pi2":
         command = [sys.executable, "-m", "pi2", "serve", str(case.plan), "--port", "0"]
         for key, value in case.settings.items():
@@ -236,20 +224,14 @@ def run_engine(engine: str, case: Case, gguf: Path, arguments: argparse.Namespac
 @contextmanager
 def start_server(command: Sequence[str], limit_bytes: int) -> Iterator[str]:
     """The address of a server that says on standard error where it listens."""
-    with ExitStack() as cleanup:
-        options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        if limit_bytes:
-            group = cleanup.enter_context(MemoryGroup(limit_bytes, name="pi2-bench"))
-            process = group.start(command, **options)
-        else:
-            process = subprocess.Popen(command, **options, text=True)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with start_limited(command, limit_bytes, **streams) as (process, group):
         assert process.stderr is not None
         said = ""
         while not (found := re.search(r" on (http://[\w.]+:\d+)", said)):
             line = process.stderr.readline()
             if not line:
-                killed = bool(limit_bytes) and group.kills > 0
-                why = "it was killed for lack of memory" if killed else said[-800:]
+                why = "it was killed for lack of memory" if was_killed(group) else said[-800:]
                 raise ServerEnded(f"it does not start: {why}")
             said += line
         drain = threading.Thread(target=process.stderr.read)

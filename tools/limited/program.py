@@ -1,0 +1,76 @@
+"""What programs that measure engines under memory limits have in common, from end to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from limited.engines import open_likeness
+from pi2.benchmarks.gguf_file import find_gguf, write_gguf
+from pi2.caches import find_cache_folder
+from pi2.cli.progress import ProgressBar
+from pi2.diagnostics import UserError, render
+from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+
+def run_program(measure: Callable[[], None]) -> int:
+    """The exit code of a program that does nothing but ``measure``; says why it cannot."""
+    try:
+        measure()
+    except UserError as error:
+        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        return error.exit_code
+    except GroupUnavailable as reason:
+        print(f"no memory limit can be set here: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def prepare_peer_file(resolved: ResolvedPlan) -> Path:
+    """llama.cpp's file of the model's shape, in the cache folder; written once."""
+    with ExitStack() as closing:
+        like = open_likeness(resolved, closing)
+        path = find_gguf(resolved.model, find_cache_folder("peers"), like)
+        if not path.exists():
+            with ProgressBar() as progress:
+                write_gguf(resolved.model, path, progress, like)
+    return path
+
+
+def drop_page_cache() -> None:
+    """Let the system forget what it has read; needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+@contextmanager
+def start_limited(
+    command: Sequence[str], limit_bytes: int, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], MemoryGroup | None]]:
+    """A process in a control group with the limit, and the group; a limit of 0 is none.
+    ``options`` are those of `subprocess.Popen`; raises `GroupUnavailable`."""
+    if not limit_bytes:
+        yield subprocess.Popen(command, **options, text=True), None
+        return
+    with MemoryGroup(limit_bytes, name="pi2-bench") as group:
+        yield group.start(command, **options), group
+
+
+def was_killed(group: MemoryGroup | None) -> bool:
+    """Whether the limit has ended a process."""
+    return group is not None and group.kills > 0
+
+
+def show(lines: Iterable[str], output: Path | None) -> None:
+    """Print a table, and append it to ``output``."""
+    text = "\n".join(lines)
+    print(text)
+    if output is not None:
+        with output.open("a") as file:
+            file.write(f"{text}\n\n")
