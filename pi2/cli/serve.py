@@ -14,6 +14,7 @@ from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
+from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
     import uvicorn
@@ -114,6 +115,7 @@ def command(
     from pi2.refit import parse_budget
     from pi2.serving.application import Settings, make_application
     from pi2.serving.calls import Limits
+    from pi2.serving.connections import TimedConnection
     from pi2.serving.traces import Traces, make_tracer
 
     tracer = make_tracer()
@@ -121,9 +123,12 @@ def command(
     configure_logging(1)
     overrides = parse_assignments(settings)
     known = os.environ.get(KEY_VARIABLE, "")
+    served = list_plans(plans, overrides)
+    memory_bytes = None if memory is None else parse_budget(memory)
+    check_memory(served, memory_bytes)
     chosen = Settings(
-        plans=list_plans(plans, overrides),
-        memory_bytes=None if memory is None else parse_budget(memory),
+        plans=served,
+        memory_bytes=memory_bytes,
         keys=keys or ((known,) if known else ()),
         origins=origins,
         limits=Limits(waiting=max_waiting, time_s=max_seconds),
@@ -150,7 +155,7 @@ def command(
         port=port,
         log_level="warning",
         access_log=False,
-        http="h11",
+        http=TimedConnection,
         h11_max_incomplete_event_size=64 << 10,
         limit_concurrency=1024,
         timeout_keep_alive=30,
@@ -251,6 +256,18 @@ def listen_for_changes(renew: Callable[[], Awaitable[None]]) -> None:
         task.add_done_callback(tasks.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, begin)
+
+
+def check_memory(plans: Sequence[ServedPlan], memory_bytes: int | None) -> None:
+    """UserError P611 for a plan that could never be loaded."""
+    for plan in plans:
+        if memory_bytes is not None and plan.budget_bytes > memory_bytes:
+            needed, given = map(approximate_bytes, (plan.budget_bytes, memory_bytes))
+            raise UserError.of(
+                "P611",
+                f"the plan {plan.name!r} needs {needed}, more than all models may have: {given}",
+                help=f"give --memory {needed.replace(' ', '')} or more, or serve a smaller plan",
+            )
 
 
 def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[ServedPlan]:

@@ -179,7 +179,7 @@ def list_middleware(settings: Settings) -> list[Middleware]:
                 allow_headers=["*"],
             )
         )
-    return [*found, Middleware(Gate, keys=settings.keys)]
+    return [*found, Middleware(Gate, keys=settings.keys, origins=settings.origins)]
 
 
 _PAGE_HEADERS = {
@@ -235,11 +235,13 @@ def _explain_status(
 
 
 class Gate:
-    """Lets in those who know a key, and whose headers are of a usual size."""
+    """Lets in those who know a key, and whose headers are of a usual size; pages of this server and
+    of ``origins`` alone."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], origins: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._origins = {origin.encode() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -247,6 +249,11 @@ class Gate:
             if size > MAX_HEADER_BYTES:
                 message = f"Headers may have {MAX_HEADER_BYTES} bytes at most."
                 await refuse(ApiError(431, message), scope["path"])(scope, receive, send)
+                return
+            if scope["path"] not in _PUBLIC and self._is_foreign(dict(scope["headers"])):
+                message = "Pages of this origin may not ask; the server's --allow-origin lets them."
+                refusal = refuse(ApiError(403, message), scope["path"])
+                await refusal(scope, receive, send)
                 return
         if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
             headers = dict(scope["headers"])
@@ -261,6 +268,17 @@ class Gate:
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a page of another origin asks.  Its browser shows it no answer, but would let it
+        ask without first asking the server (a form, or text that is no JSON by its label)."""
+        origin = headers.get(b"origin")
+        if origin is None or origin in self._origins or b"*" in self._origins:
+            return False
+        # A proxy may have changed the host; pages cannot write this header.
+        if headers.get(b"sec-fetch-site") == b"same-origin":
+            return False
+        return origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
 
 
 class AccessLog:

@@ -187,10 +187,10 @@ class Hosts:
             host.used_at = time.monotonic()
 
     async def start(self) -> None:
-        """Load what there is memory for, in the order of the plans; at least the first."""
-        for number, host in enumerate(self.hosts.values()):
+        """Load what there is memory for, in the order of the plans."""
+        for host in self.hosts.values():
             need = self.used_bytes + host.plan.budget_bytes
-            if number == 0 or self._memory_bytes is None or need <= self._memory_bytes:
+            if self._memory_bytes is None or need <= self._memory_bytes:
                 await host.start()
 
     async def stop(self) -> None:

@@ -89,6 +89,8 @@ def test_what_cannot_be_served_is_a_finding(
     assert "P682" in capsys.readouterr().err
     assert run(["serve", str(tmp_path / "none.plan.toml")]) == 2
     assert "Traceback" not in capsys.readouterr().err
+    assert run(["serve", "demo", "--memory", "100 MiB"]) == 2
+    assert "P611" in capsys.readouterr().err
     assert run(["serve", "demo", "--max-body", "3"]) == 2
     assert "P612" in capsys.readouterr().err
     assert run(["serve", "demo", "--replicas", "2"]) == 2

@@ -25,6 +25,7 @@ import httpx2  # noqa: E402
 import pi2  # noqa: E402
 from pi2.engine.scheduler import Ticket  # noqa: E402
 from pi2.serving.calls import Limits  # noqa: E402
+from pi2.serving.connections import TimedConnection  # noqa: E402
 from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -512,6 +513,57 @@ def test_bodies_and_headers_have_limits(plan: Path) -> None:
         assert refused is not None
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_whoever_does_not_send_headers_in_time_is_cut_off(plan: Path) -> None:
+    class Impatient(TimedConnection):
+        headers_s = 0.3
+
+    with serve([describe_plan(plan)], connection=Impatient) as address:
+        host, port = address.removeprefix("http://").split(":")
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.settimeout(20)
+                if before:
+                    connection.sendall(before)
+                    assert b"200" in connection.recv(4096)
+                with contextlib.suppress(ConnectionError):
+                    for letter in b"POST /v1/completions HTTP/1.1\r\nX-Slow: " + b"y" * 100:
+                        connection.sendall(bytes([letter]))
+                        time.sleep(0.02)
+                    assert connection.recv(1) == b"", "it is open still"
+        # An answer may take longer.
+        body = {"model": "tiny", "prompt": "go on", "max_tokens": 300, "ignore_eos": True}
+        answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 300
+
+
+def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> None:
+    own = "http://chat.example"
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
+    # What a page may send without asking the server first.
+    simple = {"Content-Type": "text/plain"}
+    preflight = {"Access-Control-Request-Method": "POST"}
+    with serve([describe_plan(plan)]) as address:
+        url = f"{address}/v1/completions"
+        for origin in (own, "null", "http://localhost:1"):
+            answer = httpx2.post(url, content=body, headers={**simple, "Origin": origin})
+            assert answer.status_code == 403
+            assert answer.json()["error"]["type"] == "permission_error"
+            asked = httpx2.options(url, headers={**preflight, "Origin": origin})
+            assert not asked.is_success
+            for found in (answer, asked):
+                assert not any(name.startswith("access-control") for name in found.headers)
+        for fine in ({"Origin": address}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}, {}):
+            assert httpx2.post(url, content=body, headers=fine).is_success
+    with serve([describe_plan(plan)], origins=[own]) as address:
+        url = f"{address}/v1/completions"
+        asked = httpx2.options(url, headers={**preflight, "Origin": own})
+        assert asked.headers["access-control-allow-origin"] == own
+        answer = httpx2.post(url, content=body, headers={"Origin": own})
+        assert answer.is_success and answer.headers["access-control-allow-origin"] == own
+        other = {"Origin": "http://other.example"}
+        assert httpx2.post(url, content=body, headers=other).status_code == 403
 
 
 def test_texts_are_embedded(client: Any, plan: Path) -> None:

@@ -14,6 +14,7 @@ import uvicorn
 
 from pi2.plan.resolve import load_plan
 from pi2.serving.application import Settings, make_application
+from pi2.serving.connections import TimedConnection
 from pi2.serving.host import ServedPlan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -53,7 +54,10 @@ def describe_plan(
 
 @contextmanager
 def serve(
-    plans: Sequence[ServedPlan], wrap: Callable[[Any], Any] = lambda app: app, **settings: Any
+    plans: Sequence[ServedPlan],
+    wrap: Callable[[Any], Any] = lambda app: app,
+    connection: type[TimedConnection] = TimedConnection,
+    **settings: Any,
 ) -> Iterator[str]:
     """The address of a server that runs meanwhile; ``wrap`` is what requests go through first."""
     application = wrap(make_application(Settings(plans=plans, **settings)))
@@ -62,7 +66,7 @@ def serve(
         port=0,
         log_level="warning",
         access_log=False,
-        http="h11",
+        http=connection,
         h11_max_incomplete_event_size=64 << 10,
     )
     server = uvicorn.Server(config)
