@@ -93,11 +93,9 @@ def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embed
             return gguf.dequantize(found[name].data, found[name].tensor_type)
 
         words = stored["embedding"]
-        width = model.shape.hidden
-        if words.scales is None:
-            given = words.weights.view(np.float16).reshape(-1, width).astype(np.float32)
-        else:
-            given = dequantize(words.weights, words.scales, width, words.precision)
+        packed, width = words.weights.view(np.uint8), model.shape.hidden
+        assert words.precision == embedding
+        given = dequantize(packed, words.scales, width, words.precision)
         assert np.array_equal(read("token_embd.weight"), given)
         router = stored["layers.1.router"].weights
         assert np.array_equal(read("blk.1.ffn_gate_inp.weight"), router)
