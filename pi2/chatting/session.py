@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,14 @@ class Session:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps({"messages": self.messages, "settings": self.settings}, indent=1)
         try:
-            temporary.write_text(text + "\n", "utf-8")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise _refuse(f"cannot write {path}: {error.strerror}") from None
         return f"{len(self.answers)} messages in {path}"
 
@@ -220,7 +226,7 @@ class Session:
         try:
             found = json.loads(path.read_text("utf-8"))
             messages = [
-                {"role": str(item["role"]), "content": str(item["content"])}
+                {key: _check_text(item[key]) for key in ("role", "content")}
                 for item in found["messages"]
             ]
             settings = {key: SETTINGS[key](str(value)) for key, value in found["settings"].items()}
@@ -228,11 +234,19 @@ class Session:
             raise _refuse(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise _refuse(f"{path} is no conversation that /save has written") from None
+        self.model.describe_request([0], **settings)  # nothing is changed where it is refused
         self.system = None
         if messages and messages[0]["role"] == "system":
             self.system = messages.pop(0)["content"]
         self.answers, self.settings = messages, settings
         return f"{len(messages)} messages"
+
+
+def _check_text(value: object) -> str:
+    """The value, if it is a text; else TypeError."""
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
 
 
 def _refuse(message: str, help: str | None = None) -> UserError:

@@ -73,7 +73,7 @@ def test_a_pipe_that_nobody_reads_is_no_finding() -> None:
     assert "error" not in done.stderr
 
 
-@pytest.mark.parametrize("more", [[], ["--prompt", "b"], ["--best-of", "2"]], ids=" ".join)
+@pytest.mark.parametrize("more", [[], ["--prompt", "b"]], ids=" ".join)
 def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
     tmp_path: Path, more: list[str]
 ) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import pty
+import select
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -106,6 +115,75 @@ def test_what_is_not_understood_is_said(session: Session, line: str, tmp_path: P
         session.run_command(f"/load {broken}")
     with pytest.raises(pi2.UserError, match="P604"):
         session.run_command("/set temperature -1")
+
+
+def test_a_file_that_is_refused_changes_nothing_and_leaves_nothing(
+    session: Session, tmp_path: Path
+) -> None:
+    session.answers = [{"role": "user", "content": "kept"}]
+    before = dict(session.settings)
+    parts = [{"type": "text", "text": "x"}]
+    refused: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+        ([], {"temperature": -1}, "P604"),
+        ([], {"max_tokens": 0}, "P604"),
+        ([{"role": "user", "content": parts}], {}, "P684"),
+    ]
+    for messages, settings, code in refused:
+        file = tmp_path / "talk.json"
+        file.write_text(json.dumps({"messages": messages, "settings": settings}))
+        with pytest.raises(pi2.UserError, match=code):
+            session.run_command(f"/load {file}")
+        assert [message["content"] for message in session.messages] == ["kept"]
+        assert session.settings == before
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(pi2.UserError, match="P684"):
+        session.run_command(f"/save {tmp_path / 'folder'}")
+    assert {path.name for path in tmp_path.iterdir()} == {"talk.json", "folder"}
+
+
+def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
+    plan: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("prompt_toolkit", reason="needs the extra chat")
+    screen, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "pi2", "chat", str(plan)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(tmp_path)},
+        preexec_fn=partial(take_terminal, terminal),
+    ) as process:
+        os.close(terminal)
+        shown = b""
+
+        def wait_for(word: bytes) -> None:
+            nonlocal shown
+            deadline = time.monotonic() + 60
+            while word not in shown:
+                assert time.monotonic() < deadline, shown[-2000:]
+                if select.select([screen], [], [], 0.1)[0]:
+                    shown += os.read(screen, 1 << 16)
+            shown = shown.partition(word)[2]
+
+        wait_for(b"/help lists commands")
+        os.write(screen, b"hello\r")
+        wait_for(b"filler")  # the answer is under way
+        os.write(screen, b"\x03")
+        wait_for(b"tokens (stopped)")
+        os.write(screen, b"/set max_tokens 2\r")
+        wait_for(b"max_tokens = 2")
+        os.write(screen, b"again\r")
+        wait_for(b"2 tokens (length)")
+        os.write(screen, b"\x04")
+        assert process.wait(60) == 0
+    os.close(screen)
+
+
+def take_terminal(terminal: int) -> None:
+    """Let the new process have the terminal, so that its keys are signals."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def test_reasoning_is_told_apart(tmp_path: Path) -> None:
