@@ -6,7 +6,7 @@ through `load_as`, which assumes no alignment: LLVM derives it from the index.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.tirx import Shuffle
@@ -37,6 +37,11 @@ def constant(value: float, dtype: str, lanes: int = 1) -> Expr:
     """Return a literal in every lane."""
     literal = T.FloatImm(dtype, value) if dtype.startswith("float") else T.IntImm(dtype, int(value))
     return splat(literal, lanes)
+
+
+def list_constants(values: Sequence[float], dtype: str) -> Expr:
+    """Return a vector of literals."""
+    return Shuffle([constant(value, dtype) for value in values], list(range(len(values))))
 
 
 def wide(value: Expr) -> Expr:

@@ -4,11 +4,12 @@ An activation x of a group is ``scale * x16`` with x16 = 256 high + low in two i
 x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights enter as unsigned
 nibbles q + 8 (int4) or q + 128 (int8), so that one primitive, unsigned times signed byte, serves
 both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  Weights of int2 enter
-as (q + 3) / 2, and twice their sum as it is taken out.  The integer sum of a
-group is exact: only its product with the two scales rounds.
+as (q + 3) / 2, and twice their sum as it is taken out; those of mxfp4, from a table, as q + 12.
+The integer sum of a group is exact: only its product with the two scales rounds.
 
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
-(30720), ``multiply`` adds 8 (15360).
+(30720), ``multiply`` adds 8 (15360).  Of mxfp4 it is 24 * 128, of which they add half as many: low
+and high nibbles have sums of their own (24576, 12288).
 
 Activations that are not rounded go another way (`kernels.floats`).
 """
@@ -25,6 +26,7 @@ from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 
 
@@ -92,8 +94,7 @@ def _emit_block(
         )
         totals = _emit_groups(isa, vectors, activations, tokens, piece, prefetch)
         for vector, buffer, row in zip(vectors, sums, totals, strict=True):
-            scale_byte = vector.scales_base + piece.group * 2
-            weight_scale = v.let(v.load_halves(vector.scales, scale_byte, width))
+            weight_scale = v.let(load_scales(vector, piece.group, width))
             for index, token in enumerate(tokens):
                 scale = v.load(activations.scales, token * groups + piece.group, width)
                 total = v.cast(row[index], "float32", width)
@@ -134,7 +135,7 @@ def _emit_groups(
     precision = vectors[0].precision
     int8 = precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
-    split = int8 and not dot.whole_bytes
+    split = precision in ("int8", "mxfp4") and not dot.whole_bytes
     streams = 2 if split else 1
     cells = [
         [[v.Cell(dot.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
@@ -151,7 +152,8 @@ def _emit_groups(
         for half in range(len(rows[0])):
             # Fields of a byte are as many elements apart as a chunk of all blocks has of one field.
             step = GROUP // len(rows[0])
-            shift, stream = (0, half) if int8 else (step * piece.lanes * half, 0)
+            shift = 0 if int8 else step * piece.lanes * half
+            stream = half if split else 0
             for index, token in enumerate(tokens):
                 for plane in range(planes):
                     base = (token * planes + plane) * activations.length + piece.element
@@ -188,6 +190,8 @@ def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -
         return [v.let(dot.take_pair(raw, number)) for number in range(4)]
     if precision == "int4":
         return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
+    if precision == "mxfp4":
+        return [v.let(dot.look_up(dot.take_low(raw))), v.let(dot.look_up(dot.take_high(raw)))]
     if dot.signed:
         return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
     unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * dot.width))
@@ -207,8 +211,8 @@ def _finish(
     """Join streams, planes and folded lanes; take the weights' offset out again."""
     values = [dot.finish(cell) for cell in cells]
     if len(values) > activations.planes:
-        four = v.constant(4, "int32", dot.width)
-        values = [values[i] + (values[i + 1] << four) for i in range(0, len(values), 2)]
+        places = v.constant(4 if precision == "int8" else 0, "int32", dot.width)
+        values = [values[i] + (values[i + 1] << places) for i in range(0, len(values), 2)]
     total = values[0]
     if activations.planes == 2:
         total = (values[0] << v.constant(8, "int32", dot.width)) + values[1]
@@ -216,12 +220,15 @@ def _finish(
     while lanes > piece.width:
         total = _add_halves(v.let(total), lanes)
         lanes //= 2
-    if precision != "int8" or not dot.signed:
+    if precision not in ("int8", "mxfp4") or not dot.signed:
         place = token * (activations.length // GROUP) + piece.group
         offset = v.load(activations.sums, place, piece.width)
         if precision == "int2":
             third = v.let(offset >> v.constant(3, "int32", piece.width))
             total = total + total + third + third + third
+        elif precision == "mxfp4":
+            half = v.let(offset >> v.constant(1, "int32", piece.width))
+            total = total + offset + half
         elif precision == "int8":
             total = total + (offset << v.constant(4, "int32", piece.width))
         else:

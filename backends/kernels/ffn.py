@@ -15,6 +15,7 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import emit_tile, list_places, list_tiles, load_block_scale
 from pi2.backends.kernels.values import emit_activations, find_neighbour
+from pi2.plan.weights.layout import count_chunks
 
 
 def emit_dense(
@@ -119,7 +120,7 @@ def _emit_tile_sum(
     chosen: Chosen,
 ) -> None:
     """Add a panel's neurons to one tile of y for all tokens."""
-    per_block = {"int4": 4, "int8": 8, "fp16": 1}[spec.ffn]
+    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
     groups = 1 if spec.ffn == "fp16" else lanes
     first = v.let(group + T.floordiv(tile, per_block) * groups)
     chunk = v.let(T.floormod(tile, per_block))

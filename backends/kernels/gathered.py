@@ -86,15 +86,18 @@ class Run:
     def ask_for(self, places: Sequence[Place], name: PartName) -> Prefetch:
         """Return what to call while parts are read, to ask for ``name`` of neurons ``places``."""
         parts, scales = self.take_parts(places, name), self.bundles.scales
-        per_scale = weight_bytes(GROUP, self.spec.ffn) // max(1, scale_bytes(GROUP, self.spec.ffn))
+        part = next(part for part in self.spec.bundle.parts if part.name == name)
+        has_rows = scales is not None and part.resident
+        own = GROUP if part.spread else scale_bytes(GROUP, self.spec.ffn)
+        weights = weight_bytes(GROUP, self.spec.ffn)
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
             # Scales follow the weights: the processor has begun to read ahead by then.
             for line in range(0, size, LINE):
                 v.prefetch(self.bundles.arena, parts[index].weights_base + byte + line)
-            if scales is not None:
+            if has_rows:
                 # Elsewhere it has not.
-                v.prefetch(scales, parts[index].scales_base + T.floordiv(byte, per_scale))
+                v.prefetch(scales, parts[index].scales_base + T.floordiv(byte * own, weights))
 
         return ask
 

@@ -32,7 +32,10 @@ from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Vector, list_runs
+from pi2.backends.kernels.products import look_up_bytes
+from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
@@ -201,15 +204,16 @@ def _emit_unpacked_groups(
     width: int,
 ) -> None:
     """Unpack ``width`` groups, from ``quarter * width`` of the block that begins with ``group``."""
-    int4 = vectors[0].precision == "int4"
-    group_bytes = GROUP // 2 if int4 else GROUP
+    precision = vectors[0].precision
+    nibbles = precision != "int8"
+    group_bytes = GROUP // 2 if nibbles else GROUP
     place = v.let(base + (group + quarter * width) * GROUP_BYTES + pair * 16)
 
     def put(index: int, step: int, weights: v.Expr) -> None:
         at = place + (index * GROUP_BYTES + step * (ROWS // 2) * 16)
         v.store(tiles, at, weights, 16)
 
-    for half in range(2 if int4 else 4):
+    for half in range(2 if nibbles else 4):
         columns = []
         for vector in vectors:
             byte = vector.weights_base + group * group_bytes + quarter * (4 * width)
@@ -222,24 +226,28 @@ def _emit_unpacked_groups(
             columns.append(_interleave(chunks, width))
         for index in range(width):
             words = v.let(_join_rows(columns, index, width))
-            if not int4:
+            if not nibbles:
                 put(index, half, v.reinterpret(words, "int8", 16))
                 continue
             codes = v.let(v.reinterpret(words, "uint8", 16))
-            eight = v.constant(8, "int8", 16)
             low = codes & v.constant(15, "uint8", 16)
             high = codes >> v.constant(4, "uint8", 16)
-            put(index, half, v.reinterpret(low, "int8", 16) - eight)
-            put(index, half + 2, v.reinterpret(high, "int8", 16) - eight)
-    scales = [
-        v.let(v.load_halves(x.scales, x.scales_base + (group + quarter * width) * 2, width))
-        for x in vectors
-    ]
+            put(index, half, _find_numbers(precision, low))
+            put(index, half + 2, _find_numbers(precision, high))
+    scales = [v.let(load_scales(x, group + quarter * width, width)) for x in vectors]
     for index in range(width):
         pairs = [v.take_lane(scale, index) if width > 1 else scale for scale in scales]
         four = Shuffle([pairs[0], pairs[0], pairs[1], pairs[1]], [0, 1, 2, 3])
         at = place + (index * GROUP_BYTES + _CODE_BYTES)
         v.store(tiles, at, v.reinterpret(four, "int8", 16), 16)
+
+
+def _find_numbers(precision: Precision, codes: v.Expr) -> v.Expr:
+    """Return what nibbles uint8x16 stand for, as int8x16."""
+    if precision == "mxfp4":
+        numbers = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES]
+        return v.reinterpret(look_up_bytes(True, numbers, codes, 16), "int8", 16)
+    return v.reinterpret(codes, "int8", 16) - v.constant(8, "int8", 16)
 
 
 def _interleave(chunks: Sequence[v.Expr], width: int) -> list[v.Expr]:

@@ -24,7 +24,8 @@ class Neuron:
     base: v.Expr
     """Its bundle, in an array of bundles."""
     scales_base: v.Expr
-    """What the offsets of its scales count from: the same, or its row of resident scales."""
+    """What the offsets of its scales count from where they are resident: its row of them, or what
+    the rows of its group have together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +44,21 @@ class Bundles:
             return Neuron(base=base, scales_base=base)
         assert row is not None
         stride = self.spec.bundle.scales_stride
+        if self.spec.bundle.parts[-1].spread:
+            row, stride = T.floordiv(row, GROUP), stride * GROUP
         return Neuron(base=base, scales_base=v.let(v.wide(row) * stride))
 
     def take_part(self, neuron: Neuron, name: PartName) -> Vector:
         """Return a part of a neuron."""
         part = next(part for part in self.spec.bundle.parts if part.name == name)
+        scales_base = neuron.scales_base if part.resident else neuron.base
         return Vector(
             weights=self.arena,
             weights_base=v.let(neuron.base + part.weights_offset),
-            scales=self.arena if self.scales is None else self.scales,
-            scales_base=v.let(neuron.scales_base + part.scales_offset),
+            scales=self.scales if part.resident else self.arena,
+            scales_base=v.let(scales_base + part.scales_offset),
             precision=self.spec.ffn,
+            spread=part.spread,
         )
 
     def load_expert(self, neuron: Neuron) -> v.Expr:

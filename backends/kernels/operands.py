@@ -79,3 +79,5 @@ class Vector:
     scales: v.Buffer
     scales_base: v.Expr
     precision: Precision
+    spread: bool = False
+    """Whether every element has a scale."""

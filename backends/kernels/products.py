@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
+from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 
 def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> v.Expr:
@@ -17,6 +21,26 @@ def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> 
         v.reinterpret(weights, "int8", 4 * width),
         codes,
     )
+
+
+def look_up_bytes(arm: bool, numbers: Sequence[int], places: v.Expr, size: int) -> v.Expr:
+    """Return the bytes of ``numbers`` [16] at ``places`` uint8 [size], each 0 to 15, as uint8; at
+    least 16."""
+    words = np.array(numbers, np.int8).view("<i4").tolist() * (size // 16)
+    table = v.reinterpret(v.list_constants(words, "int32"), "int8", size)
+    name = (
+        "llvm.aarch64.neon.tbl1.v16i8"
+        if arm
+        else {
+            16: "llvm.x86.ssse3.pshuf.b.128",
+            32: "llvm.x86.avx2.pshuf.b",
+            64: "llvm.x86.avx512.pshuf.b.512",
+        }[size]
+    )
+    found = T.call_llvm_pure_intrin(
+        f"int8x{size}", name, table, v.reinterpret(places, "int8", size)
+    )
+    return v.reinterpret(found, "uint8", size)
 
 
 class DotPrimitive:
@@ -56,6 +80,32 @@ class DotPrimitive:
             raw = v.reinterpret(raw, "uint16", lanes) >> shift
             raw = v.reinterpret(raw, "uint8", 4 * self.width)
         return raw & v.constant(3, "uint8", 4 * self.width)
+
+    def look_up(self, codes: v.Expr) -> v.Expr:
+        """Return what codes of mxfp4 stand for, plus 12 unless weights are ``signed``."""
+        offset = 0 if self.signed else MAGNITUDES[-1]
+        if self.dot == "multiply":
+            return self._find_magnitudes(codes)
+        numbers = [sign * magnitude + offset for sign in (1, -1) for magnitude in MAGNITUDES]
+        return look_up_bytes(self.dot == "sdot", numbers, codes, 4 * self.width)
+
+    def _find_magnitudes(self, codes: v.Expr) -> v.Expr:
+        """Return q + 12 of codes without an instruction that looks up bytes."""
+        lanes = 4 * self.width
+
+        def number(value: int) -> v.Expr:
+            return v.constant(value, "uint8", lanes)
+
+        place = v.let(codes & number(7))
+        # 5, 6 and 7 stand for 6, 8 and 12.
+        magnitude = v.let(
+            place
+            + T.max(place, number(4))
+            - number(4)
+            + T.Select(place == number(7), number(2), number(0))
+        )
+        below = number(MAGNITUDES[-1]) - magnitude
+        return T.Select(codes > place, below, number(MAGNITUDES[-1]) + magnitude)
 
     def add(self, total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
         """Return ``total`` plus the products of 4 ``width`` bytes."""

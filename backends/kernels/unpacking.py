@@ -13,6 +13,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
+from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 
 def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
@@ -29,7 +30,8 @@ def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
 def emit_tile(
     isa: Isa, vector: Vector, lanes: int, first: v.Expr, chunk: v.Expr | int
 ) -> list[tuple[v.Expr, v.Expr]]:
-    """Unpack a tile: (place in y, weights without their scale as float32 x lanes) of each element.
+    """Unpack a tile: (place in y, weights without their scale as float32 x lanes) of each element;
+    with it, where it has one of its own.
 
     ``first`` is the block's first group, ``chunk`` the chunk within the block.
     """
@@ -53,6 +55,8 @@ def emit_tile(
             code = shifted >> v.constant(24, "int32", lanes)
             result.append((place, v.cast(code, "float32", lanes)))
         return result
+    if vector.precision == "mxfp4":
+        return _unpack_magnitudes(isa, vector, word, start, lanes, chunk)
     table = isa.lanes == 16 and lanes == 16
     if table:
         # vpermps looks at the low 4 bits of each lane only: no mask, no subtraction.
@@ -105,6 +109,68 @@ def _unpack_pairs(
     return result
 
 
+def _unpack_magnitudes(
+    isa: Isa, vector: Vector, word: v.Expr, start: v.Expr, lanes: int, chunk: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a tile of mxfp4."""
+    table = isa.lanes == 16 and lanes == 16
+    if table:
+        numbers = [*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)]
+        values = v.let(v.list_constants(numbers, "float32"))
+    scales = []
+    if vector.spread:
+        # Bytes of the int8 layout, whose chunks have half as many elements of a group.
+        base = vector.scales_base + v.wide(start + chunk * (4 * lanes))
+        scales = [
+            v.let(v.load_as(vector.scales, base + half * (16 * lanes), "int32", lanes))
+            for half in range(2)
+        ]
+    result = []
+    for index in range(8):
+        byte, half = index // 2, index % 2
+        place = start + (4 * chunk + byte + 16 * half) * lanes
+        code = word >> v.constant(4 * index, "int32", lanes) if index else word
+        if table:
+            weights = T.call_llvm_pure_intrin(
+                "float32x16", "llvm.x86.avx512.permvar.sf.512", values, code
+            )
+        else:
+            weights = _find_magnitude(v.let(code), lanes)
+        if vector.spread:
+            weights = weights * _take_unit(scales[half], byte, lanes)
+        result.append((place, weights))
+    return result
+
+
+def _find_magnitude(code: v.Expr, lanes: int) -> v.Expr:
+    """Return what the low 4 bits of int32 lanes stand for in mxfp4, as float32."""
+    # A number of 32 bits has room for eight magnitudes of four.
+    digits = sum(magnitude << (4 * place) for place, magnitude in enumerate(MAGNITUDES))
+    seven, four = v.constant(7, "uint32", lanes), v.constant(2, "uint32", lanes)
+    shift = (v.cast(code, "uint32", lanes) & seven) << four
+    magnitude = (v.constant(digits, "uint32", lanes) >> shift) & v.constant(15, "uint32", lanes)
+    number = v.reinterpret(v.cast(magnitude, "float32", lanes), "int32", lanes)
+    sign = (code & v.constant(8, "int32", lanes)) << v.constant(28, "int32", lanes)
+    return v.reinterpret(number | sign, "float32", lanes)
+
+
+def _take_unit(word: v.Expr, byte: int, lanes: int) -> v.Expr:
+    """Return the unit (`pi2.plan.weights.mxfp4`) whose exponent is a byte of int32 lanes."""
+    shift = v.constant(abs(23 - 8 * byte), "int32", lanes)
+    moved = word << shift if byte < 3 else word >> shift
+    bits = moved & v.constant(0x7F800000, "int32", lanes)
+    return v.reinterpret(bits, "float32", lanes)
+
+
+def load_scales(vector: Vector, group: v.Expr, count: int) -> v.Expr:
+    """Return the scales of ``count`` groups from ``group`` on as float32."""
+    if vector.precision != "mxfp4":
+        return v.load_halves(vector.scales, vector.scales_base + v.wide(group * 2), count)
+    exponents = v.load(vector.scales, vector.scales_base + v.wide(group), count)
+    bits = v.cast(exponents, "int32", count) << v.constant(23, "int32", count)
+    return v.reinterpret(bits, "float32", count)
+
+
 def list_places(
     precision: Precision, lanes: int, first: v.Expr, chunk: v.Expr | int
 ) -> list[v.Expr]:
@@ -119,7 +185,7 @@ def list_places(
 
 
 def load_block_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
-    """Return the scales of a block as float32 x lanes."""
-    if vector.precision == "fp16":
+    """Return the scales of a block as float32 x lanes: what `emit_tile` leaves out."""
+    if vector.precision == "fp16" or vector.spread:
         return v.constant(1.0, "float32", lanes)
-    return v.load_halves(vector.scales, vector.scales_base + v.wide(first * 2), lanes)
+    return load_scales(vector, first, lanes)

@@ -47,9 +47,16 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
-    if facts.resolved.divided_rows is not None and facts.resolved.model.state_layers:
+    model = facts.resolved.model
+    if facts.resolved.divided_rows is not None and model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
-    return []
+    limits = []
+    if model.quantization.ffn == "mxfp4" and facts.neurons is not None:
+        limits.append("computes no neurons of mxfp4 as a unit beside another")
+    has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates
+    if has_gates and model.quantization.ffn == "mxfp4":
+        limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")
+    return limits
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:

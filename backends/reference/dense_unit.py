@@ -192,4 +192,4 @@ def join_layer_scales(
     """Bundles [n, .] with their scales in them, wherever these lie."""
     if scales is None:
         return bundles
-    return join_scales(bundles, scales[layer][first : first + len(bundles)], layout)
+    return join_scales(bundles, scales[layer], layout, slice(first, first + len(bundles)))

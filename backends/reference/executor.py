@@ -338,7 +338,7 @@ class ReferenceExecutor(ObservableExecutor):
         if self._request.scales is None:
             return bundles
         assert indices is not None, "scales are resident: indices say which belong to a neuron"
-        return join_scales(bundles, self._request.scales[layer][indices], self._request.bundle)
+        return join_scales(bundles, self._request.scales[layer], self._request.bundle, indices)
 
     @noted
     def find_open(

@@ -22,7 +22,7 @@ import numpy as np
 from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.plan.documents.model import Model, Precision
+from pi2.plan.documents.model import FfnPrecision, Model
 from pi2.plan.weights.layout import GROUP
 from pi2.plan.weights.packing import dequantize, unpack_codes
 from pi2.progress import Progress, ignore_progress
@@ -51,7 +51,7 @@ class GgufTensor:
     name: str
     rows: int
     length: int
-    precision: Precision | None
+    precision: FfnPrecision | None
     """Precision of the weights; None is float32."""
     stored: str | None = None
     """Name in a neuron store, where a file like one takes the numbers from it."""
@@ -78,7 +78,7 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
     hidden = shape.hidden
 
     def make(
-        name: str, rows: int, length: int, precision: Precision | None, stored: str | None = None
+        name: str, rows: int, length: int, precision: FfnPrecision | None, stored: str | None = None
     ) -> GgufTensor:
         adds = name.endswith("attn_output.weight") or "ffn_down" in name
         return GgufTensor(
@@ -145,8 +145,8 @@ def write_gguf(
     """Write random weights for ``model``, a tensor at a time; appears when it is complete.
 
     Words, norms and routers are those of ``like``, a store of ``model``.  int4 becomes Q4_0, int8
-    Q8_0, fp16 F16: the same bits per weight as a neuron store.  Raises `UserError` P654 for what
-    GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
+    Q8_0, fp16 F16, mxfp4 MXFP4: the same bits per weight as a neuron store.  Raises `UserError`
+    P654 for what GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
     """
     moe = model.moe
     if moe is not None and (moe.shared_experts or moe.router != "softmax"):
@@ -172,6 +172,7 @@ def write_gguf(
         "int4": gguf.GGMLQuantizationType.Q4_0,
         "int8": gguf.GGMLQuantizationType.Q8_0,
         "fp16": gguf.GGMLQuantizationType.F16,
+        "mxfp4": gguf.GGMLQuantizationType.MXFP4,
         None: gguf.GGMLQuantizationType.F32,
     }
     writer = gguf.GGUFWriter(temporary, "qwen2" if model.attention.qkv_bias else "llama")
@@ -247,6 +248,8 @@ def _count_row_bytes(tensor: GgufTensor) -> int:
             return tensor.length // 32 * 18
         case "int8":
             return tensor.length // 32 * 34
+        case "mxfp4":
+            return tensor.length // 32 * 17
         case "fp16":
             return tensor.length * 2
         case _:
@@ -274,6 +277,11 @@ def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterat
             raw = _draw_bytes(bits, count)
             values = (raw.astype(np.float32) - 127.5) / 74.0 * deviation
             yield values.astype(np.float16)
+        elif tensor.precision == "mxfp4":
+            # A group is an exponent, then 32 codes; a random one is 2.9 on average.
+            blocks = _draw_bytes(bits, count // 32 * 17).reshape(count // 32, 17)
+            blocks[:, 0] = 127 + round(math.log2(deviation / 2.9))
+            yield blocks
         else:
             # A group is a scale, then the codes: 32 of 4 bits around 8, or of 8 bits around 0.
             width, steps = (18, 4.6) if tensor.precision == "int4" else (34, 74.0)

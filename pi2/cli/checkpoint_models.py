@@ -119,7 +119,9 @@ def make_model(
     document = describe_checkpoint(checkpoint, make_id(title)).model
     # Many checkpoints do not say what they are called.
     document = document.model_copy(update={"name": title[:120]})
-    precision = quantization or find_precision(checkpoint)
+    precision = quantization
+    if precision is None and document.quantization.ffn != "mxfp4":
+        precision = find_precision(checkpoint)
     if precision is not None:
         document = choose_precision(document, precision)
     notes, refusal = write_notes(checkpoint, document, origin)

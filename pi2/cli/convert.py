@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
-    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model import FfnPrecision, Model
     from pi2.plan.weights.layout import ScalesPlace
 
 GROUP = "Convert"
@@ -44,7 +44,7 @@ MIB = 1024 * 1024
 )
 @click.option(
     "--quantization",
-    type=click.Choice(["int4", "int8", "fp16"]),
+    type=click.Choice(["int4", "int8", "fp16", "mxfp4"]),
     help="Weight precision; overrides the model document's.",
 )
 @add_path_option(
@@ -114,7 +114,7 @@ def command(
     checkpoint: Path,
     model: str | None,
     output: Path,
-    quantization: Literal["int4", "int8", "fp16"] | None,
+    quantization: FfnPrecision | None,
     tokenizer: Path | None,
     predictors: Path | None,
     activations: Path | None,
@@ -192,15 +192,13 @@ def command(
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
 
 
-def write_mlc_folder(
-    checkpoint: Path, output: Path, quantization: Literal["int4", "int8", "fp16"] | None
-) -> None:
+def write_mlc_folder(checkpoint: Path, output: Path, quantization: FfnPrecision | None) -> None:
     """Write a folder of MLC-LLM."""
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.mlc_writer import write_mlc
 
-    if quantization == "int8":
+    if quantization in ("int8", "mxfp4"):
         raise click.UsageError("--to mlc writes int4 (q4f16_1) or fp16 (q0f16)")
     kind: Literal["q4f16_1", "q0f16"] = "q0f16" if quantization == "fp16" else "q4f16_1"
     with ProgressBar() as progress:
@@ -267,13 +265,15 @@ def write_errors(
     return f"{place}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
 
 
-def choose_precision(model: Model, precision: Literal["int4", "int8", "fp16"]) -> Model:
-    """The model with weights of one type; tables, heads and predictors have 8 bits at least."""
+def choose_precision(model: Model, precision: FfnPrecision) -> Model:
+    """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
+    beside neurons of mxfp4 all others have."""
     from pi2.plan.documents.model import Quantization
 
-    careful = "int8" if precision == "int4" else precision
+    attention = "int8" if precision == "mxfp4" else precision
+    careful = "int8" if attention == "int4" else attention
     chosen = Quantization(
-        ffn=precision, attention=precision, embedding=careful, head=careful, predictor=careful
+        ffn=precision, attention=attention, embedding=careful, head=careful, predictor=careful
     )
     return model.model_copy(update={"quantization": chosen})
 

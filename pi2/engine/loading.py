@@ -348,8 +348,8 @@ def load_gates(
             reader.start_run(layer, first, piece).result()
             rows = places[first : first + len(piece)]
             if request.scales is not None:
-                own = request.scales[layer][first : first + len(piece)]
-                piece = join_scales(piece, own, request.bundle)
+                own = slice(first, first + len(piece))
+                piece = join_scales(piece, request.scales[layer], request.bundle, own)
             layout = request.whole_bundle
             weights[rows], piece_scales = slice_part(piece, layout, 0)
             if scales is not None:

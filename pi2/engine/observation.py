@@ -78,8 +78,8 @@ class DenseObserver(ExecutorObserver):
         """Compute the activations of neurons."""
         whole, request = bundles, self._request
         if request.scales is not None:
-            scales = request.scales[layer][first : first + len(bundles)]
-            whole = join_scales(bundles, scales, request.bundle)
+            rows = slice(first, first + len(bundles))
+            whole = join_scales(bundles, request.scales[layer], request.bundle, rows)
         values = self._compute(request, self._read_input(), whole)
         if self._request.model.moe is not None:
             owners = slice_experts(whole, request.whole_bundle)

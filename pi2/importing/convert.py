@@ -22,7 +22,12 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
-from pi2.importing.activations import count_bands, group_experts, order_neurons, read_counts
+from pi2.importing.activations import (
+    count_bands,
+    group_experts,
+    order_neurons,
+    read_counts,
+)
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.dense_rows import find_dense_rows
 from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
@@ -38,11 +43,12 @@ from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.importing.state_rows import find_state_rows, list_vector_sources, read_state_vector
 from pi2.importing.steps import find_most_bytes, plan_steps
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import BundleLayout, ScalesPlace
-from pi2.plan.weights.packing import assemble_bundles, quantize
+from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
+from pi2.plan.weights.packing import assemble_bundles, dequantize, quantize
 from pi2.progress import Progress, ignore_progress
 from pi2.store.identity import describe_weights
 from pi2.store.manifest import Manifest, Order, name_layer_file
+from pi2.store.neuron_groups import keep_groups
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -246,24 +252,21 @@ class _Conversion:
         order = self._order[layer]
         biases = self._read_biases(layer, bundle)
         neurons_of_expert = self._model.shape.ffn
-        step = max(1, _PIECE_WEIGHTS // bundle.hidden)
+        step = round_up(max(1, _PIECE_WEIGHTS // bundle.hidden), GROUP)
 
         def pack(start: int) -> U8:
             neurons = order[start : start + step]
             owners = neurons // neurons_of_expert
             runs = _find_runs(owners)
 
-            def pack_part(place: int) -> Packed:
-                # The rows of gate and up meet the FFN's input; those of down do not.
-                ffn_layer = None if bundle.parts[place].name == "down" else layer
+            def pack_part(place: int) -> tuple[Raw, Raw | None]:
+                part = bundle.parts[place]
                 weights, scales = [], []
                 for first, last in runs:
                     owner = owners[first]
                     rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
                     tensor = sources[owner][place].tensor
-                    packed, some = self._pack_rows(
-                        rows, self._model.quantization.ffn, tensor, bundle.hidden, ffn_layer
-                    )
+                    packed, some = self._pack_neurons(rows, tensor, layer, part)
                     weights.append(packed)
                     scales += [] if some is None else [some]
                 if len(weights) == 1:
@@ -368,6 +371,21 @@ class _Conversion:
         if biases:
             yield np.concatenate(biases, axis=1), None
 
+    def _pack_neurons(
+        self, raw: Raw, source: SourceTensor, layer: int, part: Part
+    ) -> tuple[Raw, Raw | None]:
+        """Rows of a part of neurons, packed."""
+        precision, length = self._model.quantization.ffn, self._model.shape.stored_hidden
+        if precision != "mxfp4":
+            # The rows of gate and up meet the FFN's input; those of down do not.
+            ffn_layer = None if part.name == "down" else layer
+            return self._pack_rows(raw, precision, source, length, ffn_layer)
+        rows = pad_columns(source.widen(raw), length)
+        try:
+            return self._quantizer.quantize_exponents(rows, source.name, spread=part.spread)
+        except ValueError as error:
+            raise _explain_weight(source, error) from None
+
     def _pack_rows(
         self,
         raw: Raw,
@@ -383,7 +401,9 @@ class _Conversion:
             rows = pad_columns(source.widen(raw), length)
             return self._quantize(rows, precision, source, ffn_layer)
         if self._quantizer.errors is not None:
-            self._quantizer.errors.add(source.name, source.widen(raw), taken, precision)
+            rows = source.widen(raw)
+            stored = dequantize(*taken, rows.shape[1], precision)
+            self._quantizer.errors.add(source.name, rows, stored, precision)
         return taken
 
     def _quantize(
@@ -400,9 +420,7 @@ class _Conversion:
             if not np.isfinite(rows).all():
                 raise ValueError("a weight is not a finite number")
         except ValueError as error:
-            raise UserError.of(
-                "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
-            ) from None
+            raise _explain_weight(source, error) from None
         return rows, None
 
     def _find(self, key: str, layer: int, expert: int) -> Rows:
@@ -411,6 +429,12 @@ class _Conversion:
     def _advance(self, source: Rows) -> None:
         self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
         self._read_bytes += source.size_bytes
+
+
+def _explain_weight(source: SourceTensor, error: ValueError) -> UserError:
+    return UserError.of(
+        "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
+    )
 
 
 def _split_name(tensor: DenseTensor) -> tuple[str, int]:
@@ -456,11 +480,11 @@ def _choose_order(model: Model, activations: Path | None) -> I32:
     layers, neurons = model.shape.layers, model.layer_neurons
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
-    by_hotness = order_neurons(read_counts(activations, layers, neurons))
-    if _name_order(model, activations) == "hotness":
-        return by_hotness
-    bands = count_bands(model)
-    return np.stack([group_experts(order, model.shape.ffn, bands) for order in by_hotness])
+    orders = order_neurons(read_counts(activations, layers, neurons))
+    if _name_order(model, activations) != "hotness":
+        bands = count_bands(model)
+        orders = np.stack([group_experts(order, model.shape.ffn, bands) for order in orders])
+    return keep_groups(model, orders)
 
 
 def _name_order(model: Model, activations: Path | None) -> Order:

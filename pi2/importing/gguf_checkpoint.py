@@ -73,6 +73,10 @@ class GgufTensor(PackedTensor):
     def _decode(self, raw: U8) -> F32:
         return decode_blocks(raw, self.block)
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.block.name == "MXFP4"
+
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         if raw.dtype != np.uint8 or self.factors is not None:
             return None

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
+from pi2.importing.ffn_rows import name_ffn_source
 from pi2.importing.generation_config import read_sampling
 from pi2.importing.leftovers import find_leftovers
 from pi2.importing.requirements import check_checkpoint, raise_findings
@@ -72,10 +73,25 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
         **tables,
     }
     model = _validate(config, tables)
+    if has_mxfp4_neurons(checkpoint, model):
+        tables["quantization"] = {"ffn": "mxfp4", "attention": "int8"}
+        model = _validate(config, tables)
     says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
     check_checkpoint(checkpoint, model, says=says)
     raise_findings(list(find_leftovers(checkpoint, model, says)))
     return NewModel(model=model, text=write_model(model, name_origin(place)))
+
+
+def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
+    """Whether the checkpoint's neurons, but for layers that are no mixture, are MXFP4."""
+    dense = () if model.moe is None else model.moe.dense_layers
+    layer = next((layer for layer in range(model.shape.layers) if layer not in dense), None)
+    if layer is None:
+        return False
+    keys = [name_ffn_source(model, part) for part in ("up", "down")]
+    names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
+    tensors = checkpoint.tensors
+    return all(name in tensors and tensors[name].is_mxfp4 for name in names)
 
 
 def name_origin(path: Path) -> str:

@@ -93,6 +93,11 @@ class SourceTensor:
         """The columns of a matrix as rows, in a type that `widen` takes; raises as `read_raw`."""
         return turn(self.read_raw())
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether its numbers are 4-bit floats of which 32 share a power of two."""
+        return False
+
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         """Packed weights and scales of rows that are quantised already just as the store does it;
         None for all others, which is what every plain number is."""

@@ -28,6 +28,10 @@ class ExpertTensor(SourceTensor):
     def widen(self, raw: Raw) -> F32:
         return self.whole.widen(raw)
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.whole.is_mxfp4
+
 
 def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     """The part of ``expert`` of a tensor of all experts."""
@@ -57,6 +61,10 @@ class TurnedTensor(SourceTensor):
 
     def widen(self, raw: Raw) -> F32:
         return self.stored.widen(raw)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.stored.is_mxfp4
 
 
 def turn_tensor(stored: SourceTensor) -> SourceTensor:

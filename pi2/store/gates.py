@@ -58,6 +58,12 @@ def add_gates(path: Path, progress: Progress = ignore_progress) -> Manifest:
                 "experts with gates",
                 help='thresholds of other models have predictor = "gate", which needs no file',
             )
+        if store.bundle.precision == "mxfp4":
+            raise UserError.of(
+                "P105",
+                f"the gates of {path} cannot be kept apart: its neurons are mxfp4",
+                help="convert the checkpoint with `--quantization int4`, or int8",
+            )
         record = lay_out_gates(store.bundle, model.shape.ffn)
         rows = model.shape.layers * model.expert_count
         plan = lay_out_layer_file(rows, record.stride)

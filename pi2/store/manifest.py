@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
-from pi2.plan.documents.model import Model, Precision
+from pi2.plan.documents.model import FfnPrecision, Model
 from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     BundleLayout,
@@ -100,7 +100,7 @@ class StoredBundle(Table):
 
     hidden: Count
     """Elements of each vector."""
-    precision: Precision
+    precision: FfnPrecision
     """Type of the weights."""
     stride: Count
     """Bytes from one neuron to the next."""

@@ -89,7 +89,7 @@ class StoredLayer:
         """Bundles [n, .] of some neurons with their scales in them, as ``layout.inline`` says, or
         ``layout`` where they are there anyway."""
         bundles, scales = self.bundles[rows], self.scales
-        return bundles if scales is None else join_scales(bundles, scales[rows], self.layout)
+        return bundles if scales is None else join_scales(bundles, scales, self.layout, rows)
 
     @property
     def original(self) -> I32:

@@ -16,12 +16,13 @@ import numpy as np
 from pi2.arrays import I32, I64, U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import ScalesPlace, round_up
+from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.plan.weights.packing import join_scales
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import read_regular
 from pi2.store.gates import add_gates
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
+from pi2.store.neuron_groups import keep_groups
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
 from pi2.store.twins import add_twin
@@ -65,6 +66,7 @@ def reorder_store(
         manifest = old.manifest
         model = manifest.describe_model()
         assert orders.shape == (model.shape.layers, model.layer_neurons)
+        orders = keep_groups(model, orders)
         places = [
             _find_places(layer.copy_original(), order)
             for layer, order in zip(old.layers, orders, strict=True)
@@ -162,11 +164,12 @@ def _gather(layer: StoredLayer, places: I64, stride: int) -> Iterator[U8]:
     """Bundles with their scales in them, ``stride`` bytes apart, in their new order; UserError P507
     if one is not as it was written."""
     checks, layout = layer.copy_checks(), layer.layout
-    step = max(1, _PIECE_BYTES // layer.stride)
+    step = round_up(max(1, _PIECE_BYTES // layer.stride), GROUP)
     for start in range(0, len(places), step):
         wanted = places[start : start + step]
         piece = layer.bundles[wanted]
-        scales = None if layer.scales is None else layer.scales[wanted]
+        scales = layer.scales
+        joined = piece if scales is None else join_scales(piece, scales, layout, wanted)
         # What stays mapped counts as memory.
         layer.forget()
         for place, bundle in zip(wanted.tolist(), piece, strict=True):
@@ -176,15 +179,13 @@ def _gather(layer: StoredLayer, places: I64, stride: int) -> Iterator[U8]:
                     f"neuron {place} in {layer.path} is damaged: its checksum differs",
                     help="make the store again, or copy it again as a whole",
                 )
-        if scales is not None:
-            piece = join_scales(piece, scales, layout)
-        if stride != piece.shape[1]:
+        if stride != joined.shape[1]:
             # What a bundle does not use is zero.
-            spread = np.zeros((len(piece), stride), np.uint8)
-            common = min(stride, piece.shape[1])
-            spread[:, :common] = piece[:, :common]
-            piece = spread
-        yield piece
+            spread = np.zeros((len(joined), stride), np.uint8)
+            common = min(stride, joined.shape[1])
+            spread[:, :common] = joined[:, :common]
+            joined = spread
+        yield joined
 
 
 def _read_tensor(

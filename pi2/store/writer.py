@@ -44,6 +44,7 @@ from pi2.store.manifest import (
     name_layer_file,
     name_scales_file,
 )
+from pi2.store.neuron_groups import cut_groups
 from pi2.store.tensors import DenseTensor, list_tensors
 from pi2.store.unfinished import UnfinishedStore, explain_os_error
 
@@ -93,7 +94,7 @@ class StoreWriter:
         self.bundle: BundleLayout = self._stored
         """How the bundles that are written are laid out: their scales are taken out of them here,
         where these have files of their own."""
-        if scales == "resident":
+        if self._stored.scales == "resident":
             self.bundle = self._stored.inline
         self.tensors: list[DenseTensor] = list_tensors(model, ranks)
         self._ranks = None if ranks is None else tuple(ranks)
@@ -112,7 +113,8 @@ class StoreWriter:
         """Write the neurons of ``layer``.
 
         ``original`` int32 [ffn] is the neuron of the checkpoint at every stored place;
-        ``bundles`` gives uint8 [n, stride] pieces in stored order, laid out as ``bundle`` says.
+        ``bundles`` gives uint8 [n, stride] pieces in stored order, laid out as ``bundle`` says; of
+        mxfp4, 32 neurons that follow each other share the scales of their downs.
         """
         neurons, stride = self.model.layer_neurons, self._stored.stride
         assert original.shape == (neurons,) and original.dtype == np.int32
@@ -126,7 +128,8 @@ class StoreWriter:
             known = PieceFeed(file, plan.pieces)
             known.write_before(plan.bundles_offset)
             done = 0
-            for whole in bundles:
+            groups = self._stored.scales == "resident" and self._stored.parts[-1].spread
+            for whole in cut_groups(bundles) if groups else bundles:
                 assert whole.dtype == np.uint8 and whole.shape[1] == self.bundle.stride, whole.shape
                 piece = whole
                 if self._stored.scales == "resident":

@@ -14,11 +14,11 @@ import pytest
 
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
-from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up, split_lanes
 from pi2.plan.weights.packing import (
     assemble_bundles,
     pack_codes,
-    quantize,
+    quantize_part,
     unpack_codes,
     unpack_part,
 )
@@ -153,6 +153,7 @@ def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
 FFNS: dict[str, dict[str, Any]] = {
     "gate and up, dReLU": {"hidden": 544, "planes": 2, "chunk_planes": 1},
     "gate and up, SiLU": {"hidden": 96, "activation": "silu", "ffn": "int8"},
+    "4-bit floats": {"hidden": 160, "activation": "silu", "ffn": "mxfp4"},
     "two experts": {"hidden": 160, "experts": 2},
     "up with a bias": {"hidden": 160, "activation": "relu", "gated": False, "ffn_bias": True},
 }
@@ -186,10 +187,18 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     assert np.array_equal(arrays[0][last], paired[last])
     assert np.array_equal(arrays[1][last], scales[last])
 
-    rows = [rng.standard_normal((neurons, hidden)).astype(np.float32) * 0.1 for _ in range(3)]
+    # Of mxfp4, 32 neurons share scales.
+    count = round_up(neurons, GROUP)
+    rows = [rng.standard_normal((count, hidden)).astype(np.float32) * 0.1 for _ in range(3)]
     biases = rng.standard_normal((neurons, 1)).astype(np.float32) if layout.biases else None
     owners = np.arange(neurons, dtype=np.int32) % 2 if "experts" in changes else None
-    packed = [quantize(part, ffn) for part in (rows if gated else rows[1:])]
+    packed = [
+        (weights[:neurons], None if scales is None else scales[:neurons])
+        for weights, scales in (
+            quantize_part(values, part, ffn)
+            for values, part in zip(rows if gated else rows[1:], layout.parts, strict=True)
+        )
+    ]
     bundles = assemble_bundles(packed, layout, biases, owners)
     parts = [unpack_part(bundles, layout, index) for index in range(len(layout.parts))]
     sums = [inputs @ part.astype(np.float64).T for part in parts[:-1]]

@@ -117,7 +117,10 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("features", "ffn", "hidden"),
     # Twins are computed by the same functions.
-    [*((features, "int4", 544) for features in DECODING), (DECODING[-1], "int2", 704)],
+    [
+        *((features, ffn, 544) for features in DECODING for ffn in ("int4", "mxfp4")),
+        (DECODING[-1], "int2", 704),
+    ],
 )
 def test_gathered_neurons_on_aarch64(features: str, ffn: Any, hidden: int, tmp_path: Path) -> None:
     from tests.property.test_kernels_ffn import Layer

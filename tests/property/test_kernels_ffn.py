@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.documents.model import Activation
-from pi2.plan.weights.layout import Precision, lay_out_bundle
+from pi2.plan.weights.layout import Precision, lay_out_bundle, round_up
 from pi2.plan.weights.packing import pack_bundles, unpack_bundles
 from tests.helpers.kernels import (
     align,
@@ -26,7 +26,7 @@ from tests.helpers.kernels import (
 
 HIDDEN = st.sampled_from([32, 96, 256, 320, 480, 512, 544, 1056])
 ACTIVATIONS = st.sampled_from(["relu", "drelu", "fatrelu", "relu2", "silu"])
-PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
+PRECISIONS = st.sampled_from(["int4", "int8", "fp16", "mxfp4"])
 
 
 def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F64:
@@ -54,10 +54,12 @@ class Layer:
         self.spec = spec
         self.tokens = tokens
         layout = lay_out_bundle(spec.hidden, spec.ffn, spec.stride)
+        # Of mxfp4, 32 neurons share scales.
         gate, up, down = (
-            rng.standard_normal((neurons, spec.hidden)).astype(np.float32) for _ in range(3)
+            rng.standard_normal((round_up(neurons, 32), spec.hidden)).astype(np.float32)
+            for _ in range(3)
         )
-        self.bundles = align(pack_bundles(gate, up, down, layout))
+        self.bundles = align(pack_bundles(gate, up, down, layout)[:neurons])
         self.parts = [part.astype(np.float64) for part in unpack_bundles(self.bundles, layout)]
         x = rng.standard_normal((tokens, spec.hidden)).astype(np.float32) * 0.1
         self.arrays, stands_for = quantize_activations(x, spec.planes)

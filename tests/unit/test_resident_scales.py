@@ -162,7 +162,7 @@ def test_scales_are_taken_out_of_any_neuron_and_put_back(gated: bool, precision:
     whole[:, inline.used_bytes :] = 0
     bundles, scales = split_scales(whole, apart)
     assert bundles.shape == (5, apart.stride) and not bundles[:, apart.used_bytes :].any()
-    again = join_scales(bundles, scales, apart)
+    again = join_scales(bundles, scales, apart, slice(None))
     for index in range(parts):
         (codes, rows), (given_codes, given_rows) = (
             slice_part(array, inline, index) for array in (again, whole)

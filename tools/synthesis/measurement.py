@@ -177,7 +177,7 @@ def _read_bundles(layer: StoredLayer, layout: BundleLayout) -> Iterator[tuple[in
             piece = np.frombuffer(file.read(count * layout.stride), np.uint8)
             piece, scales = piece.reshape(count, layout.stride), layer.scales
             if scales is not None:
-                piece = join_scales(piece, scales[first : first + count], layout)
+                piece = join_scales(piece, scales, layout, slice(first, first + count))
             yield first, piece
 
 

@@ -54,7 +54,9 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("knows no thresholds of smooth activations")
     if plan.memory.embedding == "flash" and not model.tied_head:
         limits.append("keeps the embedding in its memory: memory.embedding must not be `flash`")
-    if resolved.bundle.scales == "resident":
+    if model.quantization.ffn == "mxfp4":
+        limits.append("computes no neurons of mxfp4")
+    elif resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
     limits += list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2

@@ -51,11 +51,14 @@ class FourBitTensor(DecodedTensor):
         rows = (self.shape[1] if self.is_turned else self.shape[0]) * (self.expert or 0)
         codes = _read_part(self.codes, rows + start, rows + stop)
         scales = _read_part(self.scales, rows + start, rows + stop)
-        exponents = self.scales.dtype in ("U8", "F8_E8M0")
-        wide = decode_e8m0(scales) if exponents else E4M3[scales] * np.float32(self.factor)
+        wide = decode_e8m0(scales) if self.is_mxfp4 else E4M3[scales] * np.float32(self.factor)
         numbers = decode_pairs(codes)
         groups = numbers.reshape(len(codes), wide.shape[1], -1) * wide[:, :, None]
         return np.asarray(groups.reshape(len(codes), -1), np.float32)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales.dtype in ("U8", "F8_E8M0")
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         if precision != "int8" or raw.shape[1] % GROUP:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pi2.arrays import F16, F32, U8
+from pi2.arrays import F32
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import dequantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +42,11 @@ class ErrorReport:
         self,
         tensor: str,
         rows: F32,
-        packed: tuple[U8, F16 | None],
+        stored: F32,
         precision: Precision,
     ) -> None:
-        """Compare ``rows`` [n, length] of ``tensor`` with what was packed of them."""
-        wrong = dequantize(packed[0], packed[1], rows.shape[1], precision) - rows
+        """Compare ``rows`` [n, length] of ``tensor`` with what is ``stored`` of them."""
+        wrong = stored - rows
         sums = (float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows)))
         largest = float(np.abs(wrong).max(initial=0))
         with self._lock:

@@ -14,7 +14,12 @@ from pi2.importing.quantizers.compensation import prepare_moments, quantize_with
 from pi2.importing.quantizers.errors import ErrorReport
 from pi2.importing.quantizers.search import quantize_by_search
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.packing import (
+    dequantize,
+    dequantize_exponents,
+    quantize,
+    quantize_exponents,
+)
 
 Method = Literal["nearest", "search", "compensated"]
 
@@ -67,7 +72,20 @@ class Quantizer:
         """
         packed = self._quantize(rows, precision, ffn_layer)
         if self.errors is not None:
-            self.errors.add(tensor, rows, packed, precision)
+            stored = dequantize(*packed, rows.shape[1], precision)
+            self.errors.add(tensor, rows, stored, precision)
+        return packed
+
+    def quantize_exponents(self, rows: F32, tensor: str, *, spread: bool) -> tuple[U8, U8]:
+        """Quantise and pack ``rows`` [n, length] of ``tensor`` as mxfp4, to nearest whatever the
+        method; every 32 of them share exponents where these are ``spread``.
+
+        Raises `ValueError` for weights that cannot be stored.
+        """
+        packed = quantize_exponents(rows, spread=spread)
+        if self.errors is not None:
+            stored = dequantize_exponents(*packed, rows.shape[1], spread=spread)
+            self.errors.add(tensor, rows, stored, "mxfp4")
         return packed
 
     def _quantize(

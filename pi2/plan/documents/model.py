@@ -15,6 +15,10 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_
 Precision = Literal["int4", "int8", "fp16"]
 """Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
 
+FfnPrecision = Literal["int4", "int8", "fp16", "mxfp4"]
+"""Storage type of neurons.  mxfp4 is what gpt-oss is published in: 4-bit floats, of which 32 have a
+power of two as their scale; stores hold the published weights exactly."""
+
 Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
 """Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
 below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
@@ -312,7 +316,7 @@ class Tokenizer(Table):
 class Quantization(Table):
     """Precision of the weights by class of tensor."""
 
-    ffn: Precision = "int4"
+    ffn: FfnPrecision = "int4"
     """Neuron bundles."""
     attention: Precision = "int4"
     """Query, key, value and output projections."""
@@ -469,8 +473,11 @@ class Model(Document):
     def lay_out_bundle(
         self, stride: int | None = None, scales: ScalesPlace = "inline"
     ) -> BundleLayout:
-        """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes."""
+        """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes.
+        Of mxfp4, stores know one place for scales alone."""
         ffn = self.ffn
+        if self.quantization.ffn == "mxfp4":
+            scales = "resident"
         return lay_out_bundle(
             self.shape.stored_hidden,
             self.quantization.ffn,

@@ -14,12 +14,15 @@ empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
 - int2, for twins alone: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
   elements ``4c + b + 8k`` of group ``j`` in its bits 2k and 2k + 1, as ``(q + 3) / 2`` with q one
   of -3, -1, 1 and 3.
+- mxfp4, for neurons alone: as int4, but a nibble's low three bits are the place of the code's
+  magnitude in 0, 1, 2, 3, 4, 6, 8, 12 (twice what E2M1 says), and its highest bit is its sign.
 - int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j``, signed.
 
 So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
 up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  int8
 activations use the int8 layout.  fp16 vectors are plain.  Scales follow in the order of groups.
+A scale of mxfp4 is one byte e that stands for 2^(e - 127), and for nothing but zeros where e is 0.
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
@@ -28,6 +31,12 @@ expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
+
+Neurons of mxfp4 are exact copies of checkpoints, where 32 neurons share the scale of an element of
+their down columns.  So their gates and ups have scales in the bundle, and the scales of their downs
+are resident: for 32 neurons that follow each other, in stored order, one vector of ``hidden`` bytes
+in the int8 layout, in the 32 rows of these neurons.  Neurons of mxfp4 with all scales in them have
+such a vector each.
 
 A *twin* is a copy of a neuron in fewer bits, laid out like it, its scales in it: it is computed
 where reading the neuron itself is not worth it.
@@ -50,7 +59,7 @@ codes of two bits have no zero to fill them up with."""
 
 PartName = Literal["gate", "up", "down"]
 TwinPrecision = Literal["int2"]
-Precision = Literal["int4", "int8", "fp16"] | TwinPrecision
+Precision = Literal["int4", "int8", "fp16", "mxfp4"] | TwinPrecision
 ScalesPlace = Literal["inline", "resident"]
 
 
@@ -66,17 +75,18 @@ def split_lanes(length: int) -> list[int]:
 
 def weight_bytes(length: int, precision: Precision) -> int:
     """Bytes of the weights of one packed vector, scales not included."""
-    return {"int2": length // 4, "int4": length // 2, "int8": length, "fp16": length * 2}[precision]
+    bits = {"int2": 2, "int4": 4, "mxfp4": 4, "int8": 8, "fp16": 16}[precision]
+    return length * bits // 8
 
 
 def count_chunks(precision: Precision) -> int:
     """Chunks of a block of quantised weights."""
-    return {"int2": 2, "int4": 4, "int8": 8}[precision]
+    return {"int2": 2, "int4": 4, "mxfp4": 4, "int8": 8}[precision]
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
-    """Bytes of the fp16 scales of one packed vector."""
-    return 0 if precision == "fp16" else length // GROUP * 2
+    """Bytes of the scales of one packed vector: fp16, of mxfp4 one byte each."""
+    return length // GROUP * {"fp16": 0, "mxfp4": 1}.get(precision, 2)
 
 
 def vector_bytes(length: int, precision: Precision) -> int:
@@ -107,6 +117,10 @@ class Part:
     name: PartName
     weights_offset: int
     scales_offset: int
+    resident: bool = False
+    """Whether its scales lie beside the bundle."""
+    spread: bool = False
+    """Whether every element has a scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +159,8 @@ class BundleLayout:
     @property
     def scales_stride(self) -> int:
         """Bytes from one neuron's scales to the next, where they lie beside bundles, else 0."""
-        if self.scales == "inline":
-            return 0
-        return len(self.parts) * scale_bytes(self.hidden, self.precision)
+        resident = sum(part.resident for part in self.parts)
+        return resident * scale_bytes(self.hidden, self.precision)
 
     @property
     def neuron_bytes(self) -> int:
@@ -183,10 +196,21 @@ def lay_out_bundle(
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
         end = offset + weight_bytes(hidden, precision)
-        first = end if scales == "inline" else row
-        parts.append(Part(name=name, weights_offset=offset, scales_offset=first))
-        row += scale_bytes(hidden, precision)
-        offset = end + (scale_bytes(hidden, precision) if scales == "inline" else 0)
+        spread = precision == "mxfp4" and name == "down"
+        resident = scales == "resident" and (spread or precision != "mxfp4")
+        part = Part(
+            name=name,
+            weights_offset=offset,
+            scales_offset=row if resident else end,
+            resident=resident,
+            spread=spread,
+        )
+        parts.append(part)
+        offset = end
+        if resident:
+            row += scale_bytes(hidden, precision)
+        else:
+            offset += hidden if spread else scale_bytes(hidden, precision)
     biases: list[Bias] = []
     for name in names[:-1] if bias else ():
         offset = round_up(offset, 4)
@@ -215,6 +239,8 @@ def find_twin_obstacle(bundle: BundleLayout, width: int) -> str | None:
     """Why neurons laid out so, of a model of ``width``, can have no twin; None if they can."""
     if bundle.precision == "fp16":
         return "they are fp16, and add up in another order than twins do"
+    if bundle.precision == "mxfp4":
+        return "they are mxfp4, which is 4 bits already"
     if width % TWIN_MULTIPLE:
         return f"the {width} elements of a vector are no multiple of {TWIN_MULTIPLE}"
     return None

@@ -10,6 +10,7 @@ Quantisers (round to nearest, one fp16 scale per group of 32 along the vector):
 - int2: ``q`` = -3, -1, 1 or 3, the nearest to ``w / scale``; the scale is the best of a few for
   the squared error
 - fp16: plain values, no scales
+- mxfp4: `pi2.plan.weights.mxfp4`, with a function of its own (`quantize_exponents`)
 
 A group whose scale is 0 has ``q = 0``.
 """
@@ -22,16 +23,18 @@ from typing import Literal
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, I32, U8, U32, Raw
+from pi2.arrays import F16, F32, I8, I32, I64, U8, U32, Raw
 from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
+    Part,
     Precision,
     scale_bytes,
     split_lanes,
     weight_bytes,
 )
+from pi2.plan.weights.mxfp4 import find_codes, take_units, take_values
 
 _TOP = {"int4": 7, "int8": 127}
 _BOTTOM = {"int4": -8, "int8": -127}
@@ -46,7 +49,7 @@ def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
     fp16).  Raises `ValueError` if a weight is not finite or does not fit into fp16.
     """
     count, length = rows.shape
-    assert rows.dtype == np.float32, rows.dtype
+    assert rows.dtype == np.float32 and precision != "mxfp4", (rows.dtype, precision)
     if precision == "fp16":
         with np.errstate(over="ignore"):
             halves = np.ascontiguousarray(rows, dtype="<f2")
@@ -70,15 +73,43 @@ def dequantize(weights: U8, scales: F16 | None, length: int, precision: Precisio
     if precision == "fp16":
         assert scales is None
         return np.ascontiguousarray(weights).view("<f2").reshape(count, length).astype(np.float32)
-    assert scales is not None
+    assert scales is not None and precision != "mxfp4"
     codes = unpack_codes(weights, length, precision).reshape(count, length // GROUP, GROUP)
     values = codes.astype(np.float32)
     values *= scales.astype(np.float32)[:, :, None]
     return values.reshape(count, length)
 
 
+def quantize_exponents(rows: F32, *, spread: bool) -> tuple[U8, U8]:
+    """Quantise and pack ``rows`` float32 [n, length] as mxfp4.
+
+    Returns packed weights uint8 [n, length / 2] and exponents: uint8 [n, length / 32] of groups
+    along the rows, or, where they are ``spread``, [n, length] in the int8 layout: every 32 rows, of
+    which there is a multiple, share those of their elements.  Raises `ValueError` as `find_codes`
+    does.
+    """
+    count, length = rows.shape
+    if not spread:
+        codes, exponents = find_codes(rows.reshape(count, length // GROUP, GROUP), axis=2)
+        return pack_codes(codes.reshape(rows.shape), "mxfp4"), exponents
+    codes, exponents = find_codes(rows.reshape(count // GROUP, GROUP, length), axis=1)
+    packed = pack_codes(np.ascontiguousarray(exponents).view(np.int8), "int8")
+    return pack_codes(codes.reshape(rows.shape), "mxfp4"), np.repeat(packed, GROUP, axis=0)
+
+
+def dequantize_exponents(weights: U8, exponents: U8, length: int, *, spread: bool) -> F32:
+    """Undo `quantize_exponents`: float32 [n, length]."""
+    values = take_values(unpack_codes(weights, length, "mxfp4"))
+    if spread:
+        units = take_units(unpack_codes(exponents, length, "int8").view(np.uint8))
+        return np.asarray(values * units)
+    groups = values.reshape(len(values), length // GROUP, GROUP)
+    groups *= take_units(exponents)[:, :, None]
+    return values
+
+
 def pack_codes(codes: I8, precision: Precision) -> U8:
-    """Lay int8 [n, length] codes (int4: -8..7; int2: -3, -1, 1, 3) out as bytes uint8
+    """Lay int8 [n, length] codes (int4: -8..7; mxfp4: 0..15; int2: -3, -1, 1, 3) out as bytes uint8
     [n, weight_bytes]."""
     count, length = codes.shape
     packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
@@ -91,8 +122,11 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
         # Four elements are a word; word w of all lanes comes before word w + 1.
         words = block.view("<u4").reshape(count, blocks, lanes, 8)
         ordered = np.ascontiguousarray(words.transpose(0, 1, 3, 2))
-        if precision == "int4":
+        if precision in ("int4", "mxfp4"):
             ordered = _join_nibbles(ordered[:, :, :4], ordered[:, :, 4:])
+            if precision == "int4":
+                # With 4 bits, adding 8 is turning the highest over.
+                ordered ^= np.uint32(0x88888888)
         elif precision == "int2":
             ordered = _join_pairs(ordered)
         packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
@@ -102,12 +136,10 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
 
 
 def _join_nibbles(low: U32, high: U32) -> U32:
-    """Words of four bytes ``(q + 8) | (q' + 8) << 4``, of words of four codes q and q'."""
+    """Words of four bytes ``q | q' << 4``, of words of four codes q and q'."""
     joined = high << np.uint32(4)
     joined &= np.uint32(0xF0F0F0F0)
     joined |= low & np.uint32(0x0F0F0F0F)
-    # With 4 bits, adding 8 is turning the highest over.
-    joined ^= np.uint32(0x88888888)
     return joined
 
 
@@ -131,12 +163,13 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
         size = weight_bytes(elements, precision)
         source = weights[:, byte : byte + size]
         block = np.empty((count, lanes, GROUP), np.int8)
-        if precision == "int4":
+        if precision in ("int4", "mxfp4"):
             ordered = source.reshape(count, 4, lanes, 4).transpose(0, 2, 1, 3)
             pairs = ordered.reshape(count, lanes, 16)
             block[:, :, :16] = pairs & np.uint8(15)
             block[:, :, 16:] = pairs >> np.uint8(4)
-            block -= np.int8(8)
+            if precision == "int4":
+                block -= np.int8(8)
         elif precision == "int2":
             ordered = source.reshape(count, 2, lanes, 4).transpose(0, 2, 1, 3)
             fours = ordered.reshape(count, lanes, 8)
@@ -186,19 +219,30 @@ def pack_bundles(
     """
     assert (gate is not None) == layout.is_gated, layout
     rows = [up, down] if gate is None else [gate, up, down]
-    packed = [quantize(part, layout.precision) for part in rows]
+    packed = [
+        quantize_part(values, part, layout.precision)
+        for values, part in zip(rows, layout.parts, strict=True)
+    ]
     return assemble_bundles(packed, layout, biases)
 
 
+def quantize_part(rows: F32, part: Part, precision: Precision) -> tuple[U8, Raw | None]:
+    """Quantise and pack ``rows`` [n, hidden] as vectors of ``part``: weights uint8 and what they
+    have for scales."""
+    if precision == "mxfp4":
+        return quantize_exponents(rows, spread=part.spread)
+    return quantize(rows, precision)
+
+
 def assemble_bundles(
-    parts: Sequence[tuple[Raw, F16 | None]],
+    parts: Sequence[tuple[Raw, Raw | None]],
     layout: BundleLayout,
     biases: F32 | None = None,
     experts: I32 | None = None,
 ) -> U8:
     """Lay packed vectors out as bundles uint8 [n, stride].
 
-    ``parts``: weights uint8 [n, weight bytes] and scales float16 [n, groups] of each of
+    ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of
     ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
     mixture.  Bytes beyond ``used_bytes`` are zero.
     """
@@ -232,6 +276,11 @@ def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
 
 def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
+    if layout.precision == "mxfp4":
+        part, place = layout.parts[index], _list_pieces(layout)
+        pieces = [bundles[:, own] for _, own in list(place)[2 * index : 2 * index + 2]]
+        weights, exponents = (np.ascontiguousarray(piece) for piece in pieces)
+        return dequantize_exponents(weights, exponents, layout.hidden, spread=part.spread)
     weights, scales = slice_part(bundles, layout, index)
     return dequantize(weights, scales, layout.hidden, layout.precision)
 
@@ -240,7 +289,7 @@ def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
     """Take the scales out of ``bundles`` uint8 [n, .], laid out as ``layout.inline``.
 
     Returns bundles [n, layout.stride] as ``layout`` says and rows of scales [n,
-    layout.scales_stride].
+    layout.scales_stride].  Of mxfp4, ``bundles`` are whole groups of 32.
     """
     assert layout.scales == "resident", layout
     result = np.zeros((len(bundles), layout.stride), np.uint8)
@@ -248,29 +297,48 @@ def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
     for (_, from_place), (kind, to_place) in zip(
         _list_pieces(layout.inline), _list_pieces(layout), strict=True
     ):
-        (scales if kind == "scales" else result)[:, to_place] = bundles[:, from_place]
+        if kind == "shared":
+            shared = bundles[:, from_place].reshape(-1, GROUP, layout.hidden)
+            assert (shared == shared[:, :1]).all(), "neurons of a group have other exponents"
+            scales[:] = shared[:, 0].reshape(scales.shape)
+        else:
+            (scales if kind == "scales" else result)[:, to_place] = bundles[:, from_place]
     return result, scales
 
 
-def join_scales(bundles: U8, scales: U8, layout: BundleLayout) -> U8:
-    """Undo `split_scales`: bundles uint8 [n, layout.inline.stride]."""
+def join_scales(bundles: U8, scales: U8, layout: BundleLayout, rows: slice | I32 | I64) -> U8:
+    """Undo `split_scales`: bundles uint8 [n, layout.inline.stride], of ``bundles`` [n, .] of the
+    neurons ``rows`` and the ``scales`` [neurons, layout.scales_stride] of their whole layer."""
     assert layout.scales == "resident", layout
     inline = layout.inline
     result = np.zeros((len(bundles), inline.stride), np.uint8)
     for (kind, from_place), (_, to_place) in zip(
         _list_pieces(layout), _list_pieces(inline), strict=True
     ):
-        result[:, to_place] = (scales if kind == "scales" else bundles)[:, from_place]
+        if kind == "shared":
+            wanted = np.arange(len(scales))[rows]
+            found = scales.reshape(-1, layout.hidden)[wanted // GROUP]
+        elif kind == "scales":
+            found = scales[rows][:, from_place]
+        else:
+            found = bundles[:, from_place]
+        result[:, to_place] = found
     return result
 
 
-def _list_pieces(layout: BundleLayout) -> Iterator[tuple[Literal["bundle", "scales"], slice]]:
+_Place = Literal["bundle", "scales", "shared"]
+"""A neuron's bundle, its row of scales, or what the rows of 32 neurons have for all of them."""
+
+
+def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
     """What a neuron is made of, in one order for all layouts: in which array, and where."""
     weights = weight_bytes(layout.hidden, layout.precision)
-    scales = scale_bytes(layout.hidden, layout.precision)
     for part in layout.parts:
         yield "bundle", slice(part.weights_offset, part.weights_offset + weights)
-        yield "scales", slice(part.scales_offset, part.scales_offset + scales)
+        size = layout.hidden if part.spread else scale_bytes(layout.hidden, layout.precision)
+        own = slice(part.scales_offset, part.scales_offset + size)
+        kind: _Place = "scales" if part.resident else "bundle"
+        yield "shared" if part.spread and part.resident else kind, own
     for bias in layout.biases:
         yield "bundle", slice(bias.offset, bias.offset + 4)
     if layout.expert_offset is not None:
@@ -307,7 +375,8 @@ def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 | None]:
     """Return packed weights [n, weight_bytes] (a view) and scales [n, groups] (a copy) of part
-    ``index`` of ``bundles`` uint8 [n, stride]."""
+    ``index`` of ``bundles`` uint8 [n, stride]; not of mxfp4."""
+    assert layout.precision != "mxfp4"
     part = layout.parts[index]
     size = weight_bytes(layout.hidden, layout.precision)
     weights = bundles[:, part.weights_offset : part.weights_offset + size]

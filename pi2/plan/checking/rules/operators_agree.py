@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import GROUP
 
 CODE = "P253"
 SEVERITY = "error"
@@ -61,6 +62,13 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
     yield from _check_activation(model)
     yield from _check_mixture(model)
+    if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
+        yield Finding(
+            document="model",
+            path=("quantization", "ffn"),
+            message=f"{GROUP} neurons of mxfp4 share scales, but there are {model.shape.ffn}",
+            help='write ffn = "int8"',
+        )
     yield from _check_latent(model)
     layers = model.attention.window_layers
     if layers is None:
