@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 
+_ZEROS = ("_exps.bias", "inp.bias", "output.bias", "sinks.weight")
+"""Ends of the names of what random weights need not have."""
+
 FORMAT = 3
 """Version of the files that are written; raise it when they change."""
 OUTPUT_SHARE = 0.08
@@ -90,6 +93,7 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
             writes_stream=adds,
         )
 
+    norm = "post_attention_norm" if model.attention.sinks else "ffn_norm"
     tensors = [make("token_embd.weight", shape.vocab, hidden, kinds.embedding, "embedding")]
     for layer in range(shape.layers):
         block, own = f"blk.{layer}", f"layers.{layer}"
@@ -99,7 +103,7 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
             make(f"{block}.attn_k.weight", keys, hidden, kinds.attention),
             make(f"{block}.attn_v.weight", keys, hidden, kinds.attention),
             make(f"{block}.attn_output.weight", hidden, queries, kinds.attention),
-            make(f"{block}.ffn_norm.weight", 1, hidden, None, f"{own}.ffn_norm"),
+            make(f"{block}.{norm}.weight", 1, hidden, None, f"{own}.ffn_norm"),
         ]
         wide = (shape.ffn, hidden)
         sizes = {"gate": wide, "up": wide, "down": (hidden, shape.ffn)}
@@ -113,6 +117,15 @@ def list_gguf_tensors(model: Model) -> list[GgufTensor]:
             tensors.append(make(f"{block}.ffn_gate_inp.weight", experts, hidden, None, router))
             tensors += [
                 replace(make(f"{block}.ffn_{part}_exps.weight", *size, kinds.ffn), experts=experts)
+                for part, size in sizes.items()
+            ]
+        if model.attention.sinks:
+            tensors.append(make(f"{block}.attn_sinks.weight", 1, shape.heads, None))
+            tensors.append(make(f"{block}.attn_output.bias", 1, hidden, None))
+        if model.ffn.bias and model.moe is not None:
+            tensors.append(make(f"{block}.ffn_gate_inp.bias", 1, model.moe.experts, None))
+            tensors += [
+                make(f"{block}.ffn_{part}_exps.bias", model.moe.experts, size[0], None)
                 for part, size in sizes.items()
             ]
         if model.attention.qkv_bias:
@@ -132,6 +145,8 @@ def find_gguf(model: Model, folder: Path, like: NeuronStore | None = None) -> Pa
         described["experts"] = [model.moe.experts, model.moe.active_experts]
     if like is not None:
         described["like"] = [file.sha256 for file in like.manifest.files if file.path == DENSE_FILE]
+    if model.attention.sinks:
+        described["architecture"] = "gpt-oss"
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return folder / f"{model.id}-{digest[:12]}.gguf"
 
@@ -175,7 +190,10 @@ def write_gguf(
         "mxfp4": gguf.GGMLQuantizationType.MXFP4,
         None: gguf.GGMLQuantizationType.F32,
     }
-    writer = gguf.GGUFWriter(temporary, "qwen2" if model.attention.qkv_bias else "llama")
+    architecture = "qwen2" if model.attention.qkv_bias else "llama"
+    if model.attention.sinks:
+        architecture = "gpt-oss"
+    writer = gguf.GGUFWriter(temporary, architecture)
     try:
         _add_settings(writer, model)
         tensors = list_gguf_tensors(model)
@@ -194,6 +212,8 @@ def write_gguf(
 
 
 def _add_settings(writer: GGUFWriter, model: Model) -> None:
+    from gguf import RopeScalingType
+
     shape = model.shape
     writer.add_name(f"{model.id}, random weights")
     writer.add_vocab_size(shape.vocab)
@@ -212,6 +232,12 @@ def _add_settings(writer: GGUFWriter, model: Model) -> None:
     if model.moe is not None:
         writer.add_expert_count(model.moe.experts)
         writer.add_expert_used_count(model.moe.active_experts)
+    if model.attention.sinks:
+        writer.add_expert_feed_forward_length(shape.ffn)
+        writer.add_sliding_window(model.attention.sliding_window or shape.context)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(model.rope.factor or 1.0)
+        writer.add_rope_scaling_orig_ctx_len(model.rope.original_context or shape.context)
 
 
 def _add_tokenizer(writer: GGUFWriter, model: Model) -> None:
@@ -267,6 +293,8 @@ def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterat
             deviation *= OUTPUT_SHARE
         if like is not None and tensor.stored is not None:
             yield _copy_tensor(tensor, like.tensors[tensor.stored])
+        elif tensor.name.endswith(_ZEROS):
+            yield np.zeros((tensor.rows, tensor.length), np.float32)
         elif tensor.precision is None and tensor.rows == 1:
             yield np.ones(count, np.float32)
         elif tensor.precision is None:

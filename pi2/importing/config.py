@@ -139,6 +139,8 @@ ROTATED_SHARE = "gguf_rotated_share"
 """Key of a configuration that pi2 makes of a GGUF file: it counts whatever the family is."""
 FUSED_ORDER = "gguf_fused_order"
 """Another: order of query, key and value in a tensor of Falcon."""
+SPLIT_EXPERTS = "gguf_split_experts"
+"""Another: every expert has gate, up and down of its own, where the family has them together."""
 
 
 def read_rope(

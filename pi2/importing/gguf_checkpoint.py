@@ -36,7 +36,7 @@ from pi2.importing.gguf_names import (
     find_place,
     name_in_file,
 )
-from pi2.importing.gguf_states import restore_state
+from pi2.importing.gguf_states import restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
@@ -246,6 +246,8 @@ def _place_tensor(
         added=architecture.norm_offset if norm else 0.0,
         order=_restore_order(place.kind, entry, architecture, metadata),
     )
+    if ".mamba." in place.pattern:
+        return {place.pattern: restore_mamba(place.pattern, tensor)}
     heads = read_delta_heads(metadata, architecture.tiles_values)
     if heads is not None and ".linear_attn." in place.pattern:
         restored = restore_state(place.pattern, tensor, heads)
@@ -299,6 +301,8 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
         config[key] = has_qkv
     config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
+    for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):
+        config[key] = any(name.endswith(f".mamba.{part}.bias") for name in tensors)
     config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
 
 

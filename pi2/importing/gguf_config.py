@@ -132,7 +132,9 @@ def make_config(
         config |= {"num_kv_heads": kv_heads, "multi_query": kv_heads == 1, FUSED_ORDER: "stacked"}
     if architecture.model_type in ("gemma2", "gemma3_text"):
         config |= _read_gemma(metadata, config)
-    if metadata.has("{arch}.ssm.group_count"):
+    if architecture.model_type == "granitemoehybrid":
+        config |= _read_granite(metadata, config)
+    elif metadata.has("{arch}.ssm.group_count"):
         config |= _read_states(metadata)
     if metadata.has("{arch}.shortconv.l_cache"):
         config |= {"conv_L_cache": count("{arch}.shortconv.l_cache")}
@@ -145,6 +147,8 @@ def make_config(
     if metadata.has("{arch}.use_parallel_residual"):
         config["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
     scaling = _read_scaling(metadata, context)
+    if scaling and architecture.model_type == "gpt_oss":
+        scaling["truncate"] = False
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
@@ -156,6 +160,11 @@ def _read_experts(metadata: Metadata, architecture: Architecture, ffn: int) -> d
     }
     if architecture.model_type == "llama":
         return config | {"model_type": "mixtral"}
+    if architecture.model_type == "gpt_oss":
+        config["intermediate_size"] = read("{arch}.expert_feed_forward_length", int, ffn)
+    if architecture.model_type == "lfm2_moe":
+        config["num_dense_layers"] = read("{arch}.leading_dense_block_count", int, 0)
+        config["routed_scaling_factor"] = read("{arch}.expert_weights_scale", float, 1.0)
     return config | {
         "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
         "shared_expert_intermediate_size": read("{arch}.expert_shared_feed_forward_length", int, 0),
@@ -174,8 +183,35 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _read_granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's factors, and sizes of its Mamba-2 layers."""
+    read, count = metadata.read, metadata.read_count
+    width = count("{arch}.ssm.inner_size")
+    experts = read("{arch}.expert_count", int, 0)
+    shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
+    # Where there are no experts, the shared FFN is the only one.
+    shared = shared if experts else config["intermediate_size"]
+    return {
+        "num_local_experts": experts,
+        "shared_intermediate_size": shared,
+        "attention_multiplier": read("{arch}.attention.scale", float, 1.0),
+        "embedding_multiplier": read("{arch}.embedding_scale", float, 1.0),
+        "residual_multiplier": read("{arch}.residual_scale", float, 1.0),
+        "logits_scaling": read("{arch}.logit_scale", float, 1.0),
+        # llama.cpp's converter says so where no positions are turned.
+        "position_embedding_type": "rope"
+        if read("{arch}.rope.scaling.finetuned", bool, True)
+        else "nope",
+        "mamba_expand": width / max(1, config["hidden_size"]),
+        "mamba_n_heads": count("{arch}.ssm.time_step_rank"),
+        "mamba_n_groups": count("{arch}.ssm.group_count"),
+        "mamba_d_state": count("{arch}.ssm.state_size"),
+        "mamba_d_conv": count("{arch}.ssm.conv_kernel"),
+    }
+
+
 def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
-    """Heads of the layers with a state; None of a file that has none."""
+    """Heads of Qwen's layers with a state; None of a file that has none."""
     if not metadata.has("{arch}.ssm.group_count"):
         return None
     sizes = _read_states(metadata)

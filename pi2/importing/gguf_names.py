@@ -6,7 +6,8 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from pi2.importing.gguf_states import STATE_NAMES
+from pi2.importing.config import SPLIT_EXPERTS
+from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
 _LAYER = "model.layers.{layer}"
 _OPT_LAYER = "model.decoder.layers.{layer}"
@@ -108,6 +109,50 @@ LFM2: Names = {
     "blk.{layer}.ffn_gate.weight": f"{_LAYER}.feed_forward.w1.weight",
     "blk.{layer}.ffn_up.weight": f"{_LAYER}.feed_forward.w3.weight",
     "blk.{layer}.ffn_down.weight": f"{_LAYER}.feed_forward.w2.weight",
+}
+
+LFM2_MIXTURE: Names = {
+    **LFM2,
+    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.feed_forward.gate.weight",
+    "blk.{layer}.exp_probs_b.bias": f"{_LAYER}.feed_forward.expert_bias",
+    **{
+        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_LAYER}.feed_forward.experts.{{expert}}.{name}"
+        for part, name in (("gate", "w1.weight"), ("up", "w3.weight"), ("down", "w2.weight"))
+    },
+}
+
+_GPT_EXPERTS = f"{_LAYER}.mlp.experts"
+
+GPT_OSS: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    **_POST_NORM,
+    "blk.{layer}.attn_sinks.weight": f"{_LAYER}.self_attn.sinks",
+    **_name_both("blk.{layer}.ffn_gate_inp", f"{_LAYER}.mlp.router"),
+    **{
+        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_GPT_EXPERTS}.{{expert}}.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
+    **{
+        f"blk.{{layer}}.ffn_{part}_exps.bias": f"{_GPT_EXPERTS}.{part}_proj_bias"
+        for part in ("gate", "up", "down")
+    },
+}
+
+_GRANITE = f"{_LAYER}.block_sparse_moe"
+
+GRANITE_HYBRID: Names = {
+    **DECODER,
+    **MAMBA_NAMES,
+    "blk.{layer}.ffn_gate_inp.weight": f"{_GRANITE}.router.layer.weight",
+    **{
+        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_GRANITE}.experts.{{expert}}.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
+    **{
+        f"blk.{{layer}}.ffn_{part}_shexp.weight": f"{_LAYER}.shared_mlp.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
 }
 
 GEMMA2: Names = {
@@ -226,6 +271,14 @@ ARCHITECTURES = {
     ),
     "lfm2": Architecture(
         model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
+    ),
+    "lfm2moe": Architecture(model_type="lfm2_moe", names=LFM2_MIXTURE),
+    "gpt-oss": Architecture(model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid",
+        names=GRANITE_HYBRID,
+        permutes=True,
+        settings={SPLIT_EXPERTS: True},
     ),
     "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
     "opt": Architecture(model_type="opt", names=OPT, activation="relu"),

@@ -8,6 +8,7 @@ whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -30,6 +31,22 @@ STATE_NAMES = {
     "blk.{layer}.ssm_out.weight": f"{_LAYER}.out_proj.weight",
 }
 """Names of transformers by those of files."""
+
+
+_MAMBA = "model.layers.{layer}.mamba"
+MAMBA_NAMES = {
+    "blk.{layer}.ssm_in.weight": f"{_MAMBA}.in_proj.weight",
+    "blk.{layer}.ssm_in.bias": f"{_MAMBA}.in_proj.bias",
+    "blk.{layer}.ssm_conv1d.weight": f"{_MAMBA}.conv1d.weight",
+    "blk.{layer}.ssm_conv1d.bias": f"{_MAMBA}.conv1d.bias",
+    "blk.{layer}.ssm_dt.bias": f"{_MAMBA}.dt_bias",
+    "blk.{layer}.ssm_a": f"{_MAMBA}.A_log",
+    "blk.{layer}.ssm_d": f"{_MAMBA}.D",
+    "blk.{layer}.ssm_norm.weight": f"{_MAMBA}.norm.weight",
+    "blk.{layer}.ssm_out.weight": f"{_MAMBA}.out_proj.weight",
+    "blk.{layer}.ssm_out.bias": f"{_MAMBA}.out_proj.bias",
+}
+"""The same of Mamba-2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +105,20 @@ class _OrderedColumns(DecodedTensor):
 
     def read_turned(self) -> Raw:
         return np.ascontiguousarray(self.read_raw().T)
+
+
+def restore_mamba(name: str, tensor: PackedTensor) -> SourceTensor:
+    """A tensor of Mamba-2 as the original, which calls it ``name``, has it: files have matrices
+    where it has vectors, and rates of decay."""
+    part = name.partition(".mamba.")[2]
+    if part == "conv1d.weight" and len(tensor.shape) == 2:
+        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+    if part in ("A_log", "D", "norm.weight"):
+        tensor = replace(tensor, shape=(prod(tensor.shape),))
+    if part == "A_log":
+        described = describe_decoded(tensor.name, tensor.shape, tensor)
+        return RateLogarithms(**described, source=tensor)
+    return tensor
 
 
 def restore_state(

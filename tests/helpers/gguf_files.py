@@ -15,6 +15,9 @@ from pi2.arrays import F32
 
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -46,6 +49,9 @@ _NAMES = (
     (r"model\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
     (r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm", r"blk.\1.attn_\2_norm"),
     (r"model\.layers\.(\d+)\.conv\.(conv|in_proj|out_proj)", r"blk.\1.shortconv.\2"),
+    (r"model\.layers\.(\d+)\.feed_forward\.gate", r"blk.\1.ffn_gate_inp"),
+    (r"model\.layers\.(\d+)\.mlp\.router", r"blk.\1.ffn_gate_inp"),
+    (r"model\.layers\.(\d+)\.block_sparse_moe\.router\.layer", r"blk.\1.ffn_gate_inp"),
     (r"model\.layers\.(\d+)\.feed_forward\.w1", r"blk.\1.ffn_gate"),
     (r"model\.layers\.(\d+)\.feed_forward\.w3", r"blk.\1.ffn_up"),
     (r"model\.layers\.(\d+)\.feed_forward\.w2", r"blk.\1.ffn_down"),
@@ -89,7 +95,7 @@ _NAMES = (
     (r"model\.decoder\.layers\.(\d+)\.fc2", r"blk.\1.ffn_down"),
 )
 _EXPERT = re.compile(
-    r"model\.layers\.(\d+)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123]|\w+_proj)\.weight"
+    r"model\.layers\.(\d+)\.(?:block_sparse_moe|mlp|feed_forward)\.experts\.(\d+)\.(w[123]|\w+_proj)\.weight"
 )
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
@@ -134,7 +140,11 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
             group.append(stored)
             continue
         values = stored
-        if ARCHITECTURES.get(family, family) in ("llama", "bamboo"):
+        special = translate_other(name, values, config)
+        if special is not None:
+            found |= special
+            continue
+        if ARCHITECTURES.get(family, family) in ("llama", "bamboo", "granitehybrid"):
             if ".q_proj." in name:
                 values = permute(values, heads)
             if ".k_proj." in name:
@@ -154,7 +164,9 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         translated = name_tensor(name)
-        newer = family in ("gemma2", "gemma3_text") or family.startswith(("qwen3_5", "qwen3_next"))
+        newer = family in ("gemma2", "gemma3_text", "gpt_oss") or family.startswith(
+            ("qwen3_5", "qwen3_next")
+        )
         if newer and "post_attention" in name:
             translated = translated.replace("ffn_norm", "post_attention_norm")
         found[translated] = values
@@ -164,6 +176,57 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
     if scaling.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _find_divisors(config, scaling)
     return found
+
+
+_OTHER = re.compile(
+    r"model\.layers\.(\d+)"
+    r"\.(mamba|shared_mlp|block_sparse_moe|mlp\.experts|self_attn|feed_forward)"
+    r"\.(in_proj|conv1d|out_proj|norm|A_log|D|dt_bias|input_linear|output_linear|sinks|expert_bias"
+    r"|gate_up_proj|down_proj|gate_up_proj_bias|down_proj_bias)(?:\.(weight|bias))?"
+)
+
+
+def translate_other(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32] | None:
+    """Tensors of Mamba-2, Granite's and gpt-oss's experts, sinks and LFM2's biases of choices; None
+    of all others."""
+    place = _OTHER.fullmatch(name)
+    if place is None:
+        return None
+    block, owner, part, kind = f"blk.{place[1]}", place[2], place[3], place[4]
+    if owner == "mamba":
+        if part in ("A_log", "D"):
+            rates = -np.exp(values) if part == "A_log" else values
+            return {f"{block}.ssm_{part[0].lower()}": rates.reshape(-1, 1)}
+        if part == "dt_bias":
+            return {f"{block}.ssm_dt.bias": values}
+        if part == "norm":
+            values = values.reshape(config["mamba_n_groups"], -1)
+        if part == "conv1d" and kind == "weight":
+            values = values[:, 0]
+        own = {"in_proj": "in", "out_proj": "out"}.get(part, part)
+        return {f"{block}.ssm_{own}.{kind}": values}
+    if owner in ("shared_mlp", "block_sparse_moe"):
+        end = "exps" if owner == "block_sparse_moe" else "shexp"
+        suffix = f"_{end}" if config["num_local_experts"] else ""
+        if part == "output_linear":
+            return {f"{block}.ffn_down{suffix}.weight": values}
+        halves = np.split(values, 2, axis=-2)
+        names = (f"{block}.ffn_{side}{suffix}.weight" for side in ("gate", "up"))
+        return dict(zip(names, halves, strict=True))
+    if part == "sinks":
+        return {f"{block}.attn_sinks.weight": values}
+    if part == "expert_bias":
+        return {f"{block}.exp_probs_b.bias": values}
+    if owner != "mlp.experts":
+        return None
+    end = "bias" if part.endswith("bias") else "weight"
+    rows = values if end == "bias" else values.swapaxes(1, 2)
+    if part.startswith("down"):
+        return {f"{block}.ffn_down_exps.{end}": rows}
+    return {
+        f"{block}.ffn_gate_exps.{end}": rows[:, ::2],
+        f"{block}.ffn_up_exps.{end}": rows[:, 1::2],
+    }
 
 
 def translate_delta(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32]:
@@ -233,7 +296,9 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
-    keys = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
+    keys = ["intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"]
+    if config.get("num_local_experts") == 0:
+        keys = ["shared_intermediate_size"]
     sizes = (config.get(key) for key in keys)
     writer.add_feed_forward_length(next(size for size in sizes if size))
     if "linear_num_key_heads" in config:
@@ -249,7 +314,7 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] == "falcon":
         kv_heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
-    if config["model_type"] == "lfm2":
+    if config["model_type"].startswith(("lfm2", "granitemoehybrid")):
         kinds = config["layer_types"]
         writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds])
     else:
@@ -275,6 +340,12 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     if config.get("sliding_window_pattern"):
         pattern = config["sliding_window_pattern"]
         writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", pattern)
+    if "num_dense_layers" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config["model_type"] == "granitemoehybrid":
+        add_granite(writer, config)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("shared_expert_intermediate_size"):
@@ -302,6 +373,22 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         number = config.get(f"{key}_token_id")
         if number is not None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
+
+
+def add_granite(writer: Any, config: Mapping[str, Any]) -> None:
+    """Granite's factors, and sizes of Mamba-2."""
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if config["num_local_experts"]:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
 def write_gguf(

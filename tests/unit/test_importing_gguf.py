@@ -55,6 +55,10 @@ GOLDENS = (
     "qwen3-5-moe",
     "qwen3-next",
     "lfm2-plain",
+    "lfm2-moe",
+    "gpt-oss",
+    "granite-hybrid",
+    "granite-hybrid-dense",
     "stablelm",
     "stablelm-parallel",
     "starcoder2",
@@ -62,6 +66,10 @@ GOLDENS = (
 
 
 UNSAID: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"swiglu_limit": 7.0},
+    "lfm2-moe": {"routed_scaling_factor": 1.0},
+    "granite-hybrid": {"time_step_limit": None},
+    "granite-hybrid-dense": {"time_step_limit": None},
     "llama-biases": {"hidden_act": "silu"},
     "falcon-7b-relu": {"activation": "gelu"},
     "qwen3-moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}},
@@ -96,8 +104,10 @@ def forget_names(model: Model) -> dict[str, Any]:
     values = model.model_dump(mode="json")
     for key in ("name", "description", "tokenizer"):
         del values[key]
+    apart = {"fused_order", "gate_up_order", "experts_turned"}
+    parts = ("fused_gate_up", "fused_shared", "gate", "up", "down", "shared_")
     for key in list(values["tensors"]):
-        if key == "fused_order" or key.startswith("state_"):
+        if key in apart or key.startswith(("state_", *parts)):
             del values["tensors"][key]
     return values
 

@@ -12,8 +12,12 @@ from safetensors.numpy import load_file
 
 from pi2.arrays import F32
 from pi2.cli.main import run
+from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.documents.model import Quantization
+from pi2.plan.weights.mxfp4 import find_codes
 from pi2.store.reader import NeuronStore
+from tests.helpers.gguf_files import add_config, read_checkpoint, translate
 from tests.helpers.goldens import (
     EXACT,
     FOLDER,
@@ -152,6 +156,41 @@ def test_converting_keeps_the_type_without_being_asked(published: tuple[Path, Pa
     packed, plain = (describe_checkpoint(folder, "golden").model for folder in published)
     assert packed.quantization.ffn == "mxfp4" and packed.quantization.attention == "int8"
     assert plain.quantization.ffn == "int4"
+
+
+def test_a_gguf_file_in_mxfp4_gives_the_same_store(
+    published: tuple[Path, Path], stores: tuple[Path, Path], tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    config, weights = read_checkpoint(published[1])
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gpt-oss")
+    add_config(writer, config | {"swiglu_limit": 7.0})
+    for name, values in translate(weights, config).items():
+        if not name.endswith("exps.weight"):
+            writer.add_tensor(name, np.ascontiguousarray(values))
+            continue
+        groups = np.ascontiguousarray(values).reshape(*values.shape[:-1], -1, 32)
+        codes, exponents = find_codes(groups, axis=-1)
+        assert (exponents > 0).all()
+        # An exponent, as E8M0 has it, then two codes in a byte, 16 apart.
+        halves = codes[..., :16] | codes[..., 16:] << 4
+        blocks = np.concatenate([exponents[..., None] + 1, halves.view(np.uint8)], axis=-1)
+        packed = blocks.astype(np.uint8).reshape(*values.shape[:-1], -1)
+        writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = describe_checkpoint(tmp_path / "tiny.gguf", "golden").model
+    assert made.quantization.ffn == "mxfp4"
+    model = made.model_copy(update={"quantization": Quantization.model_validate(KEPT)})
+    tokenizer = published[0] / "tokenizer.json"
+    convert_checkpoint(tmp_path / "tiny.gguf", model, tmp_path / "store", tokenizer=tokenizer)
+    before = stores[0].parent / "store"
+    files = [path.relative_to(before) for path in before.rglob("*.arrow")]
+    assert len(files) > 3
+    for file in files:
+        assert (tmp_path / "store" / file).read_bytes() == (before / file).read_bytes(), file
 
 
 def test_neurons_that_share_scales_stay_together(stores: tuple[Path, Path], tmp_path: Path) -> None:

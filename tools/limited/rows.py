@@ -81,6 +81,12 @@ ROWS: Mapping[str, Row] = {
         goal=">= 85 % of the disk's sequential rate",
         steps={"pi2": ROUTER},
     ),
+    "gpt-oss-60": Row(
+        model="gpt-oss-20b",
+        limit=0.6,
+        goal=">= 4 x llama.cpp at its best",
+        steps={"pi2": ROUTER},
+    ),
     "prefill-30b-50": Row(
         model="qwen3-30b-a3b",
         limit=0.5,

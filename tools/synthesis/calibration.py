@@ -23,6 +23,7 @@ from synthesis.neurons import (
     count_chunk_neurons,
     draw_factors,
     make_gates,
+    round_rows,
     scale_groups,
 )
 from synthesis.randomness import draw_normals
@@ -115,10 +116,11 @@ def _run_trial(blueprint: Blueprint) -> _Trial:
     )
     directions = small.draw_directions(layer)
     precision = model.quantization.ffn
-    gate = quantize(make_gates(small, layer, 0, directions), precision)
-    gates = dequantize(*gate, hidden, precision) @ tokens.T
+    rows = make_gates(small, layer, 0, directions)
+    gates = round_rows(rows, precision) @ tokens.T
     ups = None
     if model.ffn.activation == "drelu":
+        gate = quantize(rows, precision)
         up = scale_groups(*gate, draw_factors(small, layer, 0), precision)
         ups = dequantize(*up, hidden, precision) @ tokens.T
     if model.ffn.activation == "fatrelu":

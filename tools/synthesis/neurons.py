@@ -6,9 +6,17 @@ import math
 
 import numpy as np
 
-from pi2.arrays import F16, F32, U8
+from pi2.arrays import F16, F32, U8, Raw
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
-from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.mxfp4 import MAGNITUDES
+from pi2.plan.weights.packing import (
+    dequantize,
+    dequantize_exponents,
+    pack_codes,
+    quantize,
+    quantize_exponents,
+    quantize_part,
+)
 from synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
 from synthesis.randomness import (
     draw_bits,
@@ -38,21 +46,16 @@ def make_bundles(
     bundles = np.zeros((count, layout.stride), np.uint8)
     key = (layer, chunk)
     # Where neurons have no gate, the up row decides when they fire.  Biases stay zero.
-    vectors = [quantize(make_gates(blueprint, layer, chunk, directions), layout.precision)]
+    gates = make_gates(blueprint, layer, chunk, directions)
+    vectors = [quantize_part(gates, layout.parts[0], layout.precision)]
     if blueprint.model.ffn.activation == "drelu":
         factors = draw_factors(blueprint, layer, chunk)
-        vectors.append(scale_groups(*vectors[0], factors, layout.precision))
+        vectors.append(scale_groups(*quantize(gates, layout.precision), factors, layout.precision))
     elif layout.is_gated:
         deviation = 1 / math.sqrt(layout.hidden)
-        vectors.append(
-            draw_vectors(
-                count, layout.hidden, layout.precision, deviation, *blueprint.key(UP, *key)
-            )
-        )
+        vectors.append(draw_part(count, layout, 1, deviation, *blueprint.key(UP, *key)))
     deviation = blueprint.find_output_deviation()
-    vectors.append(
-        draw_vectors(count, layout.hidden, layout.precision, deviation, *blueprint.key(DOWN, *key))
-    )
+    vectors.append(draw_part(count, layout, -1, deviation, *blueprint.key(DOWN, *key)))
     for part, (weights, scales) in zip(layout.parts, vectors, strict=True):
         bundles[:, part.weights_offset : part.weights_offset + weights.shape[1]] = weights
         if scales is not None:
@@ -119,6 +122,41 @@ def scale_groups(
     assert precision == "fp16"
     values = weights.view("<f2").astype(np.float32) * np.repeat(factors, GROUP, axis=1)
     return quantize(values, precision)
+
+
+def draw_part(
+    count: int, layout: BundleLayout, index: int, deviation: float, *key: int
+) -> tuple[U8, Raw | None]:
+    """Random packed vectors [count, hidden] of a part of neurons."""
+    if layout.precision == "mxfp4":
+        return draw_mxfp4(count, layout.hidden, deviation, *key, spread=layout.parts[index].spread)
+    return draw_vectors(count, layout.hidden, layout.precision, deviation, *key)
+
+
+def draw_mxfp4(count: int, length: int, deviation: float, *key: int, spread: bool) -> tuple[U8, U8]:
+    """Random packed vectors [count, length] of mxfp4, any code as often as any other; where
+    exponents are ``spread``, all neurons of the matrix share them, in whatever order they are."""
+    weights = draw_bits(-(-count * length // 4), *key, 0).view(np.uint8)[: count * length // 2]
+    wanted = (deviation / math.sqrt(np.mean(np.square(MAGNITUDES)))) ** 2
+    low = math.floor(math.log2(wanted) / 2)
+    # Two powers of two, as often as gives the deviation.
+    often = (wanted / 4.0**low - 1) / 3
+    shape = (1, length) if spread else (count, length // GROUP)
+    # Without the chunk, whose neurons share them with those of others.
+    drawn = draw_bits(int(np.prod(shape)), *(key[:-1] if spread else key), 1)
+    exponents = (127 + low + (drawn < often * 65536)).astype(np.uint8).reshape(shape)
+    packed = weights.reshape(count, -1)
+    if not spread:
+        return packed, exponents
+    return packed, np.repeat(pack_codes(exponents.view(np.int8), "int8"), count, axis=0)
+
+
+def round_rows(rows: F32, precision: Precision) -> F32:
+    """What a store has of gate rows [n, hidden]."""
+    length = rows.shape[1]
+    if precision == "mxfp4":
+        return dequantize_exponents(*quantize_exponents(rows, spread=False), length, spread=False)
+    return dequantize(*quantize(rows, precision), length, precision)
 
 
 def draw_vectors(

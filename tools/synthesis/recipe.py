@@ -75,6 +75,9 @@ def check_recipe(recipe: Recipe, model: Model) -> None:
         for key, size in sizes.items()
         if size % GROUP
     ]
+    if model.quantization.ffn == "mxfp4" and model.ffn.activation == "drelu":
+        message = "quantization.ffn is mxfp4: its scales are too coarse for ups that follow gates"
+        findings.append(Diagnostic(code="P541", message=message, help='write ffn = "int4"'))
     if findings:
         raise UserError(findings, exit_code=2)
 

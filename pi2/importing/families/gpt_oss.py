@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pi2.importing.config import Config, read_rope, read_window
+from pi2.importing.config import SPLIT_EXPERTS, Config, read_rope, read_window
 from pi2.importing.families.decoders import LAYER, Tables, describe_decoder
 
 
@@ -36,6 +36,15 @@ def describe_gpt_oss(config: Config) -> Tables:
         "router": f"{LAYER}.mlp.router.weight",
         "router_bias": f"{LAYER}.mlp.router.bias",
         "sinks": f"{LAYER}.self_attn.sinks",
+    }
+    if config.read(SPLIT_EXPERTS, bool, False):
+        for part in ("gate", "up", "down"):
+            tables["tensors"] |= {
+                part: f"{experts}.{{expert}}.{part}_proj.weight",
+                f"{part}_bias": f"{experts}.{part}_proj_bias",
+            }
+        return tables
+    tables["tensors"] |= {
         "fused_gate_up": f"{experts}.gate_up_proj.{{expert}}",
         "fused_gate_up_bias": f"{experts}.gate_up_proj_bias",
         "gate_up_order": "neighbours",

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from pi2.importing.config import Config
+from pi2.importing.config import SPLIT_EXPERTS, Config
 from pi2.importing.families.decoders import (
     LAYER,
     Tables,
@@ -112,6 +112,9 @@ def describe_granite_hybrid(config: Config) -> Tables:
     input_name, output_name = (
         f"{LAYER}.shared_mlp.{side}_linear.weight" for side in ("input", "output")
     )
+    is_split = config.read(SPLIT_EXPERTS, bool, False)
+    if not experts and is_split:
+        return tables
     if not experts:
         tables["tensors"] |= {
             "fused_gate_up": input_name,
@@ -126,8 +129,15 @@ def describe_granite_hybrid(config: Config) -> Tables:
         "shared_experts": -(-shared // own),
     }
     tables["moe"] |= {"shared_ffn": shared} if shared % own else {}
+    tables["tensors"] |= {"router": f"{block}.router.layer.weight"}
+    if is_split:
+        for part in ("gate", "up", "down"):
+            tables["tensors"] |= {
+                part: f"{block}.experts.{{expert}}.{part}_proj.weight",
+                f"shared_{part}": f"{LAYER}.shared_mlp.{part}_proj.weight",
+            }
+        return tables
     tables["tensors"] |= {
-        "router": f"{block}.router.layer.weight",
         "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
         "down": f"{block}.output_linear.weight.{{expert}}",
         "fused_shared": input_name,
