@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,29 @@ def test_biases_make_it_a_qwen2(tmp_path: Path) -> None:
     reader = gguf.GGUFReader(path)
     assert reader.get_field("general.architecture").contents() == "qwen2"
     assert "blk.0.attn_k.bias" in {tensor.name for tensor in reader.tensors}
+
+
+def test_sinks_make_it_a_gpt_oss_with_experts_of_mxfp4(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    changes: dict[str, Any] = {
+        "shape": SHAPE,
+        "attention": {"qkv_bias": True, "output_bias": True, "sinks": True, "sliding_window": 8},
+        "rope": {"kind": "yarn", "factor": 4.0, "original_context": 32},
+        "ffn": {"activation": "silu", "bias": True},
+        "moe": {"experts": 4, "active_experts": 2, "router_bias": True},
+        "quantization": {"ffn": "mxfp4"},
+    }
+    model, path = make_model(changes), tmp_path / "model.gguf"
+    write_gguf(model, path)
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("general.architecture").contents() == "gpt-oss"
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    up = found["blk.0.ffn_up_exps.weight"]
+    assert up.n_bytes == 4 * 256 * vector_bytes(128, "mxfp4") == 4 * 256 * 128 * 17 // 32
+    values = gguf.dequantize(up.data, up.tensor_type)
+    assert values.std() == pytest.approx(1 / np.sqrt(128), rel=0.5)
+    assert tuple(found["blk.1.ffn_down_exps.bias"].shape) == (128, 4)
+    assert {"blk.0.attn_sinks.weight", "blk.0.post_attention_norm.weight"} < found.keys()
 
 
 def test_files_are_kept_by_shape(tmp_path: Path) -> None:
