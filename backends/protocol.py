@@ -464,12 +464,14 @@ class TextBackend(Backend, Protocol):
         """Start the program with its weights."""
 
 
-@runtime_checkable
 class GraphBackend(Protocol):
     """A unit's backend whose programs have fixed shapes; a backend need not be one."""
 
     def list_graphs(self, facts: UnitFacts) -> tuple[GraphFacts, ...]:
         """Return the graphs of neurons that a unit of the plan has."""
+
+    def list_graph_tokens(self, facts: UnitFacts) -> tuple[int, ...]:
+        """Return the numbers of tokens that its graphs have, ascending."""
 
 
 class UnitBackend(Backend, Protocol):

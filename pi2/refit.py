@@ -60,7 +60,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = [_describe("budget", memory.budget, budget_bytes)]
     runtime_bytes = memory.segments.runtime
-    if resolved.count_units() == 0:  # of what drivers take, the plan knows more
+    if not resolved.list_unit_kinds():  # of what drivers take, the plan knows more
         runtime_bytes = min(runtime_bytes, count_runtime(resolved.model, budget_bytes))
     if find_room(resolved, budget_bytes, runtime_bytes) < count_ffn_bytes(resolved):
         resolved, savings = _save_memory(resolved)

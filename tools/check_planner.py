@@ -9,8 +9,8 @@ memory; predicts each with the cost model and with the simulator; runs each in a
 and prints both.  The planner's plan runs first and last, so that a machine whose speed drifts shows
 it.  Before and after every run, the rates of memory and storage are measured again, because
 machines that are shared change by the minute: "at the run's rates" is the prediction with the
-probe's figures scaled to these.  ``--wrap`` is put before every measurement, such as
-``--wrap 'taskset -c 0,1'``.
+probe's figures scaled to these.  ``--turns`` runs all of it again, one plan after the other.
+``--wrap`` is put before every measurement, such as ``--wrap 'taskset -c 0,1'``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("-p", "--prompt", type=int, default=128, help="0 for none (128)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--turns", type=int, default=1, help="times that plans take turns (1)")
     parser.add_argument("--group", type=int, default=4, help="runs behind one --wrap (4)")
     parser.add_argument("--no-rates", action="store_true", help="measure no rates around runs")
     parser.add_argument("--wrap", default="", help="put before every measurement")
@@ -135,6 +136,7 @@ def check_all(arguments: argparse.Namespace, work: Path) -> list[Row]:
         )
         references = (str(Path(device_path).absolute()), name, str(arguments.store.absolute()))
         plans = list(write_plans(wish, references, work, arguments))
+        plans += plans[1:] * (arguments.turns - 1)
         for first in range(0, len(plans), arguments.group):
             for row in check_plans(wish, plans[first : first + arguments.group], arguments):
                 rows.append(row)
@@ -277,6 +279,7 @@ def predict_plan(
     used = max(arguments.tokens, 0 if measured["prefill"] is None else arguments.prompt)
     predicted: dict[str, float | None] = {
         "decode": cost.tokens_s,
+        "spread": cost.spread_tokens_s,
         "scaled": scaled.tokens_s,
         "simulated": simulated,
         "simulated scaled": simulated_now,
@@ -362,7 +365,15 @@ def print_verdict(rows: Sequence[Row]) -> int:
         speeds = [row.measured["decode"] for row in first]
         # The machine's own drift is no fault of the plan.
         drift = max(speeds) / min(speeds) - 1.0
-        print(f"{format_bytes(memory)}: the planner's plan, measured twice, differs by {drift:.1%}")
+        print(
+            f"{format_bytes(memory)}: the planner's plan, measured {len(speeds)} times, differs by "
+            f"{drift:.1%}"
+        )
+        spread = first[0].predicted["spread"] or 0.0
+        print(
+            f"  promised {first[0].predicted['decode']:.4g} ± {spread:.2g} tokens/s, measured "
+            f"{statistics.fmean(speeds):.4g} ({min(speeds):.4g} to {max(speeds):.4g})"
+        )
         bounds = (("decode", SPEED_BOUND), ("scaled", SPEED_BOUND), ("peak", MEMORY_BOUND))
         for key, bound in bounds:
             expected = statistics.fmean(row.predicted[key] or 0.0 for row in first)

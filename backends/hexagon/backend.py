@@ -66,6 +66,11 @@ def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
     )
 
 
+def list_graph_tokens(facts: UnitFacts) -> tuple[int, ...]:
+    """Return the numbers of tokens that its graphs have, ascending."""
+    return describe_sizes(facts).graph_tokens
+
+
 def describe_sizes(facts: UnitFacts) -> UnitSizes:
     """Return what a unit of the plan has."""
     from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape

@@ -13,6 +13,7 @@ from pi2.backends.hexagon.specification import (
     ProductGraph,
     choose_weights,
 )
+from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.weights.layout import Precision, round_up
 
 TOKENS = (1, 2, 4, 32, 64, 128)
@@ -66,14 +67,9 @@ def cut_tokens(count: int, graphs: Sequence[int]) -> list[Run]:
     return runs
 
 
-def count_padded(count: int, graphs: Sequence[int]) -> int:
-    """Tokens that graphs compute for a job of ``count``."""
-    return sum(run.tokens for run in cut_tokens(count, graphs))
-
-
 def find_most_padded(most: int, graphs: Sequence[int]) -> int:
-    """Largest ``count_padded`` of jobs of up to ``most`` tokens."""
-    return max(count_padded(count, graphs) for count in range(1, most + 1))
+    """Largest ``pad_tokens`` of jobs of up to ``most`` tokens."""
+    return max(pad_tokens(count, graphs) for count in range(1, most + 1))
 
 
 def choose_neurons(wanted: Iterable[int], most: int | None = None) -> tuple[int, ...]:

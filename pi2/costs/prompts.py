@@ -13,10 +13,12 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.costs.rates import Rates, check_flash, find_stream_overlap
+from pi2.costs.settings import list_dense_graphs
 from pi2.costs.sizes import Sizes
 from pi2.costs.stream import Stream, find_stream
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
+from pi2.plan.arithmetic.units import pad_tokens
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description, LayerKind
@@ -58,6 +60,8 @@ class PromptSettings:
     blocking_s: float = 0.0
     """Seconds of a byte that is copied after it was read, by engines that do not overlap reading
     and computing."""
+    graphs: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, that the unit which computes prompts takes; none for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         neuron_bytes=neuron_bytes,
         attention_too=policy == "layer-barrier",
         blocking_s=1.0 / rates.constants.copy_bytes_s if policy == "layer-barrier" else 0.0,
+        graphs=list_dense_graphs(resolved, rates) if computes else (),
     )
 
 
@@ -153,6 +158,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     assert prompts.ffn is not None and prompts.project is not None
     activity, stream = kind.activity, prompts.stream
     tokens = sum(chunks)
+    padded = [pad_tokens(count, prompts.graphs) for count in chunks]
     touched = 1.0 - (1.0 - description.chosen) ** tokens
     absent = activity.neurons - round(kind.hot * activity.neurons)
     fits = kind.hot >= 1.0
@@ -169,7 +175,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         rates.norm_s + rates.python_s + rates.route_s * (sizes.experts > 0) + prompts.launch_s
     )
     project_s = sum(
-        _time_many(prompts.project, sizes.projection_weights, count) for count in chunks
+        _time_many(prompts.project, sizes.projection_weights, count) for count in padded
     )
     share = 1.0
     if prompts.skips and not description.is_smooth and activity.grain == 1:
@@ -178,7 +184,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         share = (parts - 1.0 + activity.named.active * activity.fired) / parts
     chosen = description.chosen
     ffn_s = activity.neurons * sum(
-        _time_many(prompts.ffn, sizes.neuron_weights, count, share, chosen) for count in chunks
+        _time_many(prompts.ffn, sizes.neuron_weights, count, share, chosen) for count in padded
     )
     if not rates.measured:
         # A pass reads its weights once from memory, whatever it computes with them.

@@ -21,9 +21,10 @@ from pi2.costs.stored import find_touched_bytes
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
-_WORTH = (0.92, 0.96)
+STRETCH_WORTH = (0.92, 0.96)
 """Time of stretches over that of single reads: below the second they are read by some layers of
-some tokens, which miss more than others, and below the first by all."""
+some tokens, which miss more than others, and below the first by all.  Chosen with published points
+in view (tools/paper/freedoms.py)."""
 _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
 _LONG = 512 * 1024
@@ -123,7 +124,7 @@ class Reads:
         stream_s = self.stride * self.whole_byte_s
         found = find_stretches(single_s - self.place_s, stream_s, missing / absent)
         apart_s = time_stretches(single_s - self.place_s, stream_s, found)
-        return found if apart_s < _WORTH[1] * (single_s - self.place_s) else None
+        return found if apart_s < STRETCH_WORTH[1] * (single_s - self.place_s) else None
 
     def time(
         self, missing: float, merged: MergedReads = ALONE, absent: float | None = None
@@ -145,7 +146,7 @@ class Reads:
         apart_s = time_stretches(single_s, self.stride * self.whole_byte_s, dense)
         # Where few are read with each other, the others are kept.
         seconds = apart_s + self.place_s * dense.requests
-        low, high = _WORTH
+        low, high = STRETCH_WORTH
         part = min(max((apart_s / single_s - low) / (high - low), 0.0), 1.0)
         return seconds + part * (single_s + self.place_s - seconds)
 

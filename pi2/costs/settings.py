@@ -16,6 +16,7 @@ from pi2.costs.stream import Stream, find_stream
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.units import list_graph_tokens
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import round_up
 
@@ -50,6 +51,8 @@ class Settings:
     """The same of the head."""
     faults: PageFaults | None = None
     """What a token reads where the file is mapped."""
+    graphs: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, that the dense unit computes; none for any number."""
 
     @property
     def is_predicted(self) -> bool:
@@ -129,7 +132,17 @@ def read_settings(
         attention_share=(rows.attention or {}).get(dense, 0.0) if dense else 0.0,
         head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
         faults=faults,
+        graphs=list_dense_graphs(resolved, rates),
     )
+
+
+def list_dense_graphs(resolved: ResolvedPlan, rates: Rates) -> tuple[int, ...]:
+    """Numbers of tokens, ascending, of the dense unit's graphs; none where it computes any number,
+    or nothing of the plan."""
+    dense = rates.dense
+    if dense is None or dense.name not in resolved.dense_units:
+        return ()
+    return list_graph_tokens(resolved, dense.name)
 
 
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:

@@ -18,6 +18,7 @@ from pi2.costs.kernel_times import Linear
 from pi2.costs.rates import Rates
 from pi2.costs.settings import Settings
 from pi2.costs.sizes import Sizes
+from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes
 
@@ -122,7 +123,9 @@ def find_terms(
         size = dense_neurons * (sizes.dense_neuron if unit.is_npu else sizes.whole_neuron)
         seconds = size / unit.bytes_s
         if unit.ops_s is not None:
-            operations = 2.0 * batch * dense_neurons * sizes.neuron_weights
+            operations = (
+                2.0 * pad_tokens(batch, settings.graphs) * dense_neurons * sizes.neuron_weights
+            )
             seconds = max(seconds, operations / unit.ops_s)
         computed = Work(seconds=seconds, bytes_s=0.0 if unit.has_memory else size / seconds)
     attention_s, position_s = _time_attention(rates, sizes, settings)

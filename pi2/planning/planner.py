@@ -451,7 +451,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
 def _find_budget(problem: Problem, solution: Solution) -> int:
     """Bytes of a plan's budget: what the program counts, and what the runtime takes of as much."""
     other = int(solution.memory_bytes) - problem.runtime_bytes
-    return add_runtime(problem.wish.model, other + MIB)
+    return add_runtime(problem.wish.model, other + MIB, problem.unit_kinds)
 
 
 def _name_embedding(solution: Solution) -> str:

@@ -28,6 +28,7 @@ from pi2.plan.arithmetic.fitting import MIB
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -160,10 +161,15 @@ class Problem:
         return self.wish.unit_memory.get(dense.name, memory.capacity or 0)
 
     @property
+    def unit_kinds(self) -> list[UnitKind]:
+        """The kind of the dense unit, if there is one."""
+        dense = self.rates.dense
+        return [] if dense is None else [self.wish.device.units[dense.name].kind]
+
+    @property
     def runtime_bytes(self) -> int:
         """The segment ``runtime`` of the budget that is asked for, if any."""
-        units = self.rates.dense is not None
-        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, units=units)
+        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, units=self.unit_kinds)
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:

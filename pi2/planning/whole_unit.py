@@ -15,21 +15,18 @@ from typing import Any
 
 from pi2.costs.whole_rates import read_whole_rates
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.fitting import MIB, round_segment
+from pi2.plan.arithmetic.fitting import MIB, add_runtime, round_segment
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import find_whole_backend, list_usual_backends
 from pi2.plan.documents.plan import KvType, PredictorMode, Segments
 from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.weights.layout import BundleLayout, round_up
+from pi2.plan.weights.layout import BundleLayout
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
-DRIVER_BYTES = 736 * MIB
-"""Main memory that a GPU's driver and its buffers take, with room to spare."""
 _CHUNK = 256
 
 
@@ -82,8 +79,9 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
     if backend.find_limits(describe_unit(resolved, name)):
         return None
     sizes = {key: round_segment(need.bytes) for key, need in resolved.needs.items()}
-    sizes["runtime"] = round_up(DRIVER_BYTES + count_runtime(wish.model, 0), MIB)
-    budget = round_up(sum(sizes.values()), MIB)
+    other = sum(sizes.values())
+    budget = add_runtime(wish.model, other, resolved.list_unit_kinds())
+    sizes["runtime"] = (budget - other) // MIB * MIB
     if wish.memory_bytes is not None and budget > wish.memory_bytes:
         return None
     values["memory"] = {

@@ -10,7 +10,7 @@ import pytest
 
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import LAYER_BYTES, count_libraries, count_runtime
+from pi2.plan.arithmetic.runtime import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.plan.arithmetic.sizes import (
     UNKNOWN_THREADS,
     compute_needs,
@@ -159,5 +159,7 @@ def test_tokenizers_of_many_tokens_take_memory(demo: ResolvedPlan) -> None:
 
 
 def test_drivers_of_other_units_have_room(demo: ResolvedPlan) -> None:
-    alone, beside = count_runtime(demo.model, 1 << 30), count_runtime(demo.model, 1 << 30, units=1)
-    assert beside - alone == 64 << 20
+    alone = count_runtime(demo.model, 1 << 30)
+    for kind, size in UNIT_BYTES.items():
+        assert count_runtime(demo.model, 1 << 30, units=[kind]) - alone == size
+    assert UNIT_BYTES["gpu"] > UNIT_BYTES["npu"] > UNIT_BYTES["cpu"] == 0

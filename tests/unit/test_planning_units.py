@@ -69,7 +69,7 @@ def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: 
 
 
 def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> None:
-    plans = [write(tmp_path, *GPU, "--memory", f"{size} MiB") for size in (6000, 3000, 2200)]
+    plans = [write(tmp_path, *GPU, "--memory", f"{size} MiB") for size in (6600, 3600, 2800)]
     shares = [item.layers[0].split["gpu"] for item in plans]
     assert shares[0] < shares[1] < shares[2]
     for resolved in plans:
@@ -84,7 +84,7 @@ def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> 
 
 
 def test_the_gpu_gets_no_more_than_it_may_have(tmp_path: Path) -> None:
-    wish = (*GPU, "--memory", "4800 MiB")
+    wish = (*GPU, "--memory", "5472 MiB")
     free = write(tmp_path, *wish)
     limited = write(tmp_path, *wish, "--unit-memory", "gpu=200 MiB")
     assert count_unit_needs(free)["gpu"].bytes > 200 * MIB

@@ -7,17 +7,22 @@ that the fitted one stands beside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from paper import scenarios
 from paper.points import Point, list_held_out, list_points
 from paper.scenarios import MIXTRAL, Scenario, read_scenario
+from pi2.costs import activity as activities
+from pi2.costs import reads
 from pi2.costs.activations import Hotness
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
 from pi2.planning.cost import cost_description
 
 
@@ -35,6 +40,12 @@ class Freedom:
 
 LAYER_SHARE = 0.03
 """Neurons of a layer of TurboSparse-Mixtral-47B that fire, of those of all experts."""
+REPEATS = (0.4, 0.3)
+"""Parts of a neuron's and of an expert's uses that the token before decides: more than any trace of
+a router shows."""
+ACE_2 = "oneplus-ace-2"
+STANDARD_BYTES_S = 2.1e9
+"""Rate of long reads that the standard UFS 3.1 gives."""
 CONSTANTS: Mapping[str, tuple[float, str]] = {
     "barrier_s": (0.0, "0"),
     "dense_launch_s": (0.0, "0"),
@@ -62,23 +73,103 @@ def list_freedoms() -> Iterator[Freedom]:
     for name, (value, text) in CONSTANTS.items():
         own = f"{getattr(usual, name):g}"
         yield _measure(f"`{name}`", own, text, replace(usual, **{name: value}))
+    for name, own, text, changed in _list_changes():
+        with changed:
+            yield _measure(name, own, text, usual)
+
+
+def _list_changes() -> Iterator[tuple[str, str, str, AbstractContextManager[object]]]:
+    """Names, values and replacements of what is no constant, each with what replaces it."""
+    variation = f"{Constants().token_variation:g}"
+    yield "`token_variation`", variation, "0: all tokens are alike", _make_tokens_alike()
+    worth = ", ".join(f"{share:g}" for share in reads.STRETCH_WORTH)
+    yield (
+        "`STRETCH_WORTH` of reads",
+        worth,
+        "1: where they are quicker for the mean layer, all layers read them",
+        patch.object(reads, "STRETCH_WORTH", (1.0 - 1e-9, 1.0)),
+    )
     for name, (value, text) in SHARES.items():
         own = f"{getattr(scenarios, name):g}"
-        with patch.object(scenarios, name, value):
-            yield _measure(f"`{name}` of the scenarios", own, text, usual)
-    for fired, text in (
-        (0.15, "0.15 of an expert fire (published), more are named"),
-        (None, "0.12 are named: 3 % of a layer's (published)"),
+        yield f"`{name}` of the scenarios", own, text, patch.object(scenarios, name, value)
+    hot = patch.object(scenarios, "read_inputs", _halve_hot)
+    yield "hot shares of shipped plans", "0.9 of what stays", "half of what stays", hot
+    for name, own, text, change in (
+        ("rate of the Ace 2's NPU", "4340 GOP/s", "the OnePlus 12's", _take_other_npu),
+        ("rate of the Ace 2's long reads", "2.15 GB/s", "2.1: the standard's", _take_standard),
     ):
-        with patch.object(scenarios, "read_inputs", partial(_forget_predictor, fired=fired)):
-            yield _measure("`predictor.active` of the 47B", "0.08", text, usual)
+        yield name, own, text, patch.object(scenarios, "load_shipped", partial(_load, change))
+    for shares, text in (
+        ((0.15, 0.0, 0.0), "0.15 of an expert fire (published), more are named"),
+        ((None, 0.0, 0.0), "0.12 are named: 3 % of a layer's (published)"),
+        ((None, *REPEATS), "the same, and tokens that repeat 40 % of neurons, 30 % of experts"),
+    ):
+        forget = patch.object(scenarios, "read_inputs", partial(_forget_predictor, shares=shares))
+        yield "`predictor.active` of the 47B", "0.08", text, forget
+
+
+@contextmanager
+def _make_tokens_alike() -> Iterator[None]:
+    def make() -> Constants:
+        return replace(Constants(), token_variation=0.0)
+
+    activities.average_chances.cache_clear()
+    try:
+        with patch.object(activities, "Constants", make):
+            yield
+    finally:
+        activities.average_chances.cache_clear()
+
+
+def _halve_hot(resolved: ResolvedPlan, constants: Constants | None = None) -> Description:
+    """A plan with as many neurons in memory, half of them hot as where `pi2 run --memory` fits a
+    plan, and half in the cache."""
+    from pi2.simulate import read_inputs
+
+    found = read_inputs(resolved, constants=constants)
+    kinds = []
+    for kind in found.kinds:
+        hot = kind.hot if kind.hot >= 1.0 else min(kind.hot, (kind.hot + kind.cold) / 2)
+        cold = kind.hot + kind.cold - hot
+        kinds.append(replace(kind, hot=hot, cold=cold, dense=min(kind.dense, hot)))
+    return replace(found, kinds=tuple(kinds))
+
+
+def _load(change: Any, device: str, model: str, memory: str) -> ResolvedPlan:
+    """A shipped plan, that of an Ace 2 with a change of the device."""
+    found = _LOAD(device, model, memory)
+    return replace(found, device=change(found.device)) if device == ACE_2 else found
+
+
+_LOAD = scenarios.load_shipped
+
+
+def _take_other_npu(device: Device) -> Device:
+    other = _LOAD("oneplus-12", "bamboo-7b", "full").device.units["npu"]
+    own = device.units["npu"].model_copy(update={"compute": other.compute})
+    return device.model_copy(update={"units": {**device.units, "npu": own}})
+
+
+def _take_standard(device: Device) -> Device:
+    found = tuple(
+        item.model_copy(update={"rate": STANDARD_BYTES_S})
+        if item.pattern == "sequential" and item.block > 4096
+        else item
+        for item in device.storage.reads
+    )
+    storage = device.storage.model_copy(update={"reads": found})
+    return device.model_copy(update={"storage": storage})
 
 
 def _forget_predictor(
-    resolved: ResolvedPlan, constants: Constants | None = None, *, fired: float | None
+    resolved: ResolvedPlan,
+    constants: Constants | None = None,
+    *,
+    shares: tuple[float | None, float, float],
 ) -> Description:
     """The 47B with a published share: of an expert's neurons, of which predictors name more; or,
-    None, of the whole layer's, all of it the two experts that compute."""
+    None, of the whole layer's, all of it the two experts that compute.  Then the parts of neurons
+    and of experts that repeat."""
     from pi2.costs.activity import name_more
     from pi2.simulate import read_inputs
 
@@ -86,9 +177,11 @@ def _forget_predictor(
     if found.chosen >= 1.0 or not found.settings.is_predicted:
         return found
     chosen = constants or Constants()
+    fired, again, expert_again = shares
     active = LAYER_SHARE / found.chosen if fired is None else name_more(fired, chosen)
     named = Hotness(active=active, spread=chosen.default_spread)
-    kinds = (replace(kind, activity=replace(kind.activity, named=named)) for kind in found.kinds)
+    changes: dict[str, Any] = {"named": named, "again": again, "expert_again": expert_again}
+    kinds = (replace(kind, activity=replace(kind.activity, **changes)) for kind in found.kinds)
     return replace(found, kinds=tuple(kinds))
 
 

@@ -7,10 +7,11 @@ most that may stay in memory, and spends the budget in this order:
 2. ``runtime``, ``attention``, ``kv``, ``state``, ``predictor`` and ``workspace`` have what they
    need.
 3. Hot neurons, and units that use main memory, have what the plan states, if it fits beside the
-   smallest cache that works.  Else every share becomes smaller in proportion, so that they take
+   smallest cache that works.  Else the hot shares become smaller in proportion, so that they take
    `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached; none
-   of it where a router chooses, unless units compute beside it: which experts a text needs is found
-   out by the cache.  What a unit keeps in its own memory does not become less.
+   of it where a router chooses: which experts a text needs is found out by the cache.  What units
+   compute stays hot: who computes what is no matter of memory.  Only where all hot neurons are
+   those of units, and still too many, do the shares of units in main memory become smaller.
 4. The cache of cold neurons has the rest, and no more than the neurons that are not hot.
 
 More budget never makes fewer neurons hot, or less memory for neurons.
@@ -18,7 +19,7 @@ More budget never makes fewer neurons hot, or less memory for neurons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_unit_needs, need_twin
+from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import LayerOverride, Layers, Plan, Segments, UnitMemory
 from pi2.plan.toml.paths import KeyPath
@@ -68,9 +70,9 @@ def round_share(share: Fraction | float) -> float:
     return floor(share * SHARE_STEPS + 1e-9) / SHARE_STEPS
 
 
-def add_runtime(model: Model, other_bytes: int, units: int = 0) -> int:
+def add_runtime(model: Model, other_bytes: int, units: Collection[UnitKind] = ()) -> int:
     """Smallest budget, in whole MiB, with ``other_bytes`` beside the segment ``runtime``, which
-    grows with the budget itself and with the number of ``units`` beside the processor."""
+    grows with the budget itself, and has room for the drivers of ``units``."""
     budget = 0
     while True:
         needed = round_up(other_bytes + count_runtime(model, budget, units=units), MIB)
@@ -100,11 +102,11 @@ def fit_plan(
     if budget_bytes is None:
         neurons = sum(_size_neurons(resolved, MIB).values())
         neurons += _size_cold(resolved, cold_bytes, MIB)
-        budget_bytes = add_runtime(model, sum(fixed.values()) + neurons, resolved.count_units())
+        budget_bytes = add_runtime(model, sum(fixed.values()) + neurons, resolved.list_unit_kinds())
     usable = budget_bytes
     if counts_runtime := runtime_bytes is None:
         usable = budget_bytes // MIB * MIB  # as coarse as what the runtime takes of it
-        runtime_bytes = count_runtime(model, usable, units=resolved.count_units())
+        runtime_bytes = count_runtime(model, usable, units=resolved.list_unit_kinds())
     room = find_room(resolved, usable, runtime_bytes)
     step = _find_step(room)
     room = room // step * step
@@ -193,17 +195,27 @@ def _fit_neurons(resolved: ResolvedPlan, room: int, step: int) -> ResolvedPlan |
 
     if count(resolved) + resolved.needs.cold.bytes <= room:
         return resolved
-    least = _scale_hot(resolved, Fraction(0))
     # Of no larger part does the cache need more.
+    least = _scale_hot(resolved, Fraction(0))
     most = room - least.needs.cold.bytes
     if count(least) > most:
-        return None
-    if resolved.plan.decode.predictor == "router" and not resolved.dense_units:
+        return _fit_units(resolved, most, count)
+    if resolved.plan.decode.predictor == "router":
         return least
     if resolved.plan.decode.predictor != "none":
         most = max(min(floor(room * HOT_PART), most), count(least))
     part = _find_largest(most, lambda part: count(_scale_hot(resolved, part)))
     return _scale_hot(resolved, part)
+
+
+def _fit_units(
+    resolved: ResolvedPlan, most_bytes: int, count: Callable[[ResolvedPlan], int]
+) -> ResolvedPlan | None:
+    """The plan with as much for units in main memory as there is; None if nothing is too much."""
+    if count(_scale_units(resolved, Fraction(0))) > most_bytes:
+        return None
+    part = _find_largest(most_bytes, lambda part: count(_scale_units(resolved, part)))
+    return _scale_units(resolved, part)
 
 
 def _fit_own_memories(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -246,12 +258,10 @@ def _find_largest(most_bytes: int, count: Callable[[Fraction], int]) -> Fraction
 
 
 def _scale_hot(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
-    """The plan with ``part`` of its hot shares, and of the shares of units in main memory; what a
-    unit has in its own memory stays."""
-    mine = [name for name in resolved.dense_units if resolved.shares_main_memory(name)]
+    """The plan with ``part`` of what its hot shares are beyond the shares of units."""
     kept: dict[KeyPath, float] = {}
     for layer in resolved.layers:
-        if layer.dense is not None and layer.dense.unit not in mine:
+        if layer.dense is not None:
             steps = ceil(layer.dense.kept * SHARE_STEPS / resolved.model.layer_neurons)
             share = min(layer.hot, steps / SHARE_STEPS)
             kept[layer.hot_path] = max(share, kept.get(layer.hot_path, 0.0))
@@ -260,7 +270,13 @@ def _scale_hot(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
         least = kept.get(path, 0.0)
         return round(least + round_share((hot - least) * part), 6)
 
-    return _scale_splits(resolved, dict.fromkeys(mine, part), scale)
+    return _scale_splits(resolved, {}, scale)
+
+
+def _scale_units(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
+    """The plan with ``part`` of the shares of units in main memory, and no other hot neurons."""
+    mine = [name for name in resolved.dense_units if resolved.shares_main_memory(name)]
+    return _scale_hot(_scale_splits(resolved, dict.fromkeys(mine, part)), Fraction(0))
 
 
 def _scale_splits(
@@ -326,11 +342,11 @@ def _find_shortage(
     resolved: ResolvedPlan, fixed: Mapping[str, int], counts_runtime: bool
 ) -> Shortage:
     """What the least of a plan takes."""
-    least = _scale_hot(resolved, Fraction(0))
+    least = _scale_units(resolved, Fraction(0))
     neurons = {name: size for name, size in _size_neurons(least, MIB).items() if size}
     sizes = {**fixed, **neurons, "cold": least.needs.cold.bytes}
     needed = sum(sizes.values())
     if counts_runtime:
         other = needed - fixed["runtime"] + MIB
-        needed = add_runtime(resolved.model, other, resolved.count_units())
+        needed = add_runtime(resolved.model, other, resolved.list_unit_kinds())
     return Shortage(sizes, needed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.arithmetic.sizes import Needs, compute_needs
 from pi2.plan.documents.backends import find_alone_backend, find_text_backend
-from pi2.plan.documents.device import Device
+from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import BatchSplit, Plan
 from pi2.plan.documents.selectors import list_layers
@@ -132,9 +132,10 @@ class ResolvedPlan:
         mixed = self.model.moe is not None and self.model.ffn.gated and self.model.is_smooth
         return mixed and not self.has_whole_unit
 
-    def count_units(self) -> int:
-        """Number of units that compute beside the processor, or in its place."""
-        return len(self.dense_units) + self.has_whole_unit
+    def list_unit_kinds(self) -> list[UnitKind]:
+        """Kinds of the units that compute beside the processor, or in its place."""
+        names = [*self.dense_units, *([self.sparse_unit] if self.has_whole_unit else [])]
+        return [self.device.units[name].kind for name in names if name in self.device.units]
 
     @property
     def dense_units(self) -> tuple[str, ...]:

@@ -6,6 +6,9 @@ Measured as `python tools/measure_memory.py` does: runs of small models in proce
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 
@@ -25,9 +28,10 @@ PAGE_TABLE_PART = 512
 """The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
 SPARE_BYTES = 4 << 20
 """By how much other versions of Python and of libraries may be larger."""
-UNIT_BYTES = 64 << 20
-"""What the library and driver of a unit beside the processor may take of main memory; not measured
-on any card."""
+UNIT_BYTES: Mapping[UnitKind, int] = {"cpu": 0, "gpu": 736 << 20, "npu": 64 << 20}
+"""What the library, driver and buffers of a unit take of main memory, by its kind, whether it
+computes beside the processor or alone.  Assumed: measured on no card and no NPU.  The demo's plans
+for GPUs peak 76 to 92 MiB higher than the demo, with drivers that let the processor play one."""
 _MIB = 1 << 20
 
 
@@ -42,10 +46,10 @@ def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
     return LIBRARY_BYTES + LAYER_BYTES * shape.layers + tokenizer + tables
 
 
-def count_runtime(model: Model, budget_bytes: int, *, units: int = 0) -> int:
+def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
     """Bytes that the segment ``runtime`` should have, in whole MiB: what is expected to be
-    resident, the system's tables of the budget's pages, ``units`` beside the processor, and a
-    little to spare."""
+    resident, the system's tables of the budget's pages, ``units`` that compute beside the processor
+    or alone, and a little to spare."""
     tables = budget_bytes // PAGE_TABLE_PART
-    spare = SPARE_BYTES + units * UNIT_BYTES
+    spare = SPARE_BYTES + sum(UNIT_BYTES[kind] for kind in units)
     return round_up(count_libraries(model) + tables + spare, _MIB)

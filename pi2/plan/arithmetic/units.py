@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from pi2.plan.documents.backends import find_graph_backend
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -57,3 +60,19 @@ def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
         rows=rows if rows is not None and rows.unit == name else None,
         streams=resolved.plan.prefill.unit == name,
     )
+
+
+def list_graph_tokens(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
+    """Numbers of tokens that the graphs of a unit have, ascending; none where its backend computes
+    any number."""
+    backend = find_graph_backend(resolved.name_backend(name))
+    return () if backend is None else backend.list_graph_tokens(describe_unit(resolved, name))
+
+
+def pad_tokens(count: int, graphs: Sequence[int]) -> int:
+    """Tokens that graphs of ascending numbers of tokens compute for a job of ``count``: as many of
+    the largest as fit, then the smallest that holds the rest."""
+    if not graphs:
+        return count
+    whole, rest = divmod(count, graphs[-1])
+    return whole * graphs[-1] + next(tokens for tokens in (0, *graphs) if tokens >= rest)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pi2.backends.protocol import (
         Backend,
         ExecutorBackend,
+        GraphBackend,
         TextBackend,
         UnitBackend,
         WholeBackend,
@@ -46,6 +47,12 @@ def find_unit_backend(name: str) -> UnitBackend | None:
     """Import the module of a backend that serves units beside an executor; None if it does not."""
     backend = find_backend(name)
     return cast("UnitBackend", backend) if hasattr(backend, "build_unit") else None
+
+
+def find_graph_backend(name: str) -> GraphBackend | None:
+    """Import the module of a backend whose programs have fixed shapes; None if they have not."""
+    backend = find_backend(name)
+    return cast("GraphBackend", backend) if hasattr(backend, "list_graphs") else None
 
 
 def find_whole_backend(name: str) -> WholeBackend | None:

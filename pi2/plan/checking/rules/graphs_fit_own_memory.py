@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pi2.backends.protocol import GraphBackend
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.checking.findings import Facts, Finding
-from pi2.plan.documents.backends import find_backend
+from pi2.plan.documents.backends import find_graph_backend
 from pi2.plan.documents.quantities import approximate_bytes
 
 CODE = "P277"
@@ -31,10 +30,10 @@ def check(facts: Facts) -> Iterator[Finding]:
     for name in resolved.dense_units:
         settings, hexagon = resolved.plan.units.get(name), resolved.device.units[name].hexagon
         own = None if hexagon is None else hexagon.own_memory
-        backend = find_backend(resolved.name_backend(name))
+        backend = find_graph_backend(resolved.name_backend(name))
         if own is None or settings is None or settings.graphs is None:
             continue
-        if not isinstance(backend, GraphBackend):
+        if backend is None:
             continue
         largest = max(
             backend.list_graphs(describe_unit(resolved, name)), key=lambda graph: graph.own_bytes

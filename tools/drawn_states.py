@@ -1,28 +1,13 @@
-"""Draws tiny models of families with random configurations, and keeps what transformers computes.
-
-As tools/make_goldens.py, but for many configurations that nobody has chosen: whether pi2 converts
-and computes them is what tools/compare_goldens.py tells, which needs neither torch nor
-transformers.
-
-    python tools/draw_goldens.py -o FOLDER --count 20 --seed 1 qwen3-next granite-hybrid
-    python tools/compare_goldens.py FOLDER
-"""
+"""Draws random configurations of families whose layers have states, for `compare_families.py`:
+transformers' name of the family, and options of its configuration."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import numpy as np
-import torch
-
-from make_goldens import COMMON, PROMPT, VOCAB, compute, make_model
-
-Options = dict[str, Any]
+from drawn_configurations import Drawn, Options
 
 
 def draw_common(draw: random.Random) -> Options:
@@ -176,53 +161,19 @@ def draw_lfm2_moe(draw: random.Random) -> Options:
     }
 
 
-FAMILIES: dict[str, tuple[str, Callable[[random.Random], Options]]] = {
-    "bamba": ("Bamba", draw_bamba),
-    "granite-hybrid": ("GraniteMoeHybrid", draw_granite),
-    "lfm2": ("Lfm2", draw_lfm2),
-    "lfm2-moe": ("Lfm2Moe", draw_lfm2_moe),
-    "qwen3-5": ("Qwen3_5Text", draw_qwen),
-    "qwen3-5-moe": ("Qwen3_5MoeText", draw_qwen_moe),
-    "qwen3-next": ("Qwen3Next", draw_qwen3_next),
+def _name(
+    family: str, draw_options: Callable[[random.Random], Options], draw: random.Random
+) -> Drawn:
+    return family, draw_options(draw)
+
+
+STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
+    "bamba": partial(_name, "Bamba", draw_bamba),
+    "granitemoehybrid": partial(_name, "GraniteMoeHybrid", draw_granite),
+    "lfm2": partial(_name, "Lfm2", draw_lfm2),
+    "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
+    "qwen3_5": partial(_name, "Qwen3_5Text", draw_qwen),
+    "qwen3_5_moe": partial(_name, "Qwen3_5MoeText", draw_qwen_moe),
+    "qwen3_next": partial(_name, "Qwen3Next", draw_qwen3_next),
 }
-"""Class and options of every family."""
-
-
-def write_model(folder: Path, name: str, seed: int) -> None:
-    """Write a model with the configuration that ``seed`` draws."""
-    family, draw_options = FAMILIES[name]
-    options = draw_options(random.Random(f"{name} {seed}"))
-    model = make_model(family, options, seed)
-    if hasattr(model, "set_experts_implementation"):
-        # The others want sizes that suit their kernels.
-        model.set_experts_implementation("eager")
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(3, VOCAB, (PROMPT,), generator=generator)
-    logits, greedy, gap = compute(model, prompt)
-    model.half().save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    (folder / "options.json").write_text(json.dumps(COMMON | options, indent=1))
-    np.savez(
-        folder / "golden.npz",
-        prompt=prompt.numpy(),
-        logits=logits,
-        greedy=np.array(greedy),
-        gap=np.array(gap),
-    )
-
-
-def main() -> None:
-    """Write the models of the families that are named, or of all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *FAMILIES], metavar="FAMILY")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=10, help="models of each family")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first of them")
-    chosen = parser.parse_args()
-    for name in chosen.names or FAMILIES:
-        for seed in range(chosen.seed, chosen.seed + chosen.count):
-            write_model(chosen.output / f"{name}-{seed}", name, seed)
-
-
-if __name__ == "__main__":
-    main()
+"""What draws a family's configurations, by name of the family."""

@@ -1,0 +1,63 @@
+"""An NPU's programs have fixed numbers of tokens: what a job has fewer is computed as zeros."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pi2.costs.description import Description, describe_plan
+from pi2.costs.prompts import list_prompt_layers
+from pi2.plan.arithmetic.units import list_graph_tokens, pad_tokens
+from pi2.plan.resolve import load_plan
+
+PLAN = Path(__file__).resolve().parents[2] / "plans/oneplus-12/bamboo-7b.plan.toml"
+GRAPHS = (1, 2, 4, 32, 64, 128)
+
+
+DRY: dict[str, object] = {"backends.cpu": "null", "backends.npu": "null"}
+"""Backends that take any number of tokens."""
+
+
+def describe(overrides: dict[str, object] | None = None) -> Description:
+    """The plan, with other values."""
+    return describe_plan(load_plan(PLAN, overrides=overrides))
+
+
+def time_prompt(found: Description, tokens: int) -> float:
+    """Seconds of what a prompt's layers compute."""
+    layers = list_prompt_layers(found, tokens)
+    assert layers is not None
+    return sum((layer.before_s + layer.streamed_s) * layer.count for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("count", "padded"),
+    [(1, 1), (3, 4), (5, 32), (32, 32), (100, 128), (128, 128), (130, 130), (200, 256), (260, 260)],
+)
+def test_the_largest_graphs_run_and_the_smallest_that_holds_the_rest(
+    count: int, padded: int
+) -> None:
+    assert pad_tokens(count, GRAPHS) == padded
+    assert pad_tokens(count, ()) == count
+
+
+def test_backends_with_fixed_programs_name_their_tokens() -> None:
+    assert list_graph_tokens(load_plan(PLAN), "npu") == GRAPHS
+    assert list_graph_tokens(load_plan(PLAN, overrides=DRY), "npu") == ()
+
+
+def test_a_prompt_takes_as_long_as_the_graphs_that_hold_it() -> None:
+    fixed, free = describe(), describe(DRY)
+    assert time_prompt(fixed, 70) == pytest.approx(time_prompt(fixed, 128))
+    assert time_prompt(free, 70) < 0.8 * time_prompt(free, 128)
+    assert time_prompt(fixed, 128) == pytest.approx(time_prompt(free, 128))
+
+
+def test_steps_of_33_sequences_run_a_graph_of_64() -> None:
+    times = []
+    for batch, found in ((33, describe()), (64, describe()), (33, describe(DRY))):
+        found = replace(found, settings=replace(found.settings, batch=batch))
+        times.append(found.find_terms(found.kinds[0]).dense.seconds)
+    assert times[0] == times[1] > times[2]
