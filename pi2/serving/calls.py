@@ -176,18 +176,19 @@ async def generate(
         asyncio.create_task(_follow(host, ask, ticket, number, events, metrics))
         for number, ticket in enumerate(tickets)
     ]
+    # `asyncio.timeout` would end the task that asks for the first event: others ask for the rest.
+    late = ApiError(504, f"the answer took more than {limits.time_s:g} s")
+    timer = asyncio.get_running_loop().call_later(limits.time_s, events.put_nowait, late)
     try:
-        async with asyncio.timeout(limits.time_s):
-            going = len(tasks)
-            while going:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                going -= isinstance(event, Finished)
-                yield event
-    except TimeoutError:
-        raise ApiError(504, f"the answer took more than {limits.time_s:g} s") from None
+        going = len(tasks)
+        while going:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            going -= isinstance(event, Finished)
+            yield event
     finally:
+        timer.cancel()
         for ticket in tickets:
             if not ticket.ended:
                 host.driver.cancel(ticket)

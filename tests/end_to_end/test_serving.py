@@ -538,6 +538,20 @@ def test_whoever_does_not_send_headers_in_time_is_cut_off(plan: Path) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 300
 
 
+def test_an_answer_that_takes_too_long_is_given_up(plan: Path) -> None:
+    with serve([describe_plan(plan)], limits=Limits(time_s=0.2)) as address:
+        body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
+        url = f"{address}/v1/completions"
+        assert httpx2.post(url, json=body, timeout=60).status_code == 504
+        made = wait_until_idle(address)["rounds"]["stepped_tokens"]
+        *pieces, last, _ = httpx2.post(url, json={**body, "stream": True}, timeout=60).text.split(
+            "\n\n"
+        )
+        assert len(pieces) > 1, "it had begun"
+        assert "took more than 0.2 s" in last
+        assert wait_until_idle(address)["rounds"]["stepped_tokens"] - made < 899
+
+
 def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> None:
     own = "http://chat.example"
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
