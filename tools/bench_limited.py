@@ -127,7 +127,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
                 "plan": str(beside),
                 "set": {**fitted, **settings},
             }
-    if load_plan(whole).plan.memory.budget < detect_machine().memory.limit_bytes:
+    fits = load_plan(whole).plan.memory.budget < detect_machine().memory.limit_bytes
+    if fits:
         jobs["pi2, all in memory"] = {
             "kind": "pi2",
             "plan": str(whole),
@@ -141,6 +142,9 @@ def measure_row(arguments: argparse.Namespace) -> None:
         # What the system has set, and what is best for such files.
         jobs["llama.cpp, mapped"] = peer
         jobs[f"llama.cpp, {kib} KiB ahead"] = {**peer, "read_ahead_kib": kib}
+        if fits:
+            count = {"tokens": tokens["tokens"], "limit": 0, "repack": True}
+            jobs["llama.cpp, all in memory"] = {**peer, **count}
     if arguments.only:
         jobs = {name: job for name, job in jobs.items() if name in arguments.only}
     check_room(limit_bytes)
@@ -169,7 +173,7 @@ def check_room(limit_bytes: int) -> None:
 def prepare_peer(
     resolved: ResolvedPlan, arguments: argparse.Namespace, limit: int, tokens: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Write llama.cpp's file of the same shape."""
+    """Write llama.cpp's file of the same shape; what runs it within a limit."""
     check_installed()
     folder = prepare_peer_file(resolved).parent
     count = tokens["tokens"] and (arguments.peer_tokens or tokens["tokens"])

@@ -116,7 +116,7 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
             context=CONTEXT,
             threads=2,
             folder=Path(job["folder"]),
-            repack=False,
+            repack=bool(job.get("repack")),
             like=open_likeness(resolved, closing),
         )
         peer = recipe(ignore_progress)

@@ -9,8 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from limited.rows import Row
+from pi2.benchmarks.token_bytes import count_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.store.manifest import read_manifest
+
+WHOLE, WHOLE_PEER = "pi2, all in memory", "llama.cpp, all in memory"
+"""Names of engines that no limit holds."""
+_POSITION = 48
+"""Tokens in the context while one is computed, about: they take few of the bytes."""
 
 
 def report(
@@ -64,17 +71,18 @@ def report(
         f"{disk['sequential'] / 1e6:.0f} MB/s in reads of 1 MiB. Memory: {memory_gb_s:.1f} GB/s. "
         f"Load average at the end {os.getloadavg()[0]:.1f}."
     )
-    whole = "pi2, all in memory"
+    if WHOLE in medians:
+        yield _describe_whole(row, medians, resolved, results[WHOLE], memory_gb_s)
     for step in row.steps:
         if step not in medians:
             continue
         parts = [f"{step}:"]
-        peers = [name for name in medians if name.startswith("llama.cpp")]
+        peers = [name for name in medians if name.startswith("llama.cpp") and name != WHOLE_PEER]
         best = max(peers, key=lambda name: medians[name], default="")
-        for other in (best, whole):
+        for other in (best, WHOLE):
             if other in medians:
                 parts.append(f"{medians[step] / medians[other]:.3g} x {other};")
-        found, every = _find(results[step], "active"), _find(results.get(whole, ()), "active")
+        found, every = _find(results[step], "active"), _find(results.get(WHOLE, ()), "active")
         if found is not None and every:
             parts.append(f"{found / every:.1%} of the neurons that fire there;")
         routing = _find(results[step], "routing")
@@ -91,6 +99,30 @@ def report(
                 share = missed * medians[step] / disk[name]
                 parts.append(f"reads reached {share:.0%} of the disk's rate;")
         yield "- " + " ".join(parts).rstrip(";") + "."
+
+
+def _describe_whole(
+    row: Row,
+    medians: Mapping[str, float],
+    resolved: ResolvedPlan,
+    runs: Sequence[Mapping[str, Any]],
+    memory_gb_s: float,
+) -> str:
+    """A line about the run with everything in memory."""
+    parts = [f"{WHOLE}:"]
+    if WHOLE_PEER in medians:
+        parts.append(f"{medians[WHOLE] / medians[WHOLE_PEER]:.3g} x {WHOLE_PEER};")
+    predictor = read_manifest(resolved.store_path).predictor
+    ranks = None if predictor is None else predictor.rank
+    found = count_token_bytes(
+        resolved, ranks=ranks, active=_find(runs, "active"), position=_POSITION
+    )
+    if found is not None and not row.prefill:
+        share = found.total * medians[WHOLE] / memory_gb_s / 1e9
+        parts.append(
+            f"a token reads {found.total / 1e6:.0f} MB, which is {share:.0%} of what memory gives;"
+        )
+    return "- " + " ".join(parts).rstrip(";") + "."
 
 
 def _find(runs: Sequence[Mapping[str, Any]], key: str) -> float | None:
