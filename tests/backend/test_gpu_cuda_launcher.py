@@ -17,7 +17,7 @@ from pi2.backends.gpu.kernels.specification import Target
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
 from tests.backend import test_gpu_launchers as common
-from tests.helpers.cuda_driver import TOTAL_BYTES, Driver, install_driver
+from tests.helpers.cuda_driver import CONTEXT, TOTAL_BYTES, Driver, install_driver
 
 
 @pytest.fixture
@@ -81,12 +81,25 @@ def test_recordings_are_graphs(
     assert len(driver.launches) == 5
     gc.collect()
     assert driver.graphs == 0, "they are given back"
+    assert driver.bindings is None or driver.checked > 40, "NVIDIA's bindings take these calls"
 
 
 def test_another_thread_enters_before_it_computes(launcher: Launcher, driver: Driver) -> None:
     before = len(driver.contexts)
     launcher.enter()
-    assert driver.contexts[before:] == ["context"]
+    assert driver.contexts[before:] == [CONTEXT]
+
+
+def test_streams_go_before_their_context_and_events_with_it(
+    launcher: Launcher, driver: Driver
+) -> None:
+    event = launcher.open_queue().submit()
+    launcher.open_queue()
+    assert driver.streams == 2
+    launcher.close()
+    assert driver.streams == 0
+    driver.cuEventDestroy = None  # type: ignore[assignment]
+    del event
 
 
 def test_memory_is_counted_as_the_driver_does(launcher: Launcher) -> None:

@@ -214,6 +214,7 @@ class GpuModel:
         # A device that is lost has nothing to give back.
         try:
             if launcher is not None and arrays is not None:
+                launcher.enter()
                 self._queue.submit().wait()
         except UserError:
             pass

@@ -104,10 +104,19 @@ class CudaLaunch:
         return ctypes.addressof(self._addresses)
 
 
+@dataclass(slots=True)
+class _Context:
+    """A device's primary context; with it goes all that belongs to it."""
+
+    handle: Any
+    is_open: bool = True
+
+
 class CudaEvent:
     """An event, and what must live until it is reached."""
 
-    def __init__(self, event: Any, kept: list[Array]) -> None:
+    def __init__(self, context: _Context, event: Any, kept: list[Array]) -> None:
+        self._context = context
         self.event = event
         self._kept = kept
 
@@ -123,23 +132,27 @@ class CudaEvent:
         self._kept = []
 
     def __del__(self) -> None:
-        driver.cuEventDestroy(self.event)
+        if self._context.is_open:
+            driver.cuEventDestroy(self.event)
 
 
 class CudaRecording:
     """A graph: one call of the driver starts all of its kernels."""
 
-    def __init__(self, executable: Any) -> None:
+    def __init__(self, context: _Context, executable: Any) -> None:
+        self._context = context
         self.executable = executable
 
     def __del__(self) -> None:
-        driver.cuGraphExecDestroy(self.executable)
+        if self._context.is_open:
+            driver.cuGraphExecDestroy(self.executable)
 
 
 class CudaQueue:
     """A stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: _Context) -> None:
+        self._context = context
         (self._stream,) = _call(
             driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         )
@@ -193,7 +206,7 @@ class CudaQueue:
             (executable,) = _call(driver.cuGraphInstantiate(graph, 0))
         finally:
             _call(driver.cuGraphDestroy(graph))
-        return CudaRecording(executable)
+        return CudaRecording(self._context, executable)
 
     def replay(self, recording: CudaRecording) -> None:
         _call(driver.cuGraphLaunch(recording.executable, self._stream))
@@ -205,7 +218,11 @@ class CudaQueue:
         (event,) = _call(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
         _call(driver.cuEventRecord(event, self._stream))
         kept, self._kept = self._kept, []
-        return CudaEvent(event, kept)
+        return CudaEvent(self._context, event, kept)
+
+    def close(self) -> None:
+        """Give the stream back."""
+        _call(driver.cuStreamDestroy(self._stream))
 
 
 class CudaLauncher:
@@ -215,8 +232,10 @@ class CudaLauncher:
         self.facts = _describe(number)
         self.allocated_bytes = 0
         (self._device,) = _call(driver.cuDeviceGet(number))
-        (self._context,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
+        (handle,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
+        self._context = _Context(handle)
         self.enter()
+        self._queues: list[CudaQueue] = []
         self._modules: list[Any] = []
         self._host: list[Any] = []
 
@@ -249,6 +268,8 @@ class CudaLauncher:
         for name, signature in image.kernels.items():
             entry = (name + ENTRY_SUFFIX).encode()
             (function,) = _call(driver.cuModuleGetFunction(modules[signature.code], entry))
+            # The driver loads code when it is first launched, which may not happen in a capture.
+            _call(driver.cuFuncLoad(function))
             loaded[name] = CudaKernel(signature, function)
         return loaded
 
@@ -256,17 +277,23 @@ class CudaLauncher:
         return CudaLaunch(kernel, arrays)
 
     def open_queue(self) -> CudaQueue:
-        return CudaQueue()
+        self._queues.append(CudaQueue(self._context))
+        return self._queues[-1]
 
     def enter(self) -> None:
         # A context is current for a thread.
-        _call(driver.cuCtxSetCurrent(self._context))
+        _call(driver.cuCtxSetCurrent(self._context.handle))
 
     def read_memory(self) -> MemoryState | None:
         free, total = _call(driver.cuMemGetInfo())
         return MemoryState(free_bytes=int(free), total_bytes=int(total))
 
     def close(self) -> None:
+        self.enter()
+        # What is left of events and recordings goes with the context.
+        self._context.is_open = False
+        for queue in self._queues:
+            queue.close()
         for module in self._modules:
             _call(driver.cuModuleUnload(module))
         for address in self._host:
