@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, U8
+from pi2.backends.gpu.arrays import DeviceArrays
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec
 from pi2.backends.gpu.packing import pack_neurons
@@ -75,11 +76,13 @@ class DenseFfn:
         self._queue = launcher.open_queue()
         self._copies = launcher.open_queue()
         """Added neurons go to the device while others are computed."""
-        self._all: list[DeviceArray] = []
+        self._arrays = DeviceArrays(launcher)
         try:
-            self._common = self._allocate(sizes.list_common())
+            self._common = self._arrays.allocate(sizes.list_common())
             self._places = [self._make_place() for _ in range(sizes.jobs)]
-            self._layers = [_Room(n, self._allocate(sizes.list_neurons(n))) for n in sizes.counts]
+            self._layers = [
+                _Room(n, self._arrays.allocate(sizes.list_neurons(n))) for n in sizes.counts
+            ]
             self._staging = [
                 self._make_staging() for _ in range(STAGING_BUFFERS if sizes.stretch else 0)
             ]
@@ -90,24 +93,16 @@ class DenseFfn:
         self._jobs: dict[int, _Job] = {}
         self._next = self._next_staging = 0
 
-    def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
-        arrays = {}
-        for name, size in sizes.items():
-            if size:
-                arrays[name] = self._launcher.allocate(size)
-                self._all.append(arrays[name])
-        return arrays
-
     def _make_staging(self) -> _Room:
         sizes = self._sizes.list_neurons(self._sizes.stretch)
         host = {name: self._launcher.allocate_host(size) for name, size in sizes.items()}
-        return _Room(self._sizes.stretch, self._allocate(sizes), host=host)
+        return _Room(self._sizes.stretch, self._arrays.allocate(sizes), host=host)
 
     def _make_place(self) -> _Place:
         chunk = self._sizes.chunk
         inputs, sums = (self._allocate_host(chunk, self._ffn.hidden) for _ in range(2))
         routes = self._allocate_host(chunk, max(self._ffn.experts, 1))
-        return _Place(self._allocate(self._sizes.list_job()), inputs, sums, routes)
+        return _Place(self._arrays.allocate(self._sizes.list_job()), inputs, sums, routes)
 
     def _allocate_host(self, rows: int, length: int) -> F32:
         array: F32 = self._launcher.allocate_host(4 * rows * length).view(np.float32)
@@ -116,7 +111,7 @@ class DenseFfn:
     @property
     def device_bytes(self) -> int:
         """What all arrays of the device take."""
-        return sum(array.size for array in self._all)
+        return self._arrays.total_bytes
 
     def upload(self, layer: int, first: int, bundles: U8) -> None:
         """Put ``bundles`` uint8 [n, .], which have their scales in them, in the place of the
@@ -252,7 +247,5 @@ class DenseFfn:
             self._release()
 
     def _release(self) -> None:
-        arrays, self._all = self._all, []
-        for array in arrays:
-            self._launcher.release(array)
+        self._arrays.release()
         self._jobs, self._layers, self._staging = {}, [], []

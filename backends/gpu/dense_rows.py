@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pi2.arrays import F32, Raw
+from pi2.backends.gpu.arrays import DeviceArrays
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
@@ -57,12 +58,12 @@ class DenseRows:
         )
         self._kernels = load_kernels(launcher, spec, progress)
         self._queue = launcher.open_queue()
-        self._all: list[DeviceArray] = []
+        self._arrays = DeviceArrays(launcher)
         self._jobs: dict[int, _Job] = {}
         self._next = 0
         try:
             self._matrices = {
-                name: self._allocate(sizes.list_matrix(name)) for name in sizes.matrices
+                name: self._arrays.allocate(sizes.list_matrix(name)) for name in sizes.matrices
             }
             self._places = [self._make_place() for _ in range(sizes.jobs)]
             for name, tensor in matrices.items():
@@ -71,18 +72,11 @@ class DenseRows:
             self._release()
             raise
 
-    def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
-        arrays = {}
-        for name, size in sizes.items():
-            arrays[name] = self._launcher.allocate(size)
-            self._all.append(arrays[name])
-        return arrays
-
     def _make_place(self) -> _Place:
         sizes = self._sizes.list_job()
         host = {name: self._launcher.allocate_host(size) for name, size in sizes.items()}
         inputs, outputs = (host[name].view(np.float32) for name in ("inputs", "outputs"))
-        return _Place(self._allocate(sizes), inputs, outputs)
+        return _Place(self._arrays.allocate(sizes), inputs, outputs)
 
     def _upload(self, name: str, tensor: Tensor) -> None:
         """Send a matrix in pieces: one is rearranged while the one before is on its way."""
@@ -108,7 +102,7 @@ class DenseRows:
     @property
     def device_bytes(self) -> int:
         """What all arrays of the device take."""
-        return sum(array.size for array in self._all)
+        return self._arrays.total_bytes
 
     def start(self, name: str, inputs: F32) -> int:
         """Begin to multiply ``inputs`` [T, length] with the rows of a matrix; return the job's
@@ -167,7 +161,5 @@ class DenseRows:
             self._release()
 
     def _release(self) -> None:
-        arrays, self._all = self._all, []
-        for array in arrays:
-            self._launcher.release(array)
+        self._arrays.release()
         self._jobs, self._places, self._matrices = {}, [], {}

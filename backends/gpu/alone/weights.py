@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw
@@ -16,6 +14,7 @@ from pi2.backends.gpu.alone.sizes import (
     list_tensors,
 )
 from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.arrays import DeviceArrays
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
 from pi2.backends.gpu.packing import (
     fill_tile,
@@ -37,7 +36,7 @@ class ModelArrays:
         """Make them all; raises P361 where the device has no memory for them."""
         self._launcher, self._use = launcher, use
         self._queue = launcher.open_queue()
-        self._all: list[DeviceArray] = []
+        self._own = DeviceArrays(launcher)
         self._shapes = list_tensors(use)
         self._uploaded: Event | None = None
         self._tail: tuple[int, int, U8] | None = None
@@ -45,13 +44,13 @@ class ModelArrays:
         layers = range(use.model.shape.layers)
         try:
             self.tensors = {
-                name: self._allocate(tensor.list_arrays())
+                name: self._own.allocate(tensor.list_arrays())
                 for name, tensor in self._shapes.items()
                 if name.rpartition(".")[2] not in JOINED
             }
-            self.neurons = [self._allocate(list_neurons(use)) for _ in layers]
-            self.kept = [self._allocate(list_kept(use, layer)) for layer in layers]
-            self.state = self._allocate(list_state(use))
+            self.neurons = [self._own.allocate(list_neurons(use)) for _ in layers]
+            self.kept = [self._own.allocate(list_kept(use, layer)) for layer in layers]
+            self.state = self._own.allocate(list_state(use))
         except BaseException:
             self.release()
             raise
@@ -63,17 +62,10 @@ class ModelArrays:
             if name in self.state:
                 self._send(self.state[name], np.zeros(self.state[name].size // 4, np.float32))
 
-    def _allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
-        arrays = {}
-        for name, size in sizes.items():
-            arrays[name] = self._launcher.allocate(size)
-            self._all.append(arrays[name])
-        return arrays
-
     @property
     def device_bytes(self) -> int:
         """What all arrays of the device take."""
-        return sum(array.size for array in self._all)
+        return self._own.total_bytes
 
     def put(self, tensor: Tensor, first: int) -> None:
         """See `pi2.backends.whole_model.WholeModel`."""
@@ -169,6 +161,4 @@ class ModelArrays:
 
     def release(self) -> None:
         """Give the device's memory back."""
-        arrays, self._all = self._all, []
-        for array in arrays:
-            self._launcher.release(array)
+        self._own.release()
