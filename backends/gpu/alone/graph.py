@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.backends.gpu.alone.attending import list_attention
-from pi2.backends.gpu.alone.recurring import list_recurrence
+from pi2.backends.gpu.alone.attention import list_attention
+from pi2.backends.gpu.alone.recurrence import list_recurrence
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
-from pi2.backends.gpu.alone.work import Work, WorkList
+from pi2.backends.gpu.alone.work_list import Work, WorkList
 from pi2.backends.gpu.kernels.signature import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
 from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts, count_busy_groups

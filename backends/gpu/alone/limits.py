@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.sizes import count_host_bytes, list_arrays, list_kept
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.unknown import list_unknown_layers
 from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.projections import list_kept_vectors
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.documents.model import Model
 
 
 def describe_use(resolved: ResolvedPlan) -> ModelUse:
@@ -43,7 +43,7 @@ def need_whole_memory(resolved: ResolvedPlan) -> Need:
 
 
 def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
-    """What the backend cannot compute alone."""
+    """What the backend cannot compute alone, each as the end of a sentence."""
     plan, model = resolved.plan, resolved.model
     limits = []
     if resolved.dense_units:
@@ -58,8 +58,23 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("computes no neurons of mxfp4")
     elif resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    limits += list_unknown_layers(model)
+    limits += _list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
     if list_kept_vectors(model)[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")
     return limits
+
+
+def _list_unknown_layers(model: Model) -> list[str]:
+    """What the kernels do not have of norms, attention and routing."""
+    attention, moe = model.attention, model.moe
+    named = {
+        "norm.inputs = false": not model.norm.inputs,
+        "attention.clip": attention.clip is not None,
+        "attention.growth": attention.growth > 0,
+        'attention.head_norm_of = "all"': attention.head_norm_of == "all",
+        'attention.head_norm_place = "after"': attention.head_norm_place == "after",
+    }
+    if moe is not None:
+        named['moe.router = "mixer"'] = moe.router == "mixer"
+    return [f"does not know {name}" for name, is_there in named.items() if is_there]

@@ -12,7 +12,7 @@ from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
 from pi2.backends.gpu.alone.sizes import count_host_bytes, count_logit_rows, list_arrays
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
-from pi2.backends.gpu.alone.work import Work
+from pi2.backends.gpu.alone.work_list import Work
 from pi2.backends.gpu.choice import open_unit
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording

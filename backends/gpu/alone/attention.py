@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.alone.work import WorkList
+from pi2.backends.gpu.alone.work_list import WorkList
 from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.plan.arithmetic.rows import count_qkv_rows
 from pi2.plan.weights.tensor_names import name_layer_tensor
