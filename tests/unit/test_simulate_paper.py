@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summarise
+from paper.freedoms import list_names
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
-from pi2.costs.constants import Constants
+from pi2.costs.constants import Constants, describe_constants
 
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 NOISE = 0.01
@@ -24,6 +26,15 @@ def rows() -> list[Comparison]:
 def test_every_point_is_simulated(rows: list[Comparison]) -> None:
     assert [row.reason for row in rows if row.simulated is None] == []
     assert len(rows) > 70
+
+
+def test_every_fitted_figure_has_a_row_that_says_what_comparisons_are_without_it() -> None:
+    names = list_names()
+    for name, _, _, kind, _ in describe_constants(Constants()):
+        assert kind != "calibrated" or f"`{name}`" in names
+    page = Path(__file__).parents[2] / "docs/lab/simulator-errors.md"
+    text = page.read_text("utf-8")
+    assert [name for name in names if f"\n| {name} |" not in text] == []
 
 
 def test_errors_are_within_the_goals(rows: list[Comparison]) -> None:

@@ -66,6 +66,11 @@ SHARES: Mapping[str, tuple[float, str]] = {
 }
 
 
+def list_names() -> set[str]:
+    """Names of all that the table has a row for."""
+    return {f"`{name}`" for name in CONSTANTS} | {name for name, *_ in _list_changes()}
+
+
 def list_freedoms() -> Iterator[Freedom]:
     """Each figure with the errors without it; the first row is with all of them."""
     usual = Constants()
