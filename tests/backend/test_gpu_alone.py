@@ -36,7 +36,7 @@ ERROR = 1e-4
         # Latent attention, groups of experts and a layer that is no mixture.
         ("opencl", "deepseek-v3", "none", "fp32", ERROR),
         # Layers that keep a state: the delta rule, gates of attention's output.
-        ("opencl", "qwen3-5", "none", "fp32", ERROR),
+        ("webgpu", "qwen3-5", "none", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
         ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],
