@@ -40,6 +40,8 @@ class _Job:
     first: int
     """Name of its first request: those of a job follow each other, in the pool too."""
     end: int
+    waited: int = 0
+    """How many of its first requests somebody has waited for."""
 
     def keep_results(self) -> None:
         """Let the batch have its results elsewhere: their place is another's now."""
@@ -59,7 +61,8 @@ class UringEngine:
         self._files = files
         self._depth = depth
         self._jobs: deque[_Job] = deque()
-        """Those whose results are in the pool, in the order of their names."""
+        """Those whose results are in the pool, in the order of their names: the few that somebody
+        may still wait for."""
         self._make_pool(_POOL)
         self._ring = self._open_ring(0)
         self._waits = False
@@ -105,9 +108,8 @@ class UringEngine:
         side by side in the pool, where nobody's results are needed any more."""
         size = len(self._results)
         if count > size // 2:
-            self._wait_for_all(self._jobs)
+            self._wait_for_all(list(self._jobs))
             size = 1 << (2 * count - 1).bit_length()
-            self._jobs.clear()
             self._make_pool(size)
             self._ring.control[RingControl.POOL_MASK] = size - 1
         place = name & (size - 1)
@@ -115,17 +117,14 @@ class UringEngine:
             # Names that are skipped have no entries.
             self._entries[place:] = 0
             name += size - place
-        taken = [job for job in self._jobs if job.first < name + count - size]
-        self._wait_for_all(taken)
-        for _ in taken:
-            self._jobs.popleft()
+        while self._jobs and self._jobs[0].first < name + count - size:
+            self._wait_for_all([self._jobs[0]])
         return name
 
-    def _wait_for_all(self, jobs: Sequence[_Job] | deque[_Job]) -> None:
-        """Wait until ``jobs`` are over, and take their results out of the pool."""
+    def _wait_for_all(self, jobs: Sequence[_Job]) -> None:
+        """Wait until ``jobs`` are over; their results are not in the pool any more."""
         for job in jobs:
             self._wait(job.batch, slice(None))
-            job.keep_results()
 
     def _fill_entries(self, entries: I64, batch: ReadBatch, first: int) -> None:
         """Write entries [n, 8] of a batch's requests, the first of which is called ``first``."""
@@ -174,6 +173,11 @@ class UringEngine:
             # An interrupt came while they were being queued: they never will be.
             results = batch.results[part]
             results[results == PENDING] = -errno.ECANCELED
+        if begin <= job.waited:
+            job.waited = max(job.waited, end)
+        if job.waited == job.end - job.first:
+            self._jobs.remove(job)
+            job.keep_results()
 
     def _find_job(self, batch: ReadBatch) -> _Job | None:
         """The job of a batch; None if its results are not in the pool."""
@@ -193,8 +197,6 @@ class UringEngine:
         self._entries[left] = 0
         self._results[left] = -errno.ECANCELED
         self._wait(batch, slice(None))
-        self._jobs.remove(job)
-        job.keep_results()
 
     def _drive(self, begin: int, end: int) -> int:
         """Hand over what has room, take note of what is over, and wait for the results [begin,

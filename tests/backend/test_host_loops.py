@@ -140,6 +140,8 @@ def test_rings_and_pools_go_round(
         for pending in reversed(under_way):
             for number in range(len(pending.clusters)):
                 reader.finish(pending, number)
+        assert isinstance(reader._engine, uring.UringEngine)
+        assert not reader._engine._jobs, "what is over is not looked through again"
         assert (arena[slots] == wanted[:, None]).all()
         arena[:] = 255
     reader.close()
