@@ -51,6 +51,8 @@ class LayoutDecision:
     stored: StoredLayout | None
     store: str
     scales: ScalesPlace = "inline"
+    usual_scales: ScalesPlace = "inline"
+    """Where a store has them that nothing else was asked of."""
     reads_experts: bool = False
     """Whether neurons of a mixture are read one by one."""
 
@@ -68,6 +70,9 @@ def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> l
     if stored is not None and stored.scales == "resident" and stored.stride % block == 0:
         apart.add(stored.stride)
     bundles = [model.lay_out_bundle(stride) for stride in strides]
+    if bundles[0].scales == "resident":
+        # Stores know no other place for them.
+        return bundles
     return bundles + [model.lay_out_bundle(stride, "resident") for stride in sorted(apart)]
 
 
@@ -87,7 +92,8 @@ def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> 
     paged = round_up(used, PAGE_BYTES)
     if paged % block == 0 and paged <= MOST_PADDING * least:
         found.add(paged)
-    has = 0 if stored is None or stored.scales == "resident" else stored.stride
+    usual = model.lay_out_bundle().scales
+    has = 0 if stored is None or stored.scales != usual else stored.stride
     if has >= used and has % block == 0:
         found.add(has)
     return sorted(found)
@@ -117,7 +123,7 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
         yield f"The best plan with neurons {shown}."
     usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
     has = usual if stored is None else stored.stride
-    scales = "inline" if stored is None else stored.scales
+    scales = decision.usual_scales if stored is None else stored.scales
     if scales != decision.scales:
         who = "`pi2 convert` leaves scales" if stored is None else "The store has its scales"
         place = "in the bundles" if scales == "inline" else "in files of their own"

@@ -153,6 +153,7 @@ def _choose_layout(
     decision = LayoutDecision(
         chosen=bundle.stride,
         scales=bundle.scales,
+        usual_scales=wish.model.lay_out_bundle().scales,
         used_bytes=bundle.used_bytes,
         block_bytes=find_block_bytes(wish.device),
         others=tuple(

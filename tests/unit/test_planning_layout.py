@@ -115,6 +115,24 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert "as in the store" in "\n".join(describe_layout(kept))
 
 
+def test_neurons_of_mxfp4_have_one_place_for_scales_and_no_advice_about_it() -> None:
+    device, model = make_device({"4 KiB": "1 GB/s"}), read("model", "gpt-oss-20b")
+    stored = StoredLayout(stride=8192, order="expert", scales="resident")
+    assert [bundle.stride for bundle in list_bundles(device, model, None)] == [4608]
+    assert [bundle.stride for bundle in list_bundles(device, model, stored)] == [4608, 8192]
+    decision = LayoutDecision(
+        chosen=4608,
+        scales="resident",
+        usual_scales="resident",
+        used_bytes=4512,
+        block_bytes=512,
+        others=(),
+        stored=None,
+        store="stores/some",
+    )
+    assert not any("repack" in line for line in describe_layout(decision))
+
+
 @pytest.mark.parametrize(
     ("rates", "chosen", "reason"),
     [
