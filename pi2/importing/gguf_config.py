@@ -132,8 +132,12 @@ def make_config(
         config |= {"num_kv_heads": kv_heads, "multi_query": kv_heads == 1, FUSED_ORDER: "stacked"}
     if architecture.model_type in ("gemma2", "gemma3_text"):
         config |= _read_gemma(metadata, config)
+    if architecture.model_type.startswith("granite"):
+        config |= _read_granite(metadata)
+    if metadata.has("{arch}.attention.clamp_kqv"):
+        config["clip_qkv"] = read("{arch}.attention.clamp_kqv", float)
     if architecture.model_type == "granitemoehybrid":
-        config |= _read_granite(metadata, config)
+        config |= _read_mamba(metadata, config)
     elif metadata.has("{arch}.ssm.group_count"):
         config |= _read_states(metadata)
     if metadata.has("{arch}.shortconv.l_cache"):
@@ -183,8 +187,19 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _read_granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite's factors, and sizes of its Mamba-2 layers."""
+def _read_granite(metadata: Metadata) -> dict[str, Any]:
+    """Granite's factors."""
+    read = metadata.read
+    return {
+        "attention_multiplier": read("{arch}.attention.scale", float, 1.0),
+        "embedding_multiplier": read("{arch}.embedding_scale", float, 1.0),
+        "residual_multiplier": read("{arch}.residual_scale", float, 1.0),
+        "logits_scaling": read("{arch}.logit_scale", float, 1.0),
+    }
+
+
+def _read_mamba(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of Granite's Mamba-2 layers and FFNs."""
     read, count = metadata.read, metadata.read_count
     width = count("{arch}.ssm.inner_size")
     experts = read("{arch}.expert_count", int, 0)
@@ -194,10 +209,6 @@ def _read_granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, An
     return {
         "num_local_experts": experts,
         "shared_intermediate_size": shared,
-        "attention_multiplier": read("{arch}.attention.scale", float, 1.0),
-        "embedding_multiplier": read("{arch}.embedding_scale", float, 1.0),
-        "residual_multiplier": read("{arch}.residual_scale", float, 1.0),
-        "logits_scaling": read("{arch}.logit_scale", float, 1.0),
         # llama.cpp's converter says so where no positions are turned.
         "position_embedding_type": "rope"
         if read("{arch}.rope.scaling.finetuned", bool, True)

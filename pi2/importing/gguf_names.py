@@ -272,6 +272,10 @@ ARCHITECTURES = {
     "lfm2": Architecture(
         model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
     ),
+    "granite": Architecture(model_type="granite", permutes=True),
+    "olmoe": Architecture(
+        model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
+    ),
     "lfm2moe": Architecture(model_type="lfm2_moe", names=LFM2_MIXTURE),
     "gpt-oss": Architecture(model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}),
     "granitehybrid": Architecture(

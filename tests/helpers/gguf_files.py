@@ -144,7 +144,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if special is not None:
             found |= special
             continue
-        if ARCHITECTURES.get(family, family) in ("llama", "bamboo", "granitehybrid"):
+        if ARCHITECTURES.get(family, family) in ("llama", "bamboo", "granite", "granitehybrid"):
             if ".q_proj." in name:
                 values = permute(values, heads)
             if ".k_proj." in name:
@@ -344,8 +344,12 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_leading_dense_block_count(config["num_dense_layers"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config["model_type"].startswith("granite"):
+        add_factors(writer, config)
     if config["model_type"] == "granitemoehybrid":
-        add_granite(writer, config)
+        add_mamba(writer, config)
+    if config.get("clip_qkv"):
+        writer.add_clamp_kqv(config["clip_qkv"])
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("shared_expert_intermediate_size"):
@@ -375,12 +379,16 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
 
 
-def add_granite(writer: Any, config: Mapping[str, Any]) -> None:
-    """Granite's factors, and sizes of Mamba-2."""
+def add_factors(writer: Any, config: Mapping[str, Any]) -> None:
+    """Granite's factors."""
     writer.add_attention_scale(config["attention_multiplier"])
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
+
+
+def add_mamba(writer: Any, config: Mapping[str, Any]) -> None:
+    """Sizes of Granite's Mamba-2 layers."""
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
