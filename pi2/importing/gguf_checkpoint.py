@@ -299,6 +299,7 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
         config["model_type"] = "qwen2"  # which is just that
     for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):
         config[key] = has_qkv
+    config["attention_out_bias"] = has_output
     config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
     for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):

@@ -272,6 +272,9 @@ ARCHITECTURES = {
     "lfm2": Architecture(
         model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
     ),
+    "arcee": Architecture(model_type="arcee", permutes=True, activation="relu2"),
+    "seed_oss": Architecture(model_type="seed_oss", names={**DECODER, **_POST_NORM}),
+    "smollm3": Architecture(model_type="smollm3", permutes=True),
     "granite": Architecture(model_type="granite", permutes=True),
     "olmoe": Architecture(
         model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}

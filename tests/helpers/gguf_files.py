@@ -38,6 +38,8 @@ _DELTA = {
     "norm": "ssm_norm",
     "out_proj": "ssm_out",
 }
+_PERMUTED = ("arcee", "bamboo", "granite", "granitehybrid", "llama", "smollm3")
+"""Names of families whose pairs of elements become neighbours."""
 _NAMES = (
     *(
         (rf"model\.layers\.(\d+)\.linear_attn\.{name}", rf"blk.\1.{gguf}")
@@ -144,7 +146,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if special is not None:
             found |= special
             continue
-        if ARCHITECTURES.get(family, family) in ("llama", "bamboo", "granite", "granitehybrid"):
+        if ARCHITECTURES.get(family, family) in _PERMUTED:
             if ".q_proj." in name:
                 values = permute(values, heads)
             if ".k_proj." in name:
@@ -164,7 +166,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         translated = name_tensor(name)
-        newer = family in ("gemma2", "gemma3_text", "gpt_oss") or family.startswith(
+        newer = family in ("gemma2", "gemma3_text", "gpt_oss", "seed_oss") or family.startswith(
             ("qwen3_5", "qwen3_next")
         )
         if newer and "post_attention" in name:

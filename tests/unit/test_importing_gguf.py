@@ -32,6 +32,7 @@ from tests.helpers.models import draw_weights, make_model
 gguf = pytest.importorskip("gguf")
 
 GOLDENS = (
+    "arcee",
     "falcon-40b",
     "falcon-7b-relu",
     "gemma",
@@ -61,6 +62,8 @@ GOLDENS = (
     "granite-hybrid",
     "granite-hybrid-dense",
     "olmoe",
+    "seed-oss",
+    "smollm3",
     "stablelm",
     "stablelm-parallel",
     "starcoder2",
@@ -69,6 +72,7 @@ GOLDENS = (
 
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"swiglu_limit": 7.0},
+    "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None},
     "lfm2-moe": {"routed_scaling_factor": 1.0},
     "granite-hybrid": {"time_step_limit": None},
     "granite-hybrid-dense": {"time_step_limit": None},
