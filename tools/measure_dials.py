@@ -6,8 +6,10 @@
 Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
 given share of all experts, once for every setting of the table ``[experts]`` below.  With
 ``--twin`` the store has a twin (``pi2 store twin``): settings in which it computes what is left
-out are measured, too, and exact ones whose cache has the twin's memory besides.  Prints a table
-and draws it.
+out are measured, too, and exact ones whose cache has the twin's memory besides.  Every
+file of ``--thresholds`` (``pi2 sparsity calibrate``) is a setting, too, of a store with gates
+(``pi2 store gates``): a quarter of the cache's memory holds gates then.  Prints a table and draws
+it.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 import pi2
 from pi2.evaluation.scores import score_windows
 from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
+from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.layout import lay_out_twin
+from pi2.plan.weights.layout import ALIGNMENT, TwinPrecision, lay_out_twin, round_up
 from pi2.statistics.texts import encode_windows
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
@@ -42,18 +45,24 @@ DIALS: Mapping[str, list[Mapping[str, Any]]] = {
 }
 """Settings by the name of their dial."""
 
-TWIN = {"twin": "int2"}
-TWIN_DIALS: Mapping[str, list[Mapping[str, Any]]] = {
-    "least_weight, twin": [
-        {"least_weight": value, **TWIN} for value in (0.1, 0.15, 0.2, 0.25, 0.4, 1.0)
-    ],
-    "read_best, twin": [{"read_best": value, **TWIN} for value in (3, 2, 1)],
-    "a twin's memory as cache": [{"cache": "and the twin's memory"}],
-}
-"""The same of a store that has a twin."""
+
+def list_twin_dials(precision: TwinPrecision) -> dict[str, list[Mapping[str, Any]]]:
+    """The same of a store that has a twin."""
+    twin = {"twin": precision}
+    return {
+        f"least_weight, {precision} twin": [
+            {"least_weight": value, **twin} for value in (0.1, 0.15, 0.2, 0.25, 0.4, 1.0)
+        ],
+        f"read_best, {precision} twin": [{"read_best": value, **twin} for value in (3, 2, 1)],
+        f"an {precision} twin's memory as cache": [{"cache": f"and the {precision} twin's memory"}],
+    }
+
+
+GATES_PART = 0.25
+"""Part of the cache's memory that holds gates where thresholds choose neurons."""
 MOST_DRAWN = 2.0
 """Per cent; points above are out of the picture, which says how far."""
-OTHERS = {"twin", "cache"}
+OTHERS = {"twin", "cache", "thresholds"}
 """What of a setting is no key of ``[experts]``."""
 
 
@@ -74,6 +83,8 @@ class Point:
     replaced: float
     left_out: float
     by_twins: float
+    computed: float
+    """Of the neurons of the experts that computed."""
 
 
 def measure(
@@ -83,8 +94,9 @@ def measure(
     context: int,
     windows: int,
     dials: Mapping[str, list[Mapping[str, Any]]],
+    precision: TwinPrecision | None,
 ) -> list[Point]:
-    """Run exact routing and all settings of ``dials``."""
+    """Run exact routing and all settings of ``dials``; ``precision`` of the store's twin."""
     resolved = load_plan(plan)
     model = resolved.model
     experts = model.shape.layers * model.expert_count
@@ -102,13 +114,26 @@ def measure(
     settings: list[tuple[str, dict[str, Any]]] = [("exact", {})]
     settings += [(dial, dict(some)) for dial, all_of in dials.items() for some in all_of]
     cold = size * resolved.bundle.stride
-    twin = experts * model.shape.ffn * lay_out_twin(resolved.bundle, "int2").stride
+    twin = 0
+    if precision is not None:
+        twin = experts * model.shape.ffn * lay_out_twin(resolved.bundle, precision).stride
     for dial, some in settings:
         chosen_dials = {name: value for name, value in some.items() if name not in OTHERS}
         own = {f"experts.{name}": value for name, value in chosen_dials.items()}
         own["memory.segments.cold"] = f"{cold + twin if 'cache' in some else cold} B"
         if "twin" in some:
             own |= {"twin.precision": some["twin"], "memory.segments.twin": f"{twin} B"}
+        if "thresholds" in some:
+            gates = round(GATES_PART * cold)
+            names = model.shape.layers * round_up(4 * model.layer_neurons, ALIGNMENT)
+            own |= {
+                "sparsity.method": "cats",
+                "sparsity.target": read_thresholds(Path(some["thresholds"])).target,
+                "sparsity.thresholds": str(Path(some["thresholds"]).resolve()),
+                "memory.segments.predictor": f"{names + gates} B",
+                "memory.segments.cold": f"{cold - gates} B",
+            }
+            some = {"thresholds": own["sparsity.target"]}
         with pi2.load(plan, set={**base, **own}) as loaded:
             chosen = encode_windows(loaded, texts, context=context, stride=None, count=windows)
             before = loaded.stats
@@ -124,11 +149,12 @@ def measure(
                 perplexity=float(np.exp(losses.mean())),
                 loss_change=float(change.mean()),
                 loss_change_error=float(change.std() / np.sqrt(len(change))),
-                memory_bytes=cold + twin if OTHERS & set(some) else cold,
+                memory_bytes=cold + twin if {"twin", "cache"} & set(some) else cold,
                 read_bytes_token=done.flash_read_bytes / sum(len(w.tokens) - 1 for w in chosen),
                 replaced=done.replaced_share or 0.0,
                 left_out=done.left_out_share or 0.0,
                 by_twins=done.twin_weight_share or 0.0,
+                computed=done.predicted_share or 0.0,
             )
         )
         print(write_row(points[-1], points[0]), flush=True)
@@ -144,7 +170,8 @@ def write_row(point: Point, exact: Point) -> str:
         f"| {point.loss_change:+.4f} ± {point.loss_change_error:.4f} "
         f"| {point.memory_bytes / 1e6:.1f} | {point.read_bytes_token / 1e3:.0f} "
         f"| {point.read_bytes_token / exact.read_bytes_token:.2f} "
-        f"| {point.replaced:.1%} | {point.left_out:.1%} | {point.by_twins:.1%} |"
+        f"| {point.replaced:.1%} | {point.left_out:.1%} | {point.by_twins:.1%} "
+        f"| {point.computed:.1%} |"
     )
 
 
@@ -183,13 +210,20 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--twin", action="store_true", help="measure the store's twin, too")
+    parser.add_argument("--twin", choices=get_args(TwinPrecision), help="measure the store's twin")
+    parser.add_argument("--thresholds", type=Path, action="append", default=[])
+    parser.add_argument("--dials", default="", help="measure those whose names have this")
     parser.add_argument("--plot", type=Path, help="write a picture")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
     titles = "setting | perplexity | change | nats | MB of experts | kB read per token | of exact"
-    print(f"| {titles} | replaced | left out | by twins |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {titles} | replaced | left out | by twins | neurons computed |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    dials = dict(DIALS)
+    if arguments.twin is not None:
+        dials |= list_twin_dials(arguments.twin)
+    if arguments.thresholds:
+        dials["thresholds"] = [{"thresholds": str(file)} for file in arguments.thresholds]
     texts = [arguments.text.read_text("utf-8")]
     points = measure(
         arguments.plan,
@@ -197,7 +231,8 @@ def main() -> None:
         arguments.cache,
         arguments.context,
         arguments.windows,
-        {**DIALS, **(TWIN_DIALS if arguments.twin else {})},
+        {name: some for name, some in dials.items() if arguments.dials in name},
+        arguments.twin,
     )
     if arguments.plot is not None:
         arguments.plot.write_bytes(draw(points, arguments.plot.suffix.lstrip(".")))

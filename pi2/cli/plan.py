@@ -85,6 +85,13 @@ MOST_SEQUENCES = 64
     ),
 )
 @click.option(
+    "--thresholds",
+    "thresholds_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Thresholds for a mixture's experts, to be used where that is faster.",
+)
+@click.option(
     "-o", "--output", type=click.Path(path_type=Path), help=("Output file, NAME.plan.toml.")
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
@@ -105,6 +112,7 @@ def command(
     context: int | None,
     exact: bool,
     store: Path | None,
+    thresholds_file: Path | None,
     output: Path | None,
     force: bool,
     pareto: bool,
@@ -124,6 +132,10 @@ def command(
         _check_output(path, force)
     wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
     wish = replace(wish, unit_memory=_parse_unit_memory(unit_memory, wish.device))
+    if thresholds_file is not None:
+        if exact or pareto:
+            raise click.UsageError("--thresholds leaves neurons out: not with --exact or --pareto")
+        wish = _add_thresholds(wish, thresholds_file, output)
     if pareto:
         if len(batches) > 1:
             raise click.UsageError("--pareto is for one --batch")
@@ -131,8 +143,11 @@ def command(
         return
     from pi2.planning.device_memory import plan_within_device
     from pi2.planning.text import describe_choices, write_batches
+    from pi2.planning.thresholds import choose_thresholds
 
-    found = [plan_within_device(replace(wish, batch=number)) for number in batches]
+    found = [
+        choose_thresholds(plan_within_device(replace(wish, batch=number))) for number in batches
+    ]
     for planned in found:
         click.echo("\n".join(describe_choices(planned)))
         path = outputs[planned.wish.batch]
@@ -191,6 +206,23 @@ def _make_wish(
         exact=exact,
         store=store,
     )
+
+
+def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
+    """The wish with thresholds; UserError P258 for those of another model, and as reading does."""
+    from pi2.plan.reading.thresholds import read_thresholds
+
+    found = read_thresholds(file)
+    if wish.model.moe is None or not found.fits(wish.model):
+        mixture = "" if wish.model.moe is not None else ", which is no mixture of experts"
+        raise UserError.of(
+            "P258",
+            f"{file} has thresholds of the model `{found.model}`, not of {wish.model.id}{mixture}",
+            help="make some with `pi2 sparsity calibrate`; models without experts need none here: "
+            "it writes their plan, too",
+        )
+    name = str(file) if output is None else _refer_path(file, output.parent)
+    return replace(wish, thresholds=found, thresholds_file=name)
 
 
 def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pi2.costs.activity import Policy, PredictorMode
+from pi2.costs.experts import GateReads, ReadLimits, read_gates, read_limits
 from pi2.costs.paging import PageFaults, find_page_faults
 from pi2.costs.rates import Rates, check_flash
 from pi2.costs.reads import BlockingReads, Phases, Reads, block_reads, find_reads
@@ -53,6 +54,10 @@ class Settings:
     """What a token reads where the file is mapped."""
     graphs: tuple[int, ...] = ()
     """Numbers of tokens, ascending, that the dense unit computes; none for any number."""
+    gates: GateReads | None = None
+    """Gates of experts that are read before their neurons, where a plan has thresholds for them."""
+    limits: ReadLimits | None = None
+    """Most experts that are read, where a plan deviates from routing."""
 
     @property
     def is_predicted(self) -> bool:
@@ -133,6 +138,8 @@ def read_settings(
         head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
         faults=faults,
         graphs=list_dense_graphs(resolved, rates),
+        gates=read_gates(resolved, rates.flash, store),
+        limits=read_limits(resolved),
     )
 
 
@@ -155,6 +162,8 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None
     stored = read_stored(store)
+    if resolved.reads_gates:
+        return None
     if plan.decode.predictor == "router":
         return plan.io.merge_gap if stored is None or stored.order == "expert" else None
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None

@@ -44,17 +44,26 @@ class Sizes:
     is_gated: bool
 
 
-def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
-    """Bytes of a layer: of its active experts, where it has experts."""
+def measure_sizes(
+    model: Model,
+    mode: PredictorMode,
+    kv: KvType,
+    bundle: BundleLayout,
+    *,
+    gates_first: bool = False,
+) -> Sizes:
+    """Bytes of a layer: of its active experts, where it has experts.  ``gates_first``: a router's
+    experts have their gates computed before their neurons, and again with these."""
     shape, precision = model.shape, model.quantization
     active = model.active_experts
     projections = count_mixer_bytes(model) + count_state_traffic(model)
     neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
-    if mode == "gate":
+    if mode == "gate" or gates_first:
         predictor = active * matrix_bytes(shape.ffn, shape.stored_hidden, precision.ffn)
         predictor_weights = active * shape.ffn * shape.stored_hidden
-        neuron -= neuron // len(bundle.parts)  # gates are known then
+        if not gates_first:
+            neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
         predictor = matrix_bytes(rank, shape.stored_hidden, precision.predictor)

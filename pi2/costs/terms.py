@@ -48,6 +48,8 @@ class LayerTerms:
     norm_s: float
     """What the FFN begins and ends with, and a mixture's router."""
     python_s: float
+    gates_s: float
+    """Waiting for the gates of experts, before any neuron is named."""
     predict: Work
     look_up_s: float
     """Fixed part of a look-up."""
@@ -80,7 +82,7 @@ class LayerTerms:
     @property
     def before_s(self) -> float:
         """What comes before the FFN's neurons, whatever they are."""
-        return self.attention_s + self.norm_s + self.python_s + self.barrier_s
+        return self.attention_s + self.norm_s + self.python_s + self.barrier_s + self.gates_s
 
     def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
         """Seconds of looking neurons up; ``expected``: of mean numbers, whose chance to be none
@@ -106,6 +108,11 @@ def find_terms(
     shared = rates.shared_bytes_s
     graph = settings.pipeline != "neuron-cluster"
     predict = _find_predict(rates, sizes, settings)
+    attention_s, position_s = _time_attention(rates, sizes, settings)
+    gates_s = 0.0 if settings.gates is None else settings.gates.seconds
+    if settings.look_ahead != "none":
+        # They are read while the layer before is computed, or this one's attention.
+        gates_s = max(gates_s - attention_s, 0.0)
     gathers = rates.open if settings.predictor == "gate" else rates.gather
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
@@ -128,7 +135,6 @@ def find_terms(
             )
             seconds = max(seconds, operations / unit.ops_s)
         computed = Work(seconds=seconds, bytes_s=0.0 if unit.has_memory else size / seconds)
-    attention_s, position_s = _time_attention(rates, sizes, settings)
     barrier_s = 0.0
     if graph:
         done = 5.0 + sizes.predictors
@@ -138,6 +144,7 @@ def find_terms(
         position_s=position_s,
         norm_s=time_norm(rates, sizes, settings),
         python_s=rates.python_s,
+        gates_s=gates_s,
         predict=predict,
         look_up_s=look_up_s,
         place_s=rates.place_s if looks_up else 0.0,
@@ -159,7 +166,8 @@ def find_terms(
 
 
 def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
-    kernel = rates.gate if settings.predictor == "gate" else rates.predict
+    first = settings.predictor == "gate" or settings.gates is not None
+    kernel = rates.gate if first else rates.predict
     calls = max(sizes.predictors, 1)
     speed = rates.scale(settings.threads)
     seconds = time_matrix(

@@ -88,14 +88,19 @@ def cost_layer(
         weight = comb(number, missing) * share**missing * (1.0 - share) ** (number - missing)
         part = missing / number * counts.used
         found = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
+        limits, by_twins = settings.limits, 0.0
+        if limits is not None:
+            read = limits.limit(float(missing)) / number * counts.used
+            by_twins, part = (part - read) * limits.twins, read
         own = replace(
             counts,
             missing=part,
-            resident=counts.resident * found,
+            # A twin takes as long to compute as its neuron.
+            resident=counts.resident * found + by_twins,
             cached=counts.cached * found,
-            hot_weight=counts.hot_weight * found,
+            hot_weight=counts.hot_weight * found + by_twins,
         )
-        costs.append((weight, _cost_counts(kind, terms, own, float(missing > 0))))
+        costs.append((weight, _cost_counts(kind, terms, own, float(part > 0.0))))
     return LayerCost(
         **{
             item.name: sum(weight * getattr(cost, item.name) for weight, cost in costs)
@@ -171,7 +176,7 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
         ffn_s = run_beside(steps, terms) + wait_s
     return LayerCost(
         attention_s=terms.attention_s,
-        norm_s=terms.norm_s + terms.barrier_s,
+        norm_s=terms.norm_s + terms.barrier_s + terms.gates_s,
         predict_s=terms.predict.seconds,
         look_up_s=look_up_s,
         python_s=terms.python_s,

@@ -23,8 +23,11 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
-    names = ("attention", "kv", "state", "predictor", "hot", "workspace")
+    names = ("attention", "kv", "state", "predictor", "hot", "twin", "workspace")
     fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
+    if resolved.reads_gates:
+        # What is more than needed keeps gates.
+        fixed += segments.predictor - needs["predictor"].bytes
     stride = resolved.bundle.stride
     absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
     lent = count_lent_bytes(resolved, tokens)

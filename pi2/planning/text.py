@@ -50,7 +50,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     if "scales" in values["bundle"]:
         lines.append(f"scales = {write_value(values['bundle']['scales'])}  # in memory")
     lines += _write_layers(values["layers"])
-    for table in ("projections", "io", "pipeline", "threads", "prefill", "decode", "kv"):
+    tables = ("projections", "io", "pipeline", "threads", "prefill", "decode", "sparsity", "kv")
+    for table in tables:
         if table not in values:
             continue
         lines += ["", f"[{table}]"]
@@ -148,7 +149,10 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             yield f"{decision.key}: {decision.chosen}; tokens/s would be {shown}."
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
-    yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
+    if resolved.reads_gates or plan.sparsity is not None:
+        yield "Active neurons: those of the chosen experts that reach their thresholds."
+    else:
+        yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
     if plan.decode.look_ahead != "none":
         yield "Reads begin a layer ahead, so that they are hidden behind more work."
         if not any(unit.kernels for unit in planned.resolved.device.units.values()):

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
+from pi2.plan.reading.thresholds import Thresholds
 
 Objective = Literal["speed", "memory", "energy"]
 
@@ -35,3 +36,7 @@ class Wish:
     """Sequences that generate at the same time."""
     store: Path | None = None
     """Neuron store whose activations count, where there is one."""
+    thresholds: Thresholds | None = None
+    """Thresholds for a mixture's experts, which a plan may use where it is faster with them."""
+    thresholds_file: str = ""
+    """Their file, as the plan is to name it."""

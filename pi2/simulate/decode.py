@@ -84,9 +84,14 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
     faults = settings.faults
     faulted = 0.0 if faults is None else faults.attention_bytes
     stalled += 0.0 if faults is None else faulted * faults.byte_s
+    # The time of gates is in that before each layer's neurons.
+    gates, gates_s = settings.gates, 0.0
+    if gates is not None:
+        gates_s = description.layers * gates.records * gates.record_s
+        faulted += description.layers * gates.records * gates.bytes
     return {
         "token_s": zeros + head_s + stalled,
-        "flash_s": zeros + stalled,
+        "flash_s": zeros + stalled + gates_s,
         "waiting_s": zeros + stalled,
         "cpu_s": zeros + head_s,
         "dense_s": zeros + (head_s if settings.head_share > 0.0 else 0.0),
@@ -148,7 +153,13 @@ def _draw_neurons(
         missing = min(activity.count_missing(kind.hot, kind.cold, settings.policy), used)
         dense, hot = (activity.count_within(share) for share in (dense_share, kind.hot))
         shares = (dense, hot - dense, max(used - hot - missing, 0.0), missing)
-        return draw_experts(shares, used, activity.grain, shape, random)
+        drawn = draw_experts(shares, used, activity.grain, shape, random)
+        if settings.limits is None:
+            return drawn
+        read = settings.limits.limit(drawn.missing / activity.grain) * activity.grain
+        # A twin takes as long to compute as its neuron.
+        by_twins = (drawn.missing - read) * settings.limits.twins
+        return replace(drawn, hot=drawn.hot + by_twins, missing=read)
     return draw_tokens(
         activity.named,
         activity.find_hits(kind.hot, kind.cold, settings.policy),

@@ -1,0 +1,155 @@
+"""Thresholds for experts, twins and limits of reads in predictions, and the planner's choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.cli.main import run as cli
+from pi2.costs.description import describe_plan
+from pi2.costs.experts import ReadLimits
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.authoring.writing import write_document
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.references import find_document
+from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
+from pi2.planning.cost import Cost, cost_resolved
+from pi2.planning.planner import PlannedPlan, plan
+from pi2.planning.resolving import resolve_values
+from pi2.planning.text import write_planned
+from pi2.planning.thresholds import WITHOUT, choose_thresholds
+from pi2.planning.wish import Wish
+from pi2.simulate.simulator import simulate
+
+GIB = 1 << 30
+
+
+def read(kind: Any, name: str) -> Any:
+    return check_file(find_document(name, kind, Path())).document
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    found = read("device", "cloud-vm-zen5")
+    assert isinstance(found, Device)
+    return found
+
+
+@pytest.fixture(scope="module")
+def planned(device: Device) -> PlannedPlan:
+    """An exact plan for a mixture with large neurons, two thirds of which have to be read."""
+    model = read("model", "mixtral-8x7b")
+    assert isinstance(model, Model)
+    return plan(Wish(device=device, model=model, memory_bytes=12 * GIB, context=1024))
+
+
+def make_thresholds(model: Model, kept: float) -> Thresholds:
+    assert model.moe is not None
+    layer = LayerThresholds(
+        gate=0.1, experts=(0.1,) * model.expert_count, computed=kept, active=kept
+    )
+    return Thresholds(
+        schema_version=2,
+        name="some",
+        model=model.id,
+        activation=model.ffn.activation,
+        hidden=model.shape.hidden,
+        neurons=model.layer_neurons,
+        method="cats",
+        target=round(1.0 - kept, 6),
+        tokens=1,
+        text="",
+        layers=(layer,) * model.shape.layers,
+    )
+
+
+def choose(planned: PlannedPlan, kept: float) -> PlannedPlan:
+    thresholds = make_thresholds(planned.wish.model, kept)
+    wish = replace(planned.wish, thresholds=thresholds, thresholds_file="some.thresholds.toml")
+    return choose_thresholds(replace(planned, wish=wish))
+
+
+def change(planned: PlannedPlan, **tables: Any) -> ResolvedPlan:
+    values = {**planned.values, **tables}
+    return resolve_values(values, planned.wish.device, planned.wish.model)
+
+
+def test_the_planner_takes_thresholds_where_they_are_faster(planned: PlannedPlan) -> None:
+    found = choose(planned, 0.3)
+    decision = found.decisions[-1]
+    assert decision.key == "sparsity" and decision.chosen != WITHOUT
+    speeds = dict(decision.tokens_s)
+    assert found.cost.tokens_s == max(speeds.values()) > 1.2 * speeds[WITHOUT]
+    assert found.resolved.plan.memory.budget <= planned.resolved.plan.memory.budget
+    text = write_planned(found, device="d", model="m", store="s", name="n")
+    assert "some.thresholds.toml" in text and "[sparsity]" in text
+
+
+def test_and_leaves_them_where_they_are_not(planned: PlannedPlan) -> None:
+    # Nearly all neurons are read one by one instead of as whole experts, and their gates besides.
+    found = choose(planned, 0.95)
+    assert found.decisions[-1].chosen == WITHOUT
+    assert found.values == planned.values
+    assert choose_thresholds(planned) is planned
+
+
+def test_gates_that_have_to_be_read_cost_time(planned: PlannedPlan) -> None:
+    sparsity = {"method": "cats", "target": 0.7}
+    speeds = []
+    for size in ("64 MiB", "1 GiB", "4 GiB"):
+        memory = {**planned.values["memory"]}
+        memory["segments"] = {**memory["segments"], "predictor": size}
+        cost = cost_resolved(change(planned, sparsity=sparsity, memory=memory))
+        speeds.append(sum(layer.norm_s for layer in cost.layers))
+    assert speeds[0] > speeds[1] > speeds[2]
+
+
+def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
+    def cost(**experts: Any) -> Cost:
+        twin = {"twin": {"precision": "int2"}} if experts.pop("twin", False) else {}
+        return cost_resolved(change(planned, experts=experts, **twin))
+
+    exact, best = cost(), cost(read_best=1)
+    assert best.tokens_s > exact.tokens_s
+    never, by_twins = cost(most_reads=0), cost(most_reads=0, twin=True)
+    for found in (never, by_twins):
+        assert all(layer.read_s == 0.0 for layer in found.layers)
+    # Twins take memory and time to compute.
+    assert exact.tokens_s < by_twins.tokens_s < never.tokens_s
+    assert by_twins.memory_bytes > never.memory_bytes + GIB
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"experts": {"read_best": 1}},
+        {"experts": {"most_reads": 0}, "twin": {"precision": "int2"}},
+        {"sparsity": {"method": "cats", "target": 0.7}},
+    ],
+)
+def test_the_simulator_agrees(planned: PlannedPlan, tables: dict[str, Any]) -> None:
+    resolved = change(planned, **tables)
+    simulated = simulate(describe_plan(resolved), tokens=64)
+    assert simulated.tokens_s == pytest.approx(cost_resolved(resolved).tokens_s, rel=0.15)
+
+
+def test_limits_of_reads() -> None:
+    assert ReadLimits(read_best=0.5, most_reads=8.0, twins=False).limit(4.0) == 2.0
+    assert ReadLimits(read_best=1.0, most_reads=2.0, twins=False).limit(4.0) == 2.0
+
+
+def test_thresholds_of_another_model_are_refused(
+    planned: PlannedPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.thresholds.toml"
+    file.write_text(write_document(make_thresholds(planned.wish.model, 0.5)))
+    command = ["plan", "--device", "cloud-vm-zen5", "--model", "qwen3-30b-a3b", "--memory", "8GiB"]
+    assert cli([*command, "--thresholds", str(file)]) == 2
+    assert "P258" in capsys.readouterr().err
+    assert cli([*command, "--thresholds", str(file), "--exact"]) == 2
+    assert "--thresholds leaves neurons out" in capsys.readouterr().err
