@@ -94,7 +94,7 @@ def measure(
     context: int,
     windows: int,
     dials: Mapping[str, list[Mapping[str, Any]]],
-    precision: TwinPrecision | None,
+    precision: TwinPrecision | None = None,
 ) -> list[Point]:
     """Run exact routing and all settings of ``dials``; ``precision`` of the store's twin."""
     resolved = load_plan(plan)

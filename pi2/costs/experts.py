@@ -28,8 +28,8 @@ class ReadLimits:
     """Most experts that a layer reads for a token, by the table ``[experts]``."""
 
     read_best: float
-    """Part of a token's experts that are read where they are missing: misses are taken to fall on
-    all ranks alike."""
+    """Part of a token's experts that are read where they are missing, the mean of all layers:
+    misses are taken to fall on all ranks alike."""
     most_reads: float
     twins: bool
     """Whether twins compute what is not read; else nothing does."""
@@ -37,7 +37,7 @@ class ReadLimits:
     def limit(self, missing: Number) -> Number:
         """Experts that are read of ``missing`` ones."""
         kept = np.minimum(np.asarray(missing) * self.read_best, self.most_reads)
-        return kept if isinstance(missing, np.ndarray) else float(kept)  # type: ignore[return-value]
+        return kept if isinstance(missing, np.ndarray) else float(kept)
 
 
 def read_limits(resolved: ResolvedPlan) -> ReadLimits | None:
@@ -46,12 +46,13 @@ def read_limits(resolved: ResolvedPlan) -> ReadLimits | None:
     plan, model = resolved.plan, resolved.model
     if model.moe is None or plan.decode.predictor != "router":
         return None
-    best, most = plan.experts.read_best, plan.experts.most_reads
-    if best is None and most is None:
+    best, most = plan.experts.list_read_best(model.shape.layers), plan.experts.most_reads
+    if most is None and not any(number is not None for number in best):
         return None
     chosen = model.moe.active_experts
+    parts = [1.0 if number is None else min(number / chosen, 1.0) for number in best]
     return ReadLimits(
-        read_best=1.0 if best is None else min(best / chosen, 1.0),
+        read_best=sum(parts) / len(parts),
         most_reads=float(chosen if most is None else most),
         twins=plan.twin is not None,
     )

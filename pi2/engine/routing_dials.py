@@ -7,8 +7,8 @@ Four dials of the table ``[experts]``, in this order:
    idea of cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
 2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
    smaller, are left out.
-3. ``read_best``: so many of the token's best experts are read where they are missing; the others
-   compute where they are in memory.
+3. ``read_best``: so many of the token's best experts are read where they are missing, in some
+   layers fewer than in others; the others compute where they are in memory.
 4. ``most_reads``: of what is then missing, no more experts than that are read, those with the
    largest weights.
 
@@ -63,6 +63,7 @@ class RoutingDials:
         self._moe = model.moe
         self._routers = routers
         self._has_twins = has_twins
+        self._read_best = experts.list_read_best(model.shape.layers)
 
     def apply(
         self,
@@ -90,7 +91,7 @@ class RoutingDials:
                 rows, bias = self._routers[layer]
                 self._prefer(row, rows @ inputs[token] + bias, there)
             replaced = float(before[row == 0].sum())
-            gone = self._list_left_out(row, there, begun)
+            gone = self._list_left_out(layer, row, there, begun)
             counters.weight += total
             counters.replaced += replaced
             if self._has_twins:
@@ -116,14 +117,15 @@ class RoutingDials:
         row[:] = 0
         row[better] = shares[better] * scale
 
-    def _list_left_out(self, row: F32, there: Bits, begun: int) -> I64:
+    def _list_left_out(self, layer: int, row: F32, there: Bits, begun: int) -> I64:
         """Experts that are missing and not worth a read."""
         settings, total = self._settings, float(row.sum())
         missing = (row != 0) & ~there
         gone = missing & (row < settings.least_weight * total)
         order = np.argsort(-row, kind="stable")
-        if settings.read_best is not None:
-            later = order[settings.read_best :]
+        read_best = self._read_best[layer]
+        if read_best is not None:
+            later = order[read_best:]
             gone[later] |= missing[later]
         if settings.most_reads is not None:
             left = order[(missing & ~gone)[order]]

@@ -3,6 +3,7 @@ does anything unless it is asked for."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def turn(
     rows[:, 0] = SCORES
     bias = np.zeros(EXPERTS, np.float32)
     routers = {0: (rows, bias)} if "prefer_cached" in settings else None
-    dials = RoutingDials(Experts(**settings), model, routers)
+    dials = RoutingDials(Experts.model_validate_json(json.dumps(settings)), model, routers)
     inputs = np.zeros((1, HIDDEN), np.float32)
     inputs[0, 0] = 1.0
     routes = np.zeros((1, EXPERTS), np.float32)
@@ -106,6 +107,19 @@ def test_only_the_best_experts_are_read() -> None:
     weights = np.exp(SCORES[:4]) / np.exp(SCORES[:4]).sum()
     assert counters.left_out == pytest.approx(weights[2], rel=1e-5)
     routes, _ = turn([], chosen=4, read_best=2, most_reads=1)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0])
+
+
+def test_some_layers_read_fewer_experts_than_others() -> None:
+    fewer = [{"select": "1", "read_best": 1}]
+    routes, counters = turn([], chosen=3, read_best=2, layers=fewer)
+    np.testing.assert_array_equal(np.flatnonzero(routes), [0, 1])
+    assert counters.left_out > 0.0
+    experts = Experts.model_validate_json(json.dumps({"read_best": 2, "layers": fewer}))
+    assert experts.list_read_best(3) == [2, 1, 2] and experts.is_lossy
+    alone = Experts.model_validate_json(json.dumps({"layers": [{"select": "0", "read_best": 0}]}))
+    assert alone.list_read_best(2) == [0, None] and alone.is_lossy and alone.leaves_out
+    routes, _ = turn([], chosen=3, layers=[{"select": "0", "read_best": 1}])
     np.testing.assert_array_equal(np.flatnonzero(routes), [0])
 
 

@@ -10,6 +10,7 @@ from pi2.plan.documents.backends import list_backend_names
 from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
 from pi2.plan.documents.quantities import Bytes
 from pi2.plan.documents.sampling import Sampling
+from pi2.plan.documents.selectors import list_layers
 from pi2.plan.weights.layout import TwinPrecision
 
 Reference = Annotated[
@@ -364,6 +365,15 @@ class Decode(Table):
         return max(self.batch, 1 + drafts)
 
 
+class ExpertLayers(Table):
+    """Other numbers of experts for some layers of a mixture."""
+
+    select: Selector
+    """Which layers, such as ``"0-7,28-31"``."""
+    read_best: Annotated[int, Field(ge=0, examples=[2])]
+    """Replaces ``experts.read_best``."""
+
+
 class Experts(Table):
     """How far generated tokens may deviate from a mixture's routing, so that less is read.
 
@@ -388,6 +398,20 @@ class Experts(Table):
     reads all of them."""
     renormalise: bool = True
     """Whether the weights of the experts that compute are scaled to make up for those left out."""
+    layers: Annotated[
+        tuple[ExpertLayers, ...],
+        Field(max_length=256, examples=[[{"select": "0-3", "read_best": 2}]]),
+    ] = ()
+    """Exceptions, in order, such as fewer reads in layers whose experts are often missing; of two
+    that name a layer, the later one counts."""
+
+    def list_read_best(self, layers: int) -> list[int | None]:
+        """Return ``read_best`` of each of a model's layers."""
+        found = [self.read_best] * layers
+        for item in self.layers:
+            for layer in list_layers(item.select, layers):
+                found[layer] = item.read_best
+        return found
 
     @property
     def is_lossy(self) -> bool:
@@ -397,7 +421,8 @@ class Experts(Table):
     @property
     def leaves_out(self) -> bool:
         """Whether experts that are not in memory may be left out."""
-        return bool(self.least_weight) or (self.most_reads, self.read_best) != (None, None)
+        limited = (self.most_reads, self.read_best) != (None, None) or bool(self.layers)
+        return bool(self.least_weight) or limited
 
 
 class Twin(Table):

@@ -30,7 +30,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     dial = "prefer_cached" if experts.prefer_cached else "least_weight"
     if not (experts.prefer_cached or experts.least_weight):
-        dial = "most_reads" if experts.read_best is None else "read_best"
+        dial = "most_reads" if experts.most_reads is not None else "layers"
+        dial = dial if experts.read_best is None else "read_best"
     if facts.plan.decode.predictor != "router":
         yield Finding(
             path=("experts", dial),

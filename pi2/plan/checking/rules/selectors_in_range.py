@@ -23,9 +23,15 @@ NEEDS = ("plan", "model")
 def check(facts: Facts) -> Iterator[Finding]:
     """Check every range of every selector."""
     count = facts.model.shape.layers
-    for number, override in enumerate(facts.plan.layers.overrides):
-        path = ("layers", "overrides", number, "select")
-        for first, last in parse_selector(override.select):
+    tables = [
+        (("layers", "overrides", number, "select"), item.select)
+        for number, item in enumerate(facts.plan.layers.overrides)
+    ] + [
+        (("experts", "layers", number, "select"), item.select)
+        for number, item in enumerate(facts.plan.experts.layers)
+    ]
+    for path, selector in tables:
+        for first, last in parse_selector(selector):
             if first > last:
                 yield Finding(
                     path=path,
