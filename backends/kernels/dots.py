@@ -4,8 +4,9 @@ An activation x of a group is ``scale * x16`` with x16 = 256 high + low in two i
 x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights enter as unsigned
 nibbles q + 8 (int4) or q + 128 (int8), so that one primitive, unsigned times signed byte, serves
 both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  Weights of int2 enter
-as (q + 3) / 2, and twice their sum as it is taken out; those of mxfp4, from a table, as q + 12.
-The integer sum of a group is exact: only its product with the two scales rounds.
+as (q + 3) / 2, those of int3 as (q + 7) / 2, and twice their sum as it is taken out; those of
+mxfp4, from a table, as q + 12.  The integer sum of a group is exact: only its product with the two
+scales rounds.
 
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
 (30720), ``multiply`` adds 8 (15360).  Of mxfp4 it is 24 * 128, of which they add half as many: low
@@ -82,6 +83,9 @@ def _emit_block(
     groups = activations.length // GROUP
     # A block narrower than a register: several of its chunks fill one.
     fold = min(max(isa.lanes // lanes, 1), 4, count_chunks(precision))
+    if precision == "int3":
+        # Both chunks take bits of a third.
+        fold = 1
     width = min(isa.lanes, lanes)
     for first in range(0, lanes, width):
         piece = _Piece(
@@ -148,7 +152,12 @@ def _emit_groups(
             if prefetch is not None:
                 prefetch(index, piece.byte + offset, 4 * wide)
             raw = v.let(_load_chunk(vector, piece, offset, 4 * wide))
-            rows.append(_unpack(dot, raw, precision, split))
+            if precision == "int3":
+                assert isinstance(chunk, int)
+                highest = v.let(_load_chunk(vector, piece, 8 * piece.lanes, 4 * wide))
+                rows.append(_unpack_triples(dot, raw, highest, chunk))
+            else:
+                rows.append(_unpack(dot, raw, precision, split))
         for half in range(len(rows[0])):
             # Fields of a byte are as many elements apart as a chunk of all blocks has of one field.
             step = GROUP // len(rows[0])
@@ -163,7 +172,7 @@ def _emit_groups(
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
     chunks = count_chunks(precision)
-    if len(vectors) * len(tokens) == 1:
+    if len(vectors) * len(tokens) == 1 or precision == "int3":
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)
     else:
@@ -200,6 +209,14 @@ def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -
     return [unsigned]
 
 
+def _unpack_triples(dot: DotPrimitive, raw: v.Expr, highest: v.Expr, chunk: int) -> list[v.Expr]:
+    """Return what the primitive takes of a chunk of int3, named."""
+    return [
+        v.let(dot.take_pair(raw, field) | dot.take_highest(highest, chunk + 2 * field))
+        for field in range(4)
+    ]
+
+
 def _finish(
     dot: DotPrimitive,
     cells: Sequence[v.Expr],
@@ -229,6 +246,9 @@ def _finish(
         elif precision == "mxfp4":
             half = v.let(offset >> v.constant(1, "int32", piece.width))
             total = total + offset + half
+        elif precision == "int3":
+            seventh = v.let(offset >> v.constant(3, "int32", piece.width))
+            total = total + total + seventh * v.constant(7, "int32", piece.width)
         elif precision == "int8":
             total = total + (offset << v.constant(4, "int32", piece.width))
         else:

@@ -47,6 +47,10 @@ def emit_tile(
     start = first * GROUP
     if vector.precision == "int2":
         return _unpack_pairs(isa, word, start, lanes, chunk)
+    if vector.precision == "int3":
+        place = vector.weights_base + v.wide(first * group_bytes + 8 * lanes)
+        highest = v.let(v.load_as(vector.weights, place, "int32", lanes))
+        return _unpack_triples(word, highest, start, lanes, chunk)
     if vector.precision == "int8":
         result = []
         for index in range(4):
@@ -169,6 +173,25 @@ def load_scales(vector: Vector, group: v.Expr, count: int) -> v.Expr:
     exponents = v.load(vector.scales, vector.scales_base + v.wide(group), count)
     bits = v.cast(exponents, "int32", count) << v.constant(23, "int32", count)
     return v.reinterpret(bits, "float32", count)
+
+
+def _unpack_triples(
+    word: v.Expr, highest: v.Expr, start: v.Expr, lanes: int, chunk: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a tile of int3."""
+    one, three, seven = (v.constant(value, "int32", lanes) for value in (1, 3, 7))
+    turn = T.int32(chunk) if isinstance(chunk, int) else T.cast(chunk, "int32")
+    own = v.let(highest >> v.splat(turn, lanes))
+    result = []
+    for index in range(16):
+        # Field by field, so that the elements of a field lie side by side.
+        byte, field = index % 4, index // 4
+        place = start + (4 * chunk + byte + 8 * field) * lanes
+        shift = v.constant(8 * byte + 2 * field, "int32", lanes)
+        lower, high = (word >> shift) & three, (own >> shift) & one
+        number = v.let(lower + (high << v.constant(2, "int32", lanes)))
+        result.append((place, v.cast(number + number - seven, "float32", lanes)))
+    return result
 
 
 def list_places(

@@ -82,7 +82,7 @@ MIB = 1024 * 1024
 )
 @click.option(
     "--twin",
-    type=click.Choice(["int2"]),
+    type=click.Choice(["int2", "int3"]),
     help="Also store a copy of all neurons in so few bits, for plans with [twin].",
 )
 @add_path_option(
@@ -120,7 +120,7 @@ def command(
     activations: Path | None,
     quantizer: Method,
     scales: ScalesPlace,
-    twin: Literal["int2"] | None,
+    twin: Literal["int2", "int3"] | None,
     statistics: Path | None,
     errors: Path | None,
     texts: tuple[Path, ...],

@@ -186,12 +186,12 @@ def repack(
 @click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
 @click.option(
     "--precision",
-    type=click.Choice(["int2"]),
+    type=click.Choice(["int2", "int3"]),
     default="int2",
     show_default=True,
     help="Type of the twin's weights.",
 )
-def add_twin(path: Path, precision: Literal["int2"]) -> None:
+def add_twin(path: Path, precision: Literal["int2", "int3"]) -> None:
     """Add a copy of all neurons in fewer bits to STORE, in the place of one that it has.
 
     A plan with the table [twin] keeps it in memory, to compute neurons that are on flash and that

@@ -118,10 +118,11 @@ class StoredBundle(Table):
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
         """Describe ``layout``, of neurons themselves."""
-        assert layout.precision != "int2", "twins are described elsewhere"
+        precision = layout.precision
+        assert precision != "int2" and precision != "int3", "twins are described elsewhere"  # noqa: PLR1714
         return cls(
             hidden=layout.hidden,
-            precision=layout.precision,
+            precision=precision,
             stride=layout.stride,
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),

@@ -75,7 +75,7 @@ def add_twin(
     written to.
     """
     with NeuronStore.open(path) as store:
-        _check_neurons(store)
+        _check_neurons(store, precision)
         layout = lay_out_twin(store.bundle, precision)
         neurons = sum(layer.neurons for layer in store.layers)
         plan = lay_out_rows_file("twin", neurons, layout.stride)
@@ -124,10 +124,10 @@ def add_twin(
     return described
 
 
-def _check_neurons(store: NeuronStore) -> None:
-    """UserError P105 if neurons like those of ``store`` can have no twin."""
+def _check_neurons(store: NeuronStore, precision: TwinPrecision) -> None:
+    """UserError P105 if neurons like those of ``store`` can have no twin of ``precision``."""
     shape = store.manifest.describe_model().shape
-    problem = find_twin_obstacle(store.bundle, shape.hidden)
+    problem = find_twin_obstacle(store.bundle, shape.hidden, precision)
     if problem is not None:
         raise UserError.of(
             "P105",

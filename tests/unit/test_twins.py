@@ -92,6 +92,20 @@ def test_twins_compute_what_would_be_left_out(plan: Path, look_ahead: str) -> No
     assert 0.0 < change < min(error.error, measure_change(dropped, exact))
 
 
+def test_three_bits_are_nearer_to_the_neurons_than_two(plan: Path, tmp_path: Path) -> None:
+    exact, _ = run(plan)
+    coarse, _ = run(plan, experts__most_reads=0, **TWIN)
+    shutil.copytree(plan.parent, tmp_path / "copy")
+    own = tmp_path / "copy" / plan.name
+    described = add_twin(own.parent / "store", "int3").twin
+    assert described is not None and 0.1 < described.error < 0.2
+    assert verify_store(own.parent / "store") == []
+    finer: dict[str, Any] = {**TWIN, "twin.precision": "int3"}
+    logits, stats = run(own, experts__most_reads=0, **finer)
+    assert stats.flash_read_bytes == 0 and stats.twin_neurons > 0
+    assert 0.0 < measure_change(logits, exact) < 0.8 * measure_change(coarse, exact)
+
+
 def test_nothing_is_read_where_twins_compute_all_that_is_missing(plan: Path) -> None:
     exact, _ = run(plan)
     logits, stats = run(plan, experts__most_reads=0, **TWIN)

@@ -437,7 +437,8 @@ class Twin(Table):
 
     precision: TwinPrecision
     """Type of the twin's weights, as the store has them: ``int2`` takes 2.5 bits for a weight,
-    where int4 takes 4.5, and is off by a third (root mean square, of the weights')."""
+    where int4 takes 4.5, and is off by a third (root mean square, of the weights'); ``int3`` takes
+    3.5, and is off by a sixth."""
 
 
 SparsityMethod = Literal["cats", "cats-teal"]

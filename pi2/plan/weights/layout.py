@@ -16,6 +16,9 @@ empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
   of -3, -1, 1 and 3.
 - mxfp4, for neurons alone: as int4, but a nibble's low three bits are the place of the code's
   magnitude in 0, 1, 2, 3, 4, 6, 8, 12 (twice what E2M1 says), and its highest bit is its sign.
+- int3, for twins alone: the two chunks of int2 with the lower bits of ``(q + 7) / 2``, q one of -7,
+  -5, ..., 7, then one of 4 L bytes with the highest.  Its byte ``b`` of lane ``j`` holds that of
+  element ``4w + b`` of group ``j`` in bit w.
 - int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j``, signed.
 
@@ -53,12 +56,12 @@ GROUP = 32
 ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
 
-TWIN_MULTIPLE = 2 * GROUP
-"""A twin's vectors are whole numbers of two groups: fewer do not fill the smallest register, and
-codes of two bits have no zero to fill them up with."""
+TWIN_GROUPS = {"int2": 2, "int3": 4}
+"""A twin's vectors are whole numbers of so many groups: fewer do not fill the smallest register,
+and codes of so few bits have no zero to fill them up with."""
 
 PartName = Literal["gate", "up", "down"]
-TwinPrecision = Literal["int2"]
+TwinPrecision = Literal["int2", "int3"]
 Precision = Literal["int4", "int8", "fp16", "mxfp4"] | TwinPrecision
 ScalesPlace = Literal["inline", "resident"]
 
@@ -75,13 +78,13 @@ def split_lanes(length: int) -> list[int]:
 
 def weight_bytes(length: int, precision: Precision) -> int:
     """Bytes of the weights of one packed vector, scales not included."""
-    bits = {"int2": 2, "int4": 4, "mxfp4": 4, "int8": 8, "fp16": 16}[precision]
+    bits = {"int2": 2, "int3": 3, "int4": 4, "mxfp4": 4, "int8": 8, "fp16": 16}[precision]
     return length * bits // 8
 
 
 def count_chunks(precision: Precision) -> int:
-    """Chunks of a block of quantised weights."""
-    return {"int2": 2, "int4": 4, "mxfp4": 4, "int8": 8}[precision]
+    """Chunks of a block of quantised weights, that of the highest bits of int3 left out."""
+    return {"int2": 2, "int3": 2, "int4": 4, "mxfp4": 4, "int8": 8}[precision]
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
@@ -235,14 +238,16 @@ def lay_out_bundle(
     )
 
 
-def find_twin_obstacle(bundle: BundleLayout, width: int) -> str | None:
-    """Why neurons laid out so, of a model of ``width``, can have no twin; None if they can."""
+def find_twin_obstacle(bundle: BundleLayout, width: int, precision: TwinPrecision) -> str | None:
+    """Why neurons laid out so, of a model of ``width``, can have no twin of ``precision``; None if
+    they can."""
     if bundle.precision == "fp16":
         return "they are fp16, and add up in another order than twins do"
     if bundle.precision == "mxfp4":
         return "they are mxfp4, which is 4 bits already"
-    if width % TWIN_MULTIPLE:
-        return f"the {width} elements of a vector are no multiple of {TWIN_MULTIPLE}"
+    multiple = TWIN_GROUPS[precision] * GROUP
+    if width % multiple:
+        return f"the {width} elements of a vector are no multiple of {multiple}"
     return None
 
 

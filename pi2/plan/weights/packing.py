@@ -8,7 +8,7 @@ Quantisers (round to nearest, one fp16 scale per group of 32 along the vector):
 - int4: ``scale = fp16(max|w| / 7)``, ``q = clip(rint(w / scale), -8, 7)``
 - int8: ``scale = fp16(max|w| / 127)``, ``q = clip(rint(w / scale), -127, 127)``
 - int2: ``q`` = -3, -1, 1 or 3, the nearest to ``w / scale``; the scale is the best of a few for
-  the squared error
+  the squared error; int3: likewise of -7, -5, ..., 7
 - fp16: plain values, no scales
 - mxfp4: `pi2.plan.weights.mxfp4`, with a function of its own (`quantize_exponents`)
 
@@ -59,7 +59,7 @@ def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
     weights = np.empty((count, weight_bytes(length, precision)), np.uint8)
     scales = np.empty((count, length // GROUP), "<f2")
     step = max(1, _CHUNK_WEIGHTS // length)
-    find_codes = _quantize_pairs if precision == "int2" else _quantize_groups
+    find_codes = _quantize_odd if precision in _ODD_TOPS else _quantize_groups
     for start in range(0, count, step):
         piece = slice(start, start + step)
         codes = find_codes(rows[piece], precision, scales[piece])
@@ -109,8 +109,8 @@ def dequantize_exponents(weights: U8, exponents: U8, length: int, *, spread: boo
 
 
 def pack_codes(codes: I8, precision: Precision) -> U8:
-    """Lay int8 [n, length] codes (int4: -8..7; mxfp4: 0..15; int2: -3, -1, 1, 3) out as bytes uint8
-    [n, weight_bytes]."""
+    """Lay int8 [n, length] codes (int4: -8..7; mxfp4: 0..15; int3: -7, -5, ..., 7; int2: -3, -1, 1,
+    3) out as bytes uint8 [n, weight_bytes]."""
     count, length = codes.shape
     packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
     group, byte = 0, 0
@@ -128,7 +128,9 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
                 # With 4 bits, adding 8 is turning the highest over.
                 ordered ^= np.uint32(0x88888888)
         elif precision == "int2":
-            ordered = _join_pairs(ordered)
+            ordered = _join_pairs(_number_odd(ordered, 3))
+        elif precision == "int3":
+            ordered = _join_triples(_number_odd(ordered, 7))
         packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
         group += blocks * lanes
         byte += size
@@ -143,10 +145,24 @@ def _join_nibbles(low: U32, high: U32) -> U32:
     return joined
 
 
-def _join_pairs(words: U32) -> U32:
-    """Words [n, blocks, 2, lanes] of two bits of each of four of the ``words`` [n, blocks, 8,
-    lanes] of four codes."""
-    fields = ((words.view(np.int8) + np.int8(3)) >> np.int8(1)).view(np.uint32)
+def _number_odd(words: U32, top: int) -> U32:
+    """Words of four numbers ``(q + top) / 2``, of words of four odd codes q."""
+    return ((words.view(np.int8) + np.int8(top)) >> np.int8(1)).view(np.uint32)
+
+
+def _join_triples(fields: U32) -> U32:
+    """Words [n, blocks, 3, lanes]: the lower two bits of the numbers in the ``fields`` [n, blocks,
+    8, lanes], then the highest ones."""
+    highest = np.zeros_like(fields[:, :, :1])
+    for word in range(8):
+        own = (fields[:, :, word : word + 1] >> np.uint32(2)) & np.uint32(0x01010101)
+        highest |= own << np.uint32(word)
+    return np.concatenate([_join_pairs(fields & np.uint32(0x03030303)), highest], axis=2)
+
+
+def _join_pairs(fields: U32) -> U32:
+    """Words [n, blocks, 2, lanes] of the numbers of two bits in the ``fields`` [n, blocks, 8,
+    lanes], four in each."""
     joined = np.zeros_like(fields[:, :, :2])
     for turn in range(4):
         joined |= fields[:, :, 2 * turn : 2 * turn + 2] << np.uint32(2 * turn)
@@ -170,14 +186,19 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
             block[:, :, 16:] = pairs >> np.uint8(4)
             if precision == "int4":
                 block -= np.int8(8)
-        elif precision == "int2":
-            ordered = source.reshape(count, 2, lanes, 4).transpose(0, 2, 1, 3)
+        elif precision in _ODD_TOPS:
+            ordered = source[:, : 8 * lanes].reshape(count, 2, lanes, 4).transpose(0, 2, 1, 3)
             fours = ordered.reshape(count, lanes, 8)
             for turn in range(4):
                 fields = (fours >> np.uint8(2 * turn)) & np.uint8(3)
                 block[:, :, 8 * turn : 8 * turn + 8] = fields
+            if precision == "int3":
+                highest = source[:, 8 * lanes :].reshape(count, lanes, 4)
+                for word in range(8):
+                    own = (highest >> np.uint8(word)) & np.uint8(1)
+                    block[:, :, 4 * word : 4 * word + 4] += (own << np.uint8(2)).view(np.int8)
             block *= np.int8(2)
-            block -= np.int8(3)
+            block -= np.int8(_ODD_TOPS[precision])
         else:
             ordered = source.reshape(count, 8, lanes, 4).transpose(0, 2, 1, 3)
             block[:] = ordered.reshape(count, lanes, GROUP).view(np.int8)
@@ -407,13 +428,16 @@ def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:
     return codes.reshape(count, length)
 
 
-_PAIR_SCALES = (0.42, 0.5, 0.58)
-"""Scales that are tried, as parts of a group's root mean square: 0.5 is best for normal ones."""
+_ODD_TOPS = {"int2": 3, "int3": 7}
+"""Largest codes of precisions whose codes are odd."""
+_ODD_SCALES = {"int2": (0.42, 0.5, 0.58), "int3": (0.24, 0.29, 0.34)}
+"""Scales that are tried, as parts of a group's root mean square: the second is best for normal
+ones."""
 
 
-def _quantize_pairs(rows: F32, precision: Precision, scales_out: F16) -> I8:
-    """Fill ``scales_out`` [n, groups] and return codes int8 [n, length] of int2."""
-    assert precision == "int2"
+def _quantize_odd(rows: F32, precision: Precision, scales_out: F16) -> I8:
+    """Fill ``scales_out`` [n, groups] and return odd codes int8 [n, length]."""
+    top = _ODD_TOPS[precision]
     count, length = rows.shape
     groups = rows.reshape(count, length // GROUP, GROUP)
     if not np.isfinite(groups).all():
@@ -422,8 +446,8 @@ def _quantize_pairs(rows: F32, precision: Precision, scales_out: F16) -> I8:
     spread[spread == 0.0] = 1.0
     best = np.full(spread.shape, np.inf, np.float32)
     scales = np.zeros_like(spread)
-    for part in _PAIR_SCALES:
-        codes = _find_pairs(groups, spread * np.float32(part))
+    for part in _ODD_SCALES[precision]:
+        codes = _find_odd(groups, spread * np.float32(part), top)
         # The best scale for these codes.
         found = (groups * codes).sum(axis=2, keepdims=True)
         found = np.maximum(found / np.square(codes).sum(axis=2, keepdims=True), 0)
@@ -436,12 +460,13 @@ def _quantize_pairs(rows: F32, precision: Precision, scales_out: F16) -> I8:
         raise ValueError(_explain_overflow(rows))
     rounded = scales_out.astype(np.float32)[:, :, None]
     rounded[rounded == 0.0] = 1.0
-    return _find_pairs(groups, rounded).astype(np.int8).reshape(rows.shape)
+    return _find_odd(groups, rounded, top).astype(np.int8).reshape(rows.shape)
 
 
-def _find_pairs(groups: F32, scales: F32) -> F32:
-    """The nearest of -3, -1, 1 and 3 to ``groups`` over ``scales``."""
-    return np.asarray(2 * np.clip(np.floor(groups / (2 * scales)), -2, 1) + 1, np.float32)
+def _find_odd(groups: F32, scales: F32, top: int) -> F32:
+    """The nearest odd numbers from ``-top`` to ``top`` to ``groups`` over ``scales``."""
+    half = top // 2
+    return np.asarray(2 * np.clip(np.floor(groups / (2 * scales)), -half - 1, half) + 1, np.float32)
 
 
 def _find_peaks(rows: F32) -> F32:

@@ -2,8 +2,8 @@
 
 Why: what computes instead of a neuron that is not read is its twin, and only a router or a low-rank
 predictor names single neurons or experts before they are read.  Twins add up as int4 and int8
-neurons do, not as fp16 ones; a code of two bits has no zero, so that vectors must be whole numbers
-of 64 elements.
+neurons do, not as fp16 ones; a code of two bits has no zero, nor has one of three, so that vectors
+must be whole numbers of 64 elements, or of 128.
 
 Example: ``[twin]`` beside ``predictor = "gate"``.
 
@@ -42,7 +42,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             ),
         )
         return
-    problem = find_twin_obstacle(resolved.bundle, facts.model.shape.hidden)
+    problem = find_twin_obstacle(resolved.bundle, facts.model.shape.hidden, plan.twin.precision)
     if problem is None and resolved.has_whole_unit:
         problem = f"`{resolved.sparse_unit}` has the whole model"
     if problem is not None:
