@@ -215,7 +215,9 @@ def open_gates(
     )
     own: FlashReader | NullReader = NullReader(gates.record.stride)
     if store is not None:
-        own = FlashReader(_list_gate_files(store), gates.arena, _choose_settings(resolved))
+        # A gap of neurons is small, one of experts is not.
+        settings = replace(_choose_settings(resolved), merge_gap=0)
+        own = FlashReader(_list_gate_files(store), gates.arena, settings)
     if resolved.thresholds is not None:
         usual = [layer.computed for layer in resolved.thresholds.layers]
     else:

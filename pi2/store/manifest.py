@@ -119,7 +119,7 @@ class StoredBundle(Table):
     def describe(cls, layout: BundleLayout) -> Self:
         """Describe ``layout``, of neurons themselves."""
         precision = layout.precision
-        assert precision != "int2" and precision != "int3", "twins are described elsewhere"  # noqa: PLR1714
+        assert precision != "int2" and precision != "int3", "twins are described elsewhere"
         return cls(
             hidden=layout.hidden,
             precision=precision,
