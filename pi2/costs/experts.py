@@ -70,6 +70,8 @@ class GateReads:
     """Until the first of a layer's comes."""
     bytes: int
     """Bytes of the gates of one expert."""
+    is_ahead: bool
+    """Whether they are read while the layer before is computed; neurons are not."""
 
     @property
     def seconds(self) -> float:
@@ -89,7 +91,13 @@ def read_gates(resolved: ResolvedPlan, flash: Flash | None, store: Path | None) 
     (activity, *_), _ = describe_activity(model, "router", store, batch=plan.decode.batch)
     missing = activity.count_missing(0.0, share, plan.cache.policy) / model.shape.ffn
     rate = flash.find_rate_bytes_s("random", min(size, _LONG))
-    return GateReads(records=missing, record_s=size / rate, latency_s=flash.latency_s, bytes=size)
+    return GateReads(
+        records=missing,
+        record_s=size / rate,
+        latency_s=flash.latency_s,
+        bytes=size,
+        is_ahead=plan.decode.look_ahead != "none",
+    )
 
 
 def describe_open_experts(

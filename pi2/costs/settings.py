@@ -125,8 +125,8 @@ def read_settings(
         predictor=plan.decode.predictor,
         kv=plan.kv.type,
         threads=plan.threads.compute or rates.cores,
-        # Where nothing is read there is nothing to look ahead for.
-        look_ahead="none" if reads is None else plan.decode.look_ahead,
+        # Where nothing is read there is nothing to look ahead for; of thresholds, gates alone.
+        look_ahead="none" if reads is None or resolved.reads_gates else plan.decode.look_ahead,
         policy=plan.cache.policy,
         reads=reads,
         stream=stream,

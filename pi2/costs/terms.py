@@ -109,10 +109,10 @@ def find_terms(
     graph = settings.pipeline != "neuron-cluster"
     predict = _find_predict(rates, sizes, settings)
     attention_s, position_s = _time_attention(rates, sizes, settings)
-    gates_s = 0.0 if settings.gates is None else settings.gates.seconds
-    if settings.look_ahead != "none":
-        # They are read while the layer before is computed, or this one's attention.
-        gates_s = max(gates_s - attention_s, 0.0)
+    gates_s = 0.0
+    if settings.gates is not None:
+        hidden_s = attention_s if settings.gates.is_ahead else 0.0
+        gates_s = max(settings.gates.seconds - hidden_s, 0.0)
     gathers = rates.open if settings.predictor == "gate" else rates.gather
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
