@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,8 +41,10 @@ class PlanContestant:
     def __init__(self, model: LoadedModel, path: Path, text: str | None) -> None:
         self._model = model
         self._path = path
-        self._named = self._different = 0
-        """Neurons that tokens named, and different ones of those in each step."""
+        self._named: Counter[int] = Counter()
+        """Neurons that tokens named, by the number of sequences."""
+        self._different: Counter[int] = Counter()
+        """Different ones of those in each step."""
         shape, tokenizer = model.plan.model.shape, model.plan.model.tokenizer
         if text is None:
             self._tokens = TokenSource.walk_vocabulary(shape.vocab, tokenizer.eos)
@@ -80,10 +83,11 @@ class PlanContestant:
         self._prepare(workload)
         before, idle = self._model.stats, self._read_busy_s()
         seconds = self._time(workload)
-        tokens = workload.tokens * self._count_sequences(workload)
+        sequences = self._count_sequences(workload)
+        tokens = workload.tokens * sequences
         counters = self._model.stats - before
-        self._named += counters.predicted_neurons
-        self._different += counters.cache_hits + counters.cache_misses
+        self._named[sequences] += counters.predicted_neurons
+        self._different[sequences] += counters.cache_hits + counters.cache_misses
         busy_s = {name: busy - idle[name] for name, busy in self._read_busy_s().items()}
         return Sample(tokens=tokens, seconds=seconds, counters=counters, busy_s=busy_s)
 
@@ -104,20 +108,22 @@ class PlanContestant:
         store = self._model._parts.store
         if workload.kind == "pp" or store is None:
             return None
-        predictor = store.manifest.predictor
+        predictor, sequences = store.manifest.predictor, self._count_sequences(workload)
         return count_token_bytes(
             self._model.plan,
             ranks=None if predictor is None else predictor.rank,
             active=active,
             position=workload.mean_position,
-            shared=self._find_shared_share(),
+            shared=self._find_shared_share(sequences),
+            sequences=sequences,
         )
 
-    def _find_shared_share(self) -> float:
+    def _find_shared_share(self, sequences: int) -> float:
         """Different neurons of a step, as a share of those that its tokens name."""
         if self._model.plan.plan.decode.predictor == "none":
-            return 1 / self._model.plan.plan.decode.batch
-        return self._different / self._named if self._named else 1.0
+            return 1 / sequences
+        named = self._named[sequences]
+        return self._different[sequences] / named if named else 1.0
 
     def close(self) -> None:
         """See `pi2.benchmarks.contestant`."""
@@ -142,7 +148,9 @@ class PlanContestant:
 
     def _count_sequences(self, workload: Workload) -> int:
         """Prompts are read one after the other; as many are continued as the plan says."""
-        return 1 if workload.kind == "pp" else self._model.plan.plan.decode.batch
+        if workload.kind == "pp":
+            return 1
+        return workload.sequences or self._model.plan.plan.decode.batch
 
     def _time(self, workload: Workload) -> float:
         forward = self._model._parts.forward

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pi2.benchmarks.profile import Profile
@@ -140,7 +140,7 @@ def write_speeds(rows: Sequence[Row]) -> str:
         "peak MiB": lambda row: _scale(row.peak_rss_bytes or None, 2**20, 0),
         "budget MiB": lambda row: _scale(row.description.budget_bytes, 2**20, 0),
     }
-    if all(row.description.batch == 1 for row in rows):
+    if all(row.sequences == 1 for row in rows):
         del columns["each"]
     if not any(row.busy_shares for row in rows):
         del columns["busy"]
@@ -149,11 +149,21 @@ def write_speeds(rows: Sequence[Row]) -> str:
 
 
 def write_ratios(rows: Sequence[Row]) -> list[str]:
-    """pi2 against every other engine, where both did the same in turns; medians."""
+    """pi2 against every other engine, and several sequences against one, where both were measured
+    in turns; medians."""
     lines = []
     for row in rows:
         if row.description.digest is None:
             continue
+        alone = replace(row.workload, sequences=1)
+        for other in rows:
+            same = other.description == row.description and other.workload == alone
+            if same and row.workload != alone:
+                ratio = row.speed.median / other.speed.median
+                lines.append(
+                    f"{row.workload.name}: {ratio:.2f} x the tokens of one sequence "
+                    f"({row.speed.median:.2f} against {other.speed.median:.2f} t/s)"
+                )
         for other in rows:
             if other.description.digest is None and other.workload == row.workload:
                 ratio = row.speed.median / other.speed.median
@@ -235,7 +245,7 @@ def _name_engine(row: Row) -> str:
     settings = [description.backend, f"{description.threads} threads"]
     if description.predictor is not None:
         settings.insert(1, description.predictor)
-    if description.batch > 1:
+    if description.batch > 1 and row.workload.sequences is None:
         settings.append(f"{description.batch} sequences")
     return f"{description.engine} ({', '.join(settings)})"
 

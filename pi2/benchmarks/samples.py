@@ -138,7 +138,9 @@ class Row:
     @property
     def sequences(self) -> int:
         """Sequences whose tokens are counted together: prompts are read one after the other."""
-        return 1 if self.workload.kind == "pp" else self.description.batch
+        if self.workload.kind == "pp":
+            return 1
+        return self.workload.sequences or self.description.batch
 
     @property
     def counters(self) -> RunStatistics | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 from pi2.benchmarks.profile import Profile
@@ -63,29 +64,31 @@ def run_session(
     with_profile: bool = False,
     progress: Progress = ignore_progress,
 ) -> Iterator[Outcome]:
-    """Measure every workload with every contestant, in turns: A B A B.
+    """Measure every workload with every contestant, in turns: A B A B.  Workloads that follow each
+    other and differ in the number of sequences only take turns, too.
 
     Machines grow slower and faster while a benchmark runs; in turns they do so for all alike.  The
     first run of each is a warm-up and not counted.  The bandwidth is measured before, after, and
     in the middle of the repetitions.
     """
-    for workload in workloads:
-        label, steps = f"measuring {workload.name}", repetitions + 1
+    for _, alike in groupby(workloads, lambda workload: replace(workload, sequences=None)):
+        turns = [(contestant, workload) for workload in alike for contestant in contestants]
+        label, steps = f"measuring {turns[0][1].name}", repetitions + 1
         progress(label, 0.0)
-        for contestant in contestants:
+        for contestant, workload in turns:
             contestant.run(workload)
-        taken = [_Taken() for _ in contestants]
+        taken = [_Taken() for _ in turns]
         speeds = limit.measure()
         for repetition in range(repetitions):
             progress(label, (repetition + 1) / steps)
-            for contestant, place in zip(contestants, taken, strict=True):
+            for (contestant, workload), place in zip(turns, taken, strict=True):
                 place.samples.append(contestant.run(workload))
             if repetition == repetitions // 2:
                 speeds += limit.measure()
         speeds += limit.measure()
         progress(label, 1.0)
         bandwidth = limit.summarise(speeds)
-        for contestant, place in zip(contestants, taken, strict=True):
+        for (contestant, workload), place in zip(turns, taken, strict=True):
             yield Outcome(
                 row=_make_row(contestant, workload, place.samples, bandwidth),
                 profile=contestant.profile(workload) if with_profile else None,

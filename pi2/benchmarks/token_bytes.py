@@ -21,12 +21,13 @@ def count_token_bytes(
     active: float | None,
     position: float,
     shared: float = 1.0,
+    sequences: int | None = None,
 ) -> TokenBytes | None:
     """Bytes per token at a context of ``position`` tokens.
 
-    Where several sequences generate at the same time, each token has its part of what is read for
-    all of them; ``shared`` is the number of different neurons of a step, as a share of all that its
-    tokens name.
+    Where several ``sequences`` generate at the same time (None: as many as the plan says), each
+    token has its part of what is read for all of them; ``shared`` is the number of different
+    neurons of a step, as a share of all that its tokens name.
     ``active`` is the measured share of neurons with a non-zero activation, in a mixture of those of
     the token's experts: the others need not be read, even if a predictor names them.  ``ranks`` of
     the store's predictors.  None where it is not known: in sparse decoding without a share.
@@ -56,7 +57,7 @@ def count_token_bytes(
                 sum(predictors.values()) * model.token_neurons / model.layer_neurons,
                 (neurons * active * bundle.neuron_bytes),
             )
-    batch = plan.decode.batch
+    batch = sequences or plan.decode.batch
     return TokenBytes(
         attention=sum(sizes.values()) / batch + row,
         head=head / batch,

@@ -23,12 +23,15 @@ class Workload:
     """Tokens that are timed."""
     depth: int
     """Tokens that are in the KV cache before the clock starts."""
+    sequences: int | None = None
+    """Sequences that generate at the same time; None: as many as the plan says."""
 
     @property
     def name(self) -> str:
         """Name of the workload in tables."""
+        times = "" if self.sequences is None else f" x {self.sequences}"
         behind = f" @ d{self.depth}" if self.depth else ""
-        return f"{self.kind}{self.tokens}{behind}"
+        return f"{self.kind}{self.tokens}{times}{behind}"
 
     @property
     def mean_position(self) -> float:
@@ -37,12 +40,22 @@ class Workload:
 
 
 def list_workloads(
-    prompts: Sequence[int], answers: Sequence[int], depths: Sequence[int]
+    prompts: Sequence[int],
+    answers: Sequence[int],
+    depths: Sequence[int],
+    sequences: Sequence[int | None] = (None,),
 ) -> list[Workload]:
-    """All prompts at all depths, then all answers at all depths; lengths of 0 are left out."""
+    """All prompts at all depths, then all answers at all depths, each for all numbers of
+    ``sequences``; lengths of 0 are left out."""
     return [
         *(Workload("pp", length, depth) for depth in depths for length in prompts if length),
-        *(Workload("tg", length, depth) for depth in depths for length in answers if length),
+        *(
+            Workload("tg", length, depth, count)
+            for depth in depths
+            for length in answers
+            if length
+            for count in sequences
+        ),
     ]
 
 

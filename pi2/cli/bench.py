@@ -29,6 +29,18 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     return tuple(int(part) for part in parts)
 
 
+def parse_counts(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    """``"1,4"`` becomes (1, 4)."""
+    if text is None:
+        return None
+    counts = parse_lengths(ctx, option, text)
+    if 0 in counts:
+        raise click.BadParameter("expected at least one sequence")
+    return counts
+
+
 @click.command("bench")
 @click.argument(
     "plans", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PLAN..."
@@ -59,6 +71,12 @@ def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tup
     default="0",
     show_default=True,
     help="Context depths: tokens in the KV cache before the test starts.",
+)
+@click.option(
+    "--sequences",
+    callback=parse_counts,
+    metavar="N,...",
+    help="Generate for so many sequences at a time, in turns.",
 )
 @click.option(
     "-r",
@@ -100,6 +118,7 @@ def command(
     prompt: tuple[int, ...],
     generate: tuple[int, ...],
     depth: tuple[int, ...],
+    sequences: tuple[int, ...] | None,
     repetitions: int,
     output: str,
     with_profile: bool,
@@ -123,10 +142,14 @@ def command(
     if only_load:
         click.echo(measure_loads(plans, parse_assignments(settings), repetitions, output))
         return
-    workloads = list_workloads(prompt, generate, depth)
+    workloads = list_workloads(prompt, generate, depth, sequences or (None,))
     if not workloads:
         raise click.UsageError("nothing to measure: give -p or -n")
+    if sequences is not None and against is not None:
+        raise click.UsageError("--against measures one sequence: leave --sequences out")
     overrides = parse_assignments(settings)
+    if sequences is not None:
+        overrides = {**overrides, "decode.batch": max(sequences)}
     content = None if text is None else read_text(text)
     conditions = describe_conditions(None if text is None else text.name)
     outcomes: list[Outcome] = []

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pi2.backends.kernels.isa import choose_isa
+from pi2.arrays import F32
+from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
@@ -200,20 +201,12 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
     assert measure_error(emulated[3], native[3]) < 1e-4
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8"])
-@pytest.mark.parametrize("length", [32, 96, 256, 992])
-def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
-    precision: Any, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Machines without VNNI run its schedule with the instruction written out."""
+@pytest.fixture
+def vnni_schedule(monkeypatch: pytest.MonkeyPatch) -> Isa:
+    """The schedule of VNNI, which machines without it run with the instruction written out."""
     from pi2.backends.compiler import vectors as v
     from pi2.backends.kernels import products
-    from tests.helpers.kernels import (
-        compile_kernel,
-        list_runnable_isas,
-        make_isa,
-        make_multiply,
-    )
+    from tests.helpers.kernels import list_runnable_isas, make_isa
 
     def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
         lanes = 4 * width
@@ -222,8 +215,17 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
         return total + plain.finish(v.let(four))
 
     monkeypatch.setattr(products, "emit_vpdpbusd", write_out)
-    # The schedule of VNNI, machine code for what this machine has.
-    isa = dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
+    # Machine code for what this machine has.
+    return dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("length", [32, 96, 256, 992])
+def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
+    precision: Any, length: int, vnni_schedule: Isa
+) -> None:
+    from tests.helpers.kernels import compile_kernel, make_multiply
+
     rows, tokens = 9, 3
     rng = np.random.default_rng(0)
     weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
@@ -231,7 +233,34 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
     arrays, stands_for = quantize_activations(x, 2)
     y = allocate("float32", tokens, rows)
     assert scales is not None
-    kernel = compile_kernel(make_multiply(isa, length, precision, 2, 1), isa)
+    kernel = compile_kernel(make_multiply(vnni_schedule, length, precision, 2, 1), vnni_schedule)
     kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, y)
     expected = stands_for @ dequantize(weights, scales, length, precision).T
     assert measure_error(y, expected) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_token_of_a_step_has_the_bits_that_it_has_alone(
+    precision: Any, vnni_schedule: Isa
+) -> None:
+    from tests.helpers.kernels import compile_kernel, make_multiply
+
+    length, rows = 992, 75
+    rng = np.random.default_rng(0)
+    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    assert scales is not None
+    isa = dataclasses.replace(vnni_schedule, few_tokens=True)
+    kernel = compile_kernel(make_multiply(isa, length, precision, 2, 2), isa)
+    x = rng.standard_normal((9, length)).astype(np.float32)
+
+    def multiply(part: F32) -> F32:
+        arrays, _ = quantize_activations(part, 2)
+        y = allocate("float32", len(part), rows)
+        kernel(rows, len(part), weights, scales.view(np.uint8), *arrays, y)
+        return np.asarray(y)
+
+    alone = np.concatenate([multiply(x[token : token + 1]) for token in range(9)])
+    assert np.abs(alone).min(axis=1).all(), "every row of every token was computed"
+    # One tile of tokens, two of them, and three of which the last has one.
+    for tokens in (2, 3, 4, 7, 9):
+        assert np.array_equal(multiply(x[:tokens]), alone[:tokens]), tokens

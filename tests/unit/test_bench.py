@@ -21,6 +21,14 @@ def test_workloads_are_named_as_in_llama_bench() -> None:
     assert names == ["pp128", "pp512", "pp128 @ d256", "pp512 @ d256", "tg64", "tg64 @ d256"]
 
 
+def test_answers_are_generated_for_each_number_of_sequences_and_prompts_for_one() -> None:
+    names = [item.name for item in list_workloads([8], [64], [0, 256], [1, 4])]
+    assert names == [
+        *("pp8", "pp8 @ d256"),
+        *("tg64 x 1", "tg64 x 4", "tg64 x 1 @ d256", "tg64 x 4 @ d256"),
+    ]
+
+
 def test_lengths_of_zero_are_left_out() -> None:
     assert [item.name for item in list_workloads([0], [16], [0])] == ["tg16"]
 

@@ -137,10 +137,24 @@ def test_the_command_prints_rows_of_a_real_run(
     assert tests["pp8"]["limit_share"] is None
 
 
+def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None:
+    contestant = PlanRecipe(path=plan, overrides={"decode.batch": 3})(ignore_progress)
+    few, many = (Workload("tg", 4, 2, count) for count in (1, 3))
+    one, three = contestant.run(few), contestant.run(many)
+    assert (one.tokens, three.tokens) == (4, 12)
+    bytes_of = [contestant.count_bytes(workload, 0.25) for workload in (few, many)]
+    contestant.close()
+    assert bytes_of[0] is not None and bytes_of[1] is not None
+    assert bytes_of[1].head == pytest.approx(bytes_of[0].head / 3)
+    assert bytes_of[1].neurons < bytes_of[0].neurons
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["--sequences", "0,2"], "expected at least one sequence"),
+        (["--sequences", "2", "--against", "llama.cpp"], "--against measures one sequence"),
         (["-p", "12x"], "expected whole numbers such as 128,512"),
         (["--text", "missing.txt"], "cannot read the text missing.txt"),
         (["-n", "4000"], "needs 4000 tokens of context, the plan has 64"),

@@ -139,6 +139,20 @@ def test_markdown_shows_figures_limits_ratios_and_circumstances() -> None:
     assert "synthetic: random weights" in text
 
 
+def test_several_sequences_are_compared_with_one_at_the_same_depth() -> None:
+    rows = [
+        make_row(
+            workload=Workload("tg", 10, depth, count),
+            samples=(Sample(tokens=10 * count, seconds=seconds),),
+        )
+        for depth, count, seconds in ((0, 1, 2.0), (0, 4, 4.0), (32, 4, 1.0))
+    ]
+    text = write_markdown(CONDITIONS, [Outcome(row=row) for row in rows])
+    lines = [line for line in text.splitlines() if "of one sequence" in line]
+    assert lines == ["- tg10 x 4: 2.00 x the tokens of one sequence (10.00 against 5.00 t/s)"]
+    assert "| each" in text.replace("  ", " ")
+
+
 def test_json_and_csv_hold_every_figure() -> None:
     outcomes = list_outcomes()
     document = json.loads(write_json(CONDITIONS, outcomes))

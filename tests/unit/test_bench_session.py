@@ -88,6 +88,21 @@ def test_contestants_take_turns_after_a_warm_up_with_the_limit_in_between() -> N
     assert rows[0].bandwidth is not None and rows[0].bandwidth.bytes_s == 5e9
 
 
+def test_numbers_of_sequences_take_turns_and_depths_do_not() -> None:
+    log: list[str] = []
+    a = FakeContestant("a", log, [9.0, 9.0, 2.0, 1.0, 2.0, 1.0, 9.0, 1.0, 1.0])
+    workloads = [Workload("tg", 8, 0, 1), Workload("tg", 8, 0, 4), Workload("tg", 8, 32, 1)]
+    limit = FakeLimit(log, [1.0] * 6)
+    rows = [item.row for item in run_session([a], workloads, repetitions=2, limit=limit)]
+    assert [entry for entry in log if entry != "limit"] == [
+        *(("a tg8 x 1", "a tg8 x 4") * 3),
+        *(("a tg8 x 1 @ d32",) * 3),
+    ]
+    assert [row.workload for row in rows] == workloads
+    assert [row.sequences for row in rows] == [1, 4, 1]
+    assert [row.speed.median for row in rows] == [4.0, 8.0, 8.0]
+
+
 def test_profiles_are_made_after_the_timed_runs_and_only_if_asked_for() -> None:
     log: list[str] = []
     a = FakeContestant("a", log, [1.0] * 3)
