@@ -11,7 +11,7 @@ from pi2.engine.generation import GenerationResult
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.speculation_report import describe_speculation, summarise_speculation
 from pi2.engine.statistics import RunStatistics, divide, read_peak_rss_bytes
-from pi2.engine.unit_report import describe_units, summarise_units
+from pi2.engine.unit_report import describe_units, name_unit, summarise_units
 from pi2.plan.documents.quantities import approximate_bytes
 
 
@@ -159,7 +159,9 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     verdict = "within" if peak <= budget else "ABOVE"
     computed = f"neurons computed {_percent(run['predicted_share'])}"
     if model.plan.has_whole_unit:
-        neurons = f"{computed}, all of the model on {model.plan.sparse_unit}"
+        unit = model.plan.sparse_unit
+        shown = name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
+        neurons = f"{computed}, all of the model on {shown}"
     elif model.plan.plan.decode.predictor == "none":
         neurons = (
             f"{computed}, those that are not hot from flash for each token · read from flash "

@@ -48,7 +48,7 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         return
     parts = []
     for name, unit in units.items():
-        shown = f"{name} (emulated)" if unit.get("emulated") else name
+        shown = name_unit(name, emulated=bool(unit.get("emulated")))
         text = f"{shown} owns {unit['owned_share']:.0%} of the neurons"
         if unit["computed_share"] is not None:
             text += f" and computed {unit['computed_share']:.0%} of those computed"
@@ -61,6 +61,11 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, unit in units.items():
         if unit["lost"] is not None:
             yield f"note: the unit {name} was lost, the run went on without it: {unit['lost']}"
+
+
+def name_unit(name: str, *, emulated: bool) -> str:
+    """A unit's name as summaries show it."""
+    return f"{name} (emulated)" if emulated else name
 
 
 def _round(value: float | None) -> float | None:
