@@ -23,7 +23,8 @@ from pi2.logging import get_logger
 from pi2.serving import chat, completions, embeddings, messages, ollama, responses
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form
-from pi2.serving.host import Host, Hosts, ServedPlan
+from pi2.serving.host import Host, ServedPlan
+from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
 from pi2.serving.openapi import describe_interface
 from pi2.serving.page import read_page

@@ -39,6 +39,13 @@ class Limits:
     """Sequences of a model that may wait for a place; more are sent away (429)."""
     time_s: float = 600.0
     """Seconds from a request to the end of its answer (504)."""
+    spent_s: float = 0.0
+    """Seconds of these that a request has waited for its model to be loaded."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left for the answer."""
+        return max(0.0, self.time_s - self.spent_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +185,7 @@ async def generate(
     ]
     # `asyncio.timeout` would end the task that asks for the first event: others ask for the rest.
     late = ApiError(504, f"the answer took more than {limits.time_s:g} s")
-    timer = asyncio.get_running_loop().call_later(limits.time_s, events.put_nowait, late)
+    timer = asyncio.get_running_loop().call_later(limits.left_s, events.put_nowait, late)
     try:
         going = len(tasks)
         while going:

@@ -32,6 +32,7 @@ from pi2.serving.requests import (
     note_use,
     parse_body,
     stream_events,
+    use_model,
     wait_for_client,
 )
 from pi2.serving.sse import DONE, write_event
@@ -90,7 +91,7 @@ async def answer_chat(request: Request, service: Service) -> Response:
     body = await parse_body(request, service, ChatRequest)
     conversation = read_conversation(body)
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(service.hosts.use(body.model))
+        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
         ask = await prepare_chat(
             host,
             conversation,
@@ -105,7 +106,7 @@ async def answer_chat(request: Request, service: Service) -> Response:
         )
         note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
         writer = _Writer(host, body, ask)
-        events = generate(host, ask, service.limits, service.metrics)
+        events = generate(host, ask, limits, service.metrics)
         if not body.stream:
             found = await wait_for_client(request, collect(events, ask.count))
             note_use(request, completion_tokens=_count_tokens(found))

@@ -27,6 +27,7 @@ from pi2.serving.requests import (
     note_use,
     parse_body,
     stream_events,
+    use_model,
     wait_for_client,
 )
 from pi2.serving.sse import DONE, write_event
@@ -50,7 +51,7 @@ async def answer_completion(request: Request, service: Service) -> Response:
     """Continue one or more prompts."""
     body = await parse_body(request, service, CompletionRequest)
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(service.hosts.use(body.model))
+        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
         prompts = list_prompts(host, body.prompt)
         each = body.best_of or body.n or 1
         asks = [
@@ -70,7 +71,7 @@ async def answer_completion(request: Request, service: Service) -> Response:
             raise ApiError(400, "A request may have 128 sequences at most.", param="n")
         writer = _Writer(host, body, asks)
         note_use(request, model=host.plan.name, prompt_tokens=writer.prompt_tokens)
-        sources = [generate(host, ask, service.limits, service.metrics) for ask in asks]
+        sources = [generate(host, ask, limits, service.metrics) for ask in asks]
         if not body.stream:
             found = []
             for source in sources:

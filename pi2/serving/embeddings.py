@@ -18,13 +18,20 @@ from pi2.serving.completions import list_prompts
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host
 from pi2.serving.openai_schema import EmbeddingRequest
-from pi2.serving.requests import JsonResponse, Service, note_use, parse_body, wait_for_client
+from pi2.serving.requests import (
+    JsonResponse,
+    Service,
+    note_use,
+    parse_body,
+    use_model,
+    wait_for_client,
+)
 
 
 async def answer_embeddings(request: Request, service: Service) -> Response:
     """The embedding of each text."""
     body = await parse_body(request, service, EmbeddingRequest)
-    async with service.hosts.use(body.model) as host:
+    async with use_model(request, service, body.model) as (host, limits):
         hidden = host.model.plan.model.shape.hidden
         if not host.model.can_embed:
             message = f"The model '{body.model}' does not support embeddings."
@@ -35,7 +42,7 @@ async def answer_embeddings(request: Request, service: Service) -> Response:
         prompts = list_prompts(host, body.input)
         count = sum(map(len, prompts))
         note_use(request, model=host.plan.name, prompt_tokens=count)
-        found = await wait_for_client(request, _embed(host, body, prompts, service.limits))
+        found = await wait_for_client(request, _embed(host, body, prompts, limits))
         data = [
             {"object": "embedding", "index": number, "embedding": _write(values, body)}
             for number, values in enumerate(found)
@@ -55,7 +62,7 @@ async def _embed(
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
     host.embedding_clients += 1
     try:
-        async with asyncio.timeout(limits.time_s):
+        async with asyncio.timeout(limits.left_s):
             found = []
             for ids in prompts:
                 async with host.embedding_turn:

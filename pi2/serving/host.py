@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -17,7 +16,6 @@ from pi2.engine.driver import Driver
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
-from pi2.serving.errors import ApiError
 from pi2.serving.replay import Replay
 
 if TYPE_CHECKING:
@@ -51,6 +49,8 @@ class Host:
         """When the server began to offer it, in seconds since 1970."""
         self.users = 0
         """Requests that use it."""
+        self.waiting = 0
+        """Requests that are in line for it."""
         self.used_at = 0.0
         """When somebody used it last, by the monotonic clock."""
         self._model: LoadedModel | None = None
@@ -142,75 +142,6 @@ class Host:
         if isinstance(self._facts, UserError):
             raise self._facts
         return self._facts
-
-
-class Hosts:
-    """All served plans, within one memory budget."""
-
-    def __init__(self, plans: Sequence[ServedPlan], *, memory_bytes: int | None = None) -> None:
-        """``memory_bytes``: what the budgets of the models in memory may add up to; None lets all
-        of them be there."""
-        self.hosts = {plan.name: Host(plan) for plan in plans}
-        assert len(self.hosts) == len(plans), "names are unique"
-        self._memory_bytes = memory_bytes
-        self._loading = asyncio.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        """Budgets of the models in memory, added up."""
-        return sum(host.plan.budget_bytes for host in self.hosts.values() if host.is_loaded)
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[Host]:
-        """The host of the plan called ``name``, loaded, as long as somebody uses it.
-
-        ApiError 404 if there is none, 503 if others are used that leave it no memory.
-        """
-        host = self.hosts.get(name)
-        if host is None:
-            raise ApiError(
-                404,
-                f"The model '{name}' does not exist; there are: {', '.join(self.hosts)}.",
-                param="model",
-                code="model_not_found",
-            )
-        host.users += 1
-        try:
-            if not host.is_loaded:
-                async with self._loading:
-                    if not host.is_loaded:
-                        await self._make_room(host)
-                        await host.start()
-            yield host
-        finally:
-            host.users -= 1
-            host.used_at = time.monotonic()
-
-    async def start(self) -> None:
-        """Load what there is memory for, in the order of the plans."""
-        for host in self.hosts.values():
-            need = self.used_bytes + host.plan.budget_bytes
-            if self._memory_bytes is None or need <= self._memory_bytes:
-                await host.start()
-
-    async def stop(self) -> None:
-        """Give everything back."""
-        for host in self.hosts.values():
-            await host.stop()
-
-    async def _make_room(self, host: Host) -> None:
-        """Close models that nobody uses until there is memory for another one."""
-        if self._memory_bytes is None:
-            return
-        while self.used_bytes + host.plan.budget_bytes > self._memory_bytes:
-            idle = [other for other in self.hosts.values() if other.is_loaded and not other.users]
-            if not idle:
-                raise ApiError(
-                    503,
-                    f"there is no memory for '{host.plan.name}' while other models are used",
-                    retry_after_s=5,
-                )
-            await min(idle, key=lambda other: other.used_at).stop()
 
 
 def describe_fingerprint(model: LoadedModel) -> str:

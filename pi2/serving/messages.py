@@ -25,6 +25,7 @@ from pi2.serving.requests import (
     note_use,
     parse_body,
     stream_events,
+    use_model,
     wait_for_client,
 )
 from pi2.serving.tool_formats import ToolCall
@@ -155,7 +156,7 @@ def read_conversation(body: CountRequest) -> Conversation:
 async def count_tokens(request: Request, service: Service) -> Response:
     """Count the tokens of a conversation."""
     body = await parse_body(request, service, CountRequest)
-    async with service.hosts.use(body.model) as host:
+    async with use_model(request, service, body.model) as (host, _):
         ask = await prepare_chat(host, read_conversation(body), {})
         return JsonResponse({"input_tokens": len(ask.prompt_ids)})
 
@@ -165,7 +166,7 @@ async def answer_messages(request: Request, service: Service) -> Response:
     body = await parse_body(request, service, MessagesRequest)
     conversation = read_conversation(body)
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(service.hosts.use(body.model))
+        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
         sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
         ask = await prepare_chat(
             host,
@@ -178,7 +179,7 @@ async def answer_messages(request: Request, service: Service) -> Response:
             },
         )
         note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
-        events = generate(host, ask, service.limits, service.metrics)
+        events = generate(host, ask, limits, service.metrics)
         if not body.stream:
             found = (await wait_for_client(request, collect(events, 1)))[0]
             assert found.end is not None

@@ -128,12 +128,14 @@ class _ModelCollector(Collector):
             return GaugeMetricFamily(name, text, labels=["model_name"])
 
         running = gauge("vllm:num_requests_running", "Sequences that have a place.")
-        waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for a place.")
+        waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for a place or a model.")
         used = gauge("vllm:kv_cache_usage_perc", "Share of the contexts that is used.")
         for name, _, scheduler in models:
             running.add_metric([name], scheduler.running)
-            waiting.add_metric([name], scheduler.waiting)
             used.add_metric([name], scheduler.measure_context_use())
+        for host in self._hosts:
+            in_model = host.model.scheduler.waiting if host.is_loaded else 0
+            waiting.add_metric([host.plan.name], host.waiting + in_model)
         yield from (running, waiting, used)
         counters = {
             "pi2:flash_read_bytes": ("Bytes of neurons read from flash.", "flash_read_bytes"),

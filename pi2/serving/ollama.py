@@ -26,6 +26,7 @@ from pi2.serving.requests import (
     note_use,
     parse_body,
     stream_events,
+    use_model,
     wait_for_client,
 )
 from pi2.serving.sse import dump_json
@@ -128,7 +129,9 @@ async def answer_chat(request: Request, service: Service) -> Response:
     }
     most = options.num_predict
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(service.hosts.use(_strip_tag(body.model)))
+        host, limits = await stack.enter_async_context(
+            use_model(request, service, _strip_tag(body.model))
+        )
         ask = await prepare_chat(
             host,
             conversation,
@@ -141,7 +144,7 @@ async def answer_chat(request: Request, service: Service) -> Response:
         )
         note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
         start = time.perf_counter_ns()
-        events = generate(host, ask, service.limits, service.metrics)
+        events = generate(host, ask, limits, service.metrics)
         if not body.stream:
             whole = (await wait_for_client(request, collect(events, 1)))[0]
             assert whole.end is not None

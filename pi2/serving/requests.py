@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,7 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from pi2.diagnostics import UserError
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_invalid, explain_user_error
-from pi2.serving.host import Hosts, list_arguments
+from pi2.serving.host import Host, list_arguments
+from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
 from pi2.serving.openai_schema import Sampled
 from pi2.serving.sse import HEADERS, dump_json
@@ -124,6 +127,31 @@ async def wait_for_client(request: Request, work: Awaitable[Found]) -> Found:
         for other in (task, watcher):
             other.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+@asynccontextmanager
+async def use_model(
+    request: Request, service: Service, name: str
+) -> AsyncIterator[tuple[Host, Limits]]:
+    """The host of the plan called ``name``, loaded, as long as somebody uses it, and the limits of
+    the answer, of whose time the wait is a part.
+
+    Raises ApiError 404 if there is none, 429 if too many wait for it, 504 if it is not there in
+    time, and `ClientGone`.
+    """
+    limits, start = service.limits, time.monotonic()
+    turn = service.hosts.join(name, waiting=limits.waiting)
+    try:
+        if not turn.ready.done():
+            try:
+                async with asyncio.timeout(limits.time_s):
+                    await wait_for_client(request, turn.ready)
+            except TimeoutError:
+                message = f"there was no memory for '{name}' within {limits.time_s:g} s"
+                raise ApiError(504, message) from None
+        yield turn.host, replace(limits, spent_s=time.monotonic() - start)
+    finally:
+        service.hosts.leave(turn)
 
 
 def note_use(request: Request, **values: Any) -> None:

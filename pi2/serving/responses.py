@@ -25,6 +25,7 @@ from pi2.serving.requests import (
     note_use,
     parse_body,
     stream_events,
+    use_model,
     wait_for_client,
 )
 from pi2.serving.tool_formats import ToolCall
@@ -172,7 +173,7 @@ async def answer_responses(request: Request, service: Service) -> Response:
     body = await parse_body(request, service, ResponsesRequest)
     conversation = read_conversation(body)
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(service.hosts.use(body.model))
+        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
         sampling = {"temperature": body.temperature, "top_p": body.top_p}
         ask = await prepare_chat(
             host,
@@ -184,7 +185,7 @@ async def answer_responses(request: Request, service: Service) -> Response:
             },
         )
         note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
-        events = generate(host, ask, service.limits, service.metrics)
+        events = generate(host, ask, limits, service.metrics)
         writer = _Writer(host, body, ask)
         if not body.stream:
             found = (await wait_for_client(request, collect(events, 1)))[0]

@@ -20,7 +20,7 @@ def describe_state(hosts: Iterable[Host]) -> dict[str, Any]:
 
 def _describe(host: Host) -> dict[str, Any]:
     if not host.is_loaded:
-        return {"name": host.plan.name, "loaded": False}
+        return {"name": host.plan.name, "loaded": False, "waiting": host.waiting}
     model = host.model
     plan, scheduler = model.plan.plan, model.scheduler
     return {
@@ -30,7 +30,7 @@ def _describe(host: Host) -> dict[str, Any]:
         "context": plan.kv.context,
         "places": scheduler.places,
         "running": scheduler.running,
-        "waiting": scheduler.waiting,
+        "waiting": scheduler.waiting + host.waiting,
         "context_use": round(scheduler.measure_context_use(), 4),
         "rounds": scheduler.rounds.describe(),
         "statistics": asdict(model.stats),

@@ -10,7 +10,7 @@ from pi2.serving.chat import read_message
 from pi2.serving.conversation import Conversation
 from pi2.serving.errors import ApiError
 from pi2.serving.openai_schema import DetokenizeRequest, TokenizeRequest
-from pi2.serving.requests import JsonResponse, Service, parse_body
+from pi2.serving.requests import JsonResponse, Service, parse_body, use_model
 
 
 def _choose(service: Service, model: str | None) -> str:
@@ -22,7 +22,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     body = await parse_body(request, service, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give one of 'prompt' and 'messages'.", param="prompt")
-    async with service.hosts.use(_choose(service, body.model)) as host:
+    async with use_model(request, service, _choose(service, body.model)) as (host, _):
         if body.messages is not None:
             spoken = [read_message(message) for message in body.messages]
             ask = await prepare_chat(host, Conversation(messages=spoken), {})
@@ -38,7 +38,7 @@ async def tokenize(request: Request, service: Service) -> Response:
 async def detokenize(request: Request, service: Service) -> Response:
     """The text of token ids, special ones included."""
     body = await parse_body(request, service, DetokenizeRequest)
-    async with service.hosts.use(_choose(service, body.model)) as host:
+    async with use_model(request, service, _choose(service, body.model)) as (host, _):
         vocab = host.model.plan.model.shape.vocab
         if any(token >= vocab for token in body.tokens):
             raise ApiError(400, f"There are {vocab} tokens.", param="tokens")

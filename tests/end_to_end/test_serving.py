@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import http.client
 import json
 import re
 import socket
@@ -629,6 +630,48 @@ def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
             body = {"model": name, "prompt": "a", "max_tokens": 2}
             assert httpx2.post(f"{address}/v1/completions", json=body, timeout=60).is_success
             assert list_loaded() == [name]
+
+
+def test_whoever_wants_another_model_waits_his_turn(tmp_path: Path) -> None:
+    plans = [
+        describe_plan(make_chat_plan(tmp_path / name, context=1024), name)
+        for name in ("one", "two")
+    ]
+    memory = max(plan.budget_bytes for plan in plans)
+    limits = Limits(waiting=1, time_s=60)
+    with serve(plans, memory_bytes=memory, limits=limits) as address, ThreadPoolExecutor() as pool:
+        url = f"{address}/v1/completions"
+
+        def ask(name: str, prompts: int = 1, count: int = 2) -> tuple[int, float]:
+            body = {"model": name, "prompt": ["a"] * prompts, "max_tokens": count}
+            answer = httpx2.post(url, json={**body, "ignore_eos": True}, timeout=60)
+            assert "retry-after" in answer.headers or answer.is_success, answer.text
+            return answer.status_code, time.monotonic()
+
+        def wait_for(number: int, key: str, value: int) -> None:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                state = httpx2.get(f"{address}/api/state").json()["models"][number]
+                if state.get(key) == value:
+                    return
+                time.sleep(0.005)
+            raise AssertionError(f"{key} is not {value}")
+
+        long = pool.submit(ask, "one", 6, 900)
+        wait_for(0, "running", 1)
+        # Whoever hangs up while he waits gives his place in line up.
+        gone = http.client.HTTPConnection(address.removeprefix("http://"))
+        gone.request("POST", "/v1/completions", json.dumps({"model": "two", "prompt": "a"}))
+        wait_for(1, "waiting", 1)
+        gone.close()
+        wait_for(1, "waiting", 0)
+        other = pool.submit(ask, "two")
+        wait_for(1, "waiting", 1)
+        assert ask("two")[0] == 429
+        late = pool.submit(ask, "one")
+        found = [future.result() for future in (long, other, late)]
+        assert [status for status, _ in found] == [200] * 3
+        assert [at for _, at in found] == sorted(at for _, at in found)
 
 
 def test_numbers_for_prometheus_have_their_usual_names(address: str, client: Any) -> None:

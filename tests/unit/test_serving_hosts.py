@@ -1,0 +1,204 @@
+"""The line of those who wait for a model that has no room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+from pi2.serving.errors import ApiError
+from pi2.serving.host import Host, ServedPlan
+from pi2.serving.hosts import Hosts, Turn
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is loaded (+) and given back (-); no model is behind it."""
+    found: list[str] = []
+
+    async def start(self: Host) -> None:
+        found.append(f"+{self.plan.name}")
+        await asyncio.sleep(0)
+        if self.plan.name == "broken":
+            raise ApiError(500, "it cannot be loaded")
+        self._model = object()  # type: ignore[assignment]
+
+    async def stop(self: Host) -> None:
+        if self.is_loaded:
+            assert not self.users
+            found.append(f"-{self.plan.name}")
+            self._model = None
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Host, "start", start)
+    monkeypatch.setattr(Host, "stop", stop)
+    return found
+
+
+def run(names: str, memory_gib: int, work: Callable[[Hosts], Awaitable[None]]) -> None:
+    """Do ``work`` with plans of 1 GiB each."""
+    plans = [ServedPlan(name=name, path=Path(name), budget_bytes=GIB) for name in names.split()]
+
+    async def live() -> None:
+        hosts = Hosts(plans, memory_bytes=memory_gib * GIB)
+        await hosts.start()
+        await asyncio.wait_for(work(hosts), 10)
+        await hosts.stop()
+
+    asyncio.run(live())
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def join(hosts: Hosts, name: str, waiting: int = 256) -> Turn:
+    return hosts.join(name, waiting=waiting)
+
+
+def test_new_requests_line_up_behind_the_one_who_waits_for_another_plan(moves: list[str]) -> None:
+    async def work(hosts: Hosts) -> None:
+        first, second = join(hosts, "a"), join(hosts, "a")
+        assert first.ready.done() and second.ready.done()
+        other = join(hosts, "b")
+        await settle()
+        late = join(hosts, "a")
+        await settle()
+        assert not other.ready.done() and not late.ready.done()
+        hosts.leave(first)
+        await settle()
+        assert not other.ready.done(), "the other use of it goes on"
+        hosts.leave(second)
+        await settle()
+        assert other.ready.done() and not late.ready.done()
+        hosts.leave(other)
+        await settle()
+        assert late.ready.done()
+        hosts.leave(late)
+
+    run("a b", 1, work)
+    assert moves == ["+a", "-a", "+b", "-b", "+a", "-a"]
+
+
+def test_constant_use_starves_nobody_and_all_who_wait_go_on_together(moves: list[str]) -> None:
+    async def work(hosts: Hosts) -> None:
+        using = join(hosts, "a")
+        waiting = [join(hosts, name) for name in ("b", "c", "b")]
+        await settle()
+        order = []
+        for _ in range(4):
+            following = join(hosts, "a")  # before the last one ends: it is always wanted
+            hosts.leave(using)
+            await settle()
+            for turn in [turn for turn in waiting if turn.ready.done()]:
+                order.append(turn.host.plan.name)
+                waiting.remove(turn)
+                hosts.leave(turn)
+            await settle()
+            using = following
+        assert order == ["b", "b", "c"]
+        hosts.leave(using)
+
+    run("a b c", 1, work)
+    assert moves[:6] == ["+a", "-a", "+b", "-b", "+c", "-c"]
+
+
+def test_models_that_need_not_leave_are_used_meanwhile() -> None:
+    async def work(hosts: Hosts) -> None:
+        first, second = join(hosts, "a"), join(hosts, "b")
+        hosts.leave(second)
+        second = join(hosts, "b")
+        third = join(hosts, "c")
+        await settle()
+        late = join(hosts, "a")
+        assert not late.ready.done(), "it was not used for longest, and has to leave"
+        hosts.leave(late)
+        another = join(hosts, "b")
+        assert another.ready.done()
+        hosts.leave(first)
+        await settle()
+        assert third.ready.done()
+        for turn in (second, third, another):
+            hosts.leave(turn)
+
+    run("a b c", 2, work)
+
+
+def test_whoever_gives_up_holds_nobody_back(moves: list[str]) -> None:
+    async def work(hosts: Hosts) -> None:
+        first, other = join(hosts, "a"), join(hosts, "b")
+        await settle()
+        late = join(hosts, "a")
+        assert not late.ready.done()
+        hosts.leave(other)
+        await settle()
+        assert late.ready.done()
+        assert hosts.hosts["b"].waiting == 0
+        hosts.leave(first)
+        hosts.leave(late)
+        assert hosts.hosts["a"].users == 0
+
+    run("a b", 1, work)
+    assert moves == ["+a", "-a"]
+
+
+def test_the_line_has_an_end() -> None:
+    async def work(hosts: Hosts) -> None:
+        with pytest.raises(ApiError, match="does not exist"):
+            join(hosts, "nothing")
+        first = join(hosts, "a", waiting=0)
+        turns = [first, *(join(hosts, "b", waiting=2) for _ in range(2))]
+        await settle()
+        for name, waiting in (("b", 2), ("a", 0)):
+            with pytest.raises(ApiError) as refused:
+                join(hosts, name, waiting=waiting)
+            assert refused.value.status == 429
+            assert refused.value.retry_after_s == 5
+        for turn in turns:
+            hosts.leave(turn)
+
+    run("a b", 1, work)
+
+
+def test_what_is_idle_makes_room_although_nobody_may_wait() -> None:
+    async def work(hosts: Hosts) -> None:
+        turn = join(hosts, "b", waiting=0)
+        await turn.ready
+        hosts.leave(turn)
+
+    run("a b", 1, work)
+
+
+def test_those_who_wait_learn_that_a_model_cannot_be_loaded_and_the_next_goes_on() -> None:
+    async def work(hosts: Hosts) -> None:
+        turns = [join(hosts, name) for name in ("broken", "broken", "b")]
+        for turn in turns[:2]:
+            with pytest.raises(ApiError, match="cannot be loaded"):
+                await turn.ready
+            hosts.leave(turn)
+        await turns[2].ready
+        hosts.leave(turns[2])
+        assert all(not host.users and not host.waiting for host in hosts.hosts.values())
+
+    run("a broken b", 1, work)
+
+
+def test_who_waits_when_the_server_closes_is_told() -> None:
+    async def work(hosts: Hosts) -> None:
+        first, other = join(hosts, "a"), join(hosts, "b")
+        await settle()
+        hosts.leave(first)
+        await hosts.stop()
+        with pytest.raises(ApiError, match="being closed"):
+            await other.ready
+        with pytest.raises(ApiError, match="being closed"):
+            join(hosts, "a")
+
+    run("a b", 1, work)
