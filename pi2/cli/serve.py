@@ -116,6 +116,7 @@ def command(
     from pi2.serving.application import Settings, make_application
     from pi2.serving.calls import Limits
     from pi2.serving.connections import TimedConnection
+    from pi2.serving.own_names import list_own_names
     from pi2.serving.traces import Traces, make_tracer
 
     tracer = make_tracer()
@@ -126,11 +127,13 @@ def command(
     served = list_plans(plans, overrides)
     memory_bytes = None if memory is None else parse_budget(memory)
     check_memory(served, memory_bytes)
+    known_keys = keys or ((known,) if known else ())
     chosen = Settings(
         plans=served,
         memory_bytes=memory_bytes,
-        keys=keys or ((known,) if known else ()),
+        keys=known_keys,
         origins=origins,
+        names=list_own_names(host, has_keys=bool(known_keys), origins=origins),
         limits=Limits(waiting=max_waiting, time_s=max_seconds),
         body_bytes=parse_budget(max_body),
     )

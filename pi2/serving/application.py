@@ -27,6 +27,7 @@ from pi2.serving.host import Host, ServedPlan
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
 from pi2.serving.openapi import describe_interface
+from pi2.serving.own_names import is_own_name
 from pi2.serving.page import read_page
 from pi2.serving.requests import ClientGone, JsonResponse, Service
 from pi2.serving.state import describe_state
@@ -53,6 +54,8 @@ class Settings:
     """Keys, one of which a client must know; none lets everybody in."""
     origins: Sequence[str] = ()
     """Origins whose pages may ask (CORS); none refuses those of others."""
+    names: frozenset[str] | None = None
+    """Names that ``Host`` may have (`list_own_names`); None lets all be."""
     limits: Limits = field(default_factory=Limits)
     body_bytes: int = 8 << 20
     """Most bytes of a request's body."""
@@ -180,7 +183,8 @@ def list_middleware(settings: Settings) -> list[Middleware]:
                 allow_headers=["*"],
             )
         )
-    return [*found, Middleware(Gate, keys=settings.keys, origins=settings.origins)]
+    gate = Middleware(Gate, keys=settings.keys, origins=settings.origins, names=settings.names)
+    return [*found, gate]
 
 
 _PAGE_HEADERS = {
@@ -237,10 +241,18 @@ def _explain_status(
 
 class Gate:
     """Lets in those who know a key, and whose headers are of a usual size; pages of this server and
-    of ``origins`` alone."""
+    of ``origins`` alone; requests that know the server by one of ``names``, where there are any."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], origins: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        origins: Sequence[str],
+        names: frozenset[str] | None,
+    ) -> None:
         self._app = app
+        self._names = names
         self._keys = [key.encode() for key in keys]
         self._origins = {origin.encode() for origin in origins}
 
@@ -250,6 +262,12 @@ class Gate:
             if size > MAX_HEADER_BYTES:
                 message = f"Headers may have {MAX_HEADER_BYTES} bytes at most."
                 await refuse(ApiError(431, message), scope["path"])(scope, receive, send)
+                return
+            host = dict(scope["headers"]).get(b"host")
+            # Browsers always send it.
+            if self._names is not None and host is not None and not is_own_name(host, self._names):
+                message = "This server does not have the name in 'Host'; --allow-origin adds one."
+                await refuse(ApiError(403, message), scope["path"])(scope, receive, send)
                 return
             if scope["path"] not in _PUBLIC and self._is_foreign(dict(scope["headers"])):
                 message = "Pages of this origin may not ask; the server's --allow-origin lets them."

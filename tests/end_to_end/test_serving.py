@@ -27,6 +27,7 @@ import pi2  # noqa: E402
 from pi2.engine.scheduler import Ticket  # noqa: E402
 from pi2.serving.calls import Limits  # noqa: E402
 from pi2.serving.connections import TimedConnection  # noqa: E402
+from pi2.serving.own_names import list_own_names  # noqa: E402
 from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -579,6 +580,26 @@ def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> N
         assert answer.is_success and answer.headers["access-control-allow-origin"] == own
         other = {"Origin": "http://other.example"}
         assert httpx2.post(url, content=body, headers=other).status_code == 403
+
+
+def test_pages_whose_name_stands_for_this_machine_may_not_ask(plan: Path) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    names = list_own_names("127.0.0.1", has_keys=False)
+    with serve([describe_plan(plan)], names=names) as address:
+        port = address.rpartition(":")[2]
+        rebound = f"evil.example:{port}"
+        same = {"Host": rebound, "Origin": f"http://{rebound}", "Sec-Fetch-Site": "same-origin"}
+        for path, kind in (("completions", "openai"), ("messages", "anthropic")):
+            for headers in (same, {"Host": rebound}):
+                answer = httpx2.post(f"{address}/v1/{path}", json=body, headers=headers)
+                assert answer.status_code == 403
+                assert answer.json()["error"]["type"] == "permission_error"
+                assert ("type" in answer.json()) == (kind == "anthropic")
+        assert httpx2.get(f"{address}/v1/models", headers={"Host": rebound}).status_code == 403
+        assert httpx2.get(f"{address}/", headers={"Host": rebound}).status_code == 403
+        for name in ("localhost", "127.0.0.1", "[::1]"):
+            head = {"Host": f"{name}:{port}"}
+            assert httpx2.post(f"{address}/v1/completions", json=body, headers=head).is_success
 
 
 def test_texts_are_embedded(client: Any, plan: Path) -> None:
