@@ -185,7 +185,17 @@ async def generate(
     ]
     # `asyncio.timeout` would end the task that asks for the first event: others ask for the rest.
     late = ApiError(504, f"the answer took more than {limits.time_s:g} s")
-    timer = asyncio.get_running_loop().call_later(limits.left_s, events.put_nowait, late)
+
+    def give_up() -> None:
+        events.put_nowait(late)
+        # At once: whoever should take the event may not read.
+        for task in tasks:
+            task.cancel()
+        for ticket in tickets:
+            if not ticket.ended:
+                host.driver.cancel(ticket)
+
+    timer = asyncio.get_running_loop().call_later(limits.left_s, give_up)
     try:
         going = len(tasks)
         while going:

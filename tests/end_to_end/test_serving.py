@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import http.client
@@ -10,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
 import httpx2  # noqa: E402
+from starlette.responses import Response, StreamingResponse  # noqa: E402
 
 import pi2  # noqa: E402
 from pi2.engine.scheduler import Ticket  # noqa: E402
-from pi2.serving.calls import Limits  # noqa: E402
+from pi2.serving.calls import Ask, Limits, generate  # noqa: E402
 from pi2.serving.connections import TimedConnection  # noqa: E402
+from pi2.serving.errors import ApiError  # noqa: E402
+from pi2.serving.hosts import Hosts  # noqa: E402
+from pi2.serving.metrics import Metrics  # noqa: E402
 from pi2.serving.own_names import list_own_names  # noqa: E402
 from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
 
@@ -552,6 +557,91 @@ def test_an_answer_that_takes_too_long_is_given_up(plan: Path) -> None:
         assert len(pieces) > 1, "it had begun"
         assert "took more than 0.2 s" in last
         assert wait_until_idle(address)["rounds"]["stepped_tokens"] - made < 899
+
+
+def test_an_answer_that_nobody_takes_is_given_up_in_time(plan: Path) -> None:
+    async def run() -> None:
+        hosts = Hosts([describe_plan(plan)])
+        await hosts.start()
+        host = hosts.hosts["tiny"]
+        ask = Ask(prompt_ids=[1, 2], max_tokens=900, ignore_eos=True)
+        events = generate(host, ask, Limits(time_s=0.2), Metrics([]))
+        await anext(events)  # and never again
+        deadline = time.monotonic() + 30
+        while host.model.scheduler.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert not host.model.scheduler.running
+        assert host.model.scheduler.rounds.stepped_tokens < 899
+        with pytest.raises(ApiError, match="took more than"):
+            _ = [event async for event in events]
+        await hosts.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_client_that_does_not_read_is_cut_off(plan: Path, ends: bool) -> None:
+    class Impatient(TimedConnection):
+        headers_s = reading_s = 0.3
+
+    over = threading.Event()
+
+    def answer_much(app: Any) -> Any:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+
+            async def write() -> AsyncIterator[bytes]:
+                yield b"x" * (20 << 20)  # more than the buffers between take
+                while not ends:
+                    await asyncio.sleep(0)
+                    yield b"x" * 1000
+
+            try:
+                await StreamingResponse(write())(scope, receive, send)
+            finally:
+                over.set()
+
+        return answer
+
+    with serve([describe_plan(plan)], answer_much, Impatient) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert over.wait(20)
+            connection.settimeout(20)
+            taken = 0
+            with contextlib.suppress(ConnectionResetError):
+                while data := connection.recv(1 << 20):
+                    taken += len(data)
+            assert taken < 20 << 20
+
+
+def test_a_client_that_reads_slowly_gets_all(plan: Path) -> None:
+    class Impatient(TimedConnection):
+        headers_s = reading_s = 0.3
+
+    size = 12 << 20
+
+    def answer_much(app: Any) -> Any:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            handler = app if scope["type"] != "http" else Response(b"x" * size)
+            await handler(scope, receive, send)
+
+        return answer
+
+    with serve([describe_plan(plan)], answer_much, Impatient) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.settimeout(20)
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            taken = 0
+            while taken < size:
+                data = connection.recv(1 << 20)
+                assert data, "it is cut off"
+                taken += len(data)
+                time.sleep(0.05)
 
 
 def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> None:
