@@ -166,17 +166,25 @@ def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
                     shown += os.read(screen, 1 << 16)
             shown = shown.partition(word)[2]
 
-        wait_for(b"/help lists commands")
-        os.write(screen, b"hello\r")
-        wait_for(b"filler")  # the answer is under way
-        os.write(screen, b"\x03")
-        wait_for(b"tokens (stopped)")
-        os.write(screen, b"/set max_tokens 2\r")
-        wait_for(b"max_tokens = 2")
-        os.write(screen, b"again\r")
-        wait_for(b"2 tokens (length)")
-        os.write(screen, b"\x04")
-        assert process.wait(60) == 0
+        def type_keys(keys: bytes) -> None:
+            # Between questions the terminal itself would take keys, and an end of file with them.
+            wait_for(b"\x1b[?2004h")
+            os.write(screen, keys)
+
+        try:
+            wait_for(b"/help lists commands")
+            type_keys(b"hello\r")
+            wait_for(b"filler")  # the answer is under way
+            os.write(screen, b"\x03")
+            wait_for(b"tokens (stopped)")
+            type_keys(b"/set max_tokens 2\r")
+            wait_for(b"max_tokens = 2")
+            type_keys(b"again\r")
+            wait_for(b"2 tokens (length)")
+            type_keys(b"\x04")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     os.close(screen)
 
 
