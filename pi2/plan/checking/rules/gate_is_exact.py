@@ -2,8 +2,9 @@
 
 Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
 so that it may be left out; SiLU and GELU are zero nowhere, and something must say what counts as
-zero; with ``"router"`` a ``[sparsity]`` needs thresholds, too.  A plan that computes nothing, with the backend ``null`` for every unit, may state
-``sparsity.target`` alone: it is simulated with that share.
+zero. With ``"router"``, a ``[sparsity]`` needs thresholds, too. A plan that computes nothing, with
+the backend ``null`` for every unit, may state ``sparsity.target`` alone: it is simulated with that
+share.
 
 Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
