@@ -631,8 +631,8 @@ def test_summaries_and_metrics_say_what_it_brought(tmp_path: Path) -> None:
         assert f"speculation: {counts.draft_tokens} tokens" in summarise_run(model, result)
         found = describe_run(model, result)["speculation"]
         assert found["accepted_tokens"] == counts.accepted_tokens
-        plan = SimpleNamespace(name="tiny")
-        host: Any = SimpleNamespace(plan=plan, model=model, is_loaded=True, waiting=0)
+        served = SimpleNamespace(name="tiny")
+        host: Any = SimpleNamespace(plan=served, model=model, is_loaded=True, waiting=0)
         lines = Metrics([host]).write().decode().splitlines()
     shown = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     names = {"num_drafts": "drafts", "num_draft_tokens": "draft_tokens"}
