@@ -40,7 +40,7 @@ from pi2.planning.bundle_layout import (
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
-from pi2.planning.refinement import Decision, refine_values
+from pi2.planning.refinement import Decision, list_whole, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.whole_unit import list_whole_plans
 from pi2.planning.wish import Wish
@@ -230,7 +230,12 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     def score(cost: Cost) -> float:
         return (cost.token_j if energy else None) or cost.token_s
 
-    values, cost, decisions = refine_values(problem, planned.values, score)
+    starts = [planned.values]
+    if choose_goal(wish) != "memory":
+        starts.extend(list_whole(problem, planned.values))
+    values, cost, decisions = min(
+        (refine_values(problem, item, score) for item in starts), key=lambda found: score(found[1])
+    )
     resolved = resolve_values(values, wish.device, wish.model)
     full = cost_resolved(
         resolved,

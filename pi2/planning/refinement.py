@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
+from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.quantities import round_size
 from pi2.plan.weights.layout import round_up
 from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
@@ -74,6 +76,46 @@ def refine_values(
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
             break
     return best, cost, tuple(decisions.values())
+
+
+def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
+    """Plans with every neuron hot, which saves looking for them in a cache: for each type of keys
+    and values that of the longest pieces of prompts for which there is room.
+
+    The program has no line for this saving: its shares of neurons that stay are those of plans with
+    a cache.  Nothing is given where all of them are hot already, or the memory is not limited.
+    """
+    if problem.wish.memory_bytes is None or values["layers"]["hot"] >= 1.0:
+        return
+    layers = values["layers"]
+    overrides = [{**item, "hot": 1.0} for item in layers.get("overrides", ()) if "split" in item]
+    chunks = sorted({item.tokens for item in problem.chunks}, reverse=True)
+    for kv in problem.kvs:
+        for tokens in chunks:
+            found = copy.deepcopy(values)
+            found["layers"] = {**layers, "hot": 1.0, "overrides": overrides}
+            found["kv"].pop("lend", None)
+            found["kv"]["type"] = kv.type
+            found["prefill"]["chunk"] = tokens
+            found["decode"]["look_ahead"] = "none"
+            if _fit_whole(problem, found):
+                yield found
+                break
+
+
+def _fit_whole(problem: Problem, values: Values) -> bool:
+    """Give a plan its memory and say whether all its neurons stay hot within it."""
+    wish = problem.wish
+    assert wish.memory_bytes is not None
+    try:
+        resolved = resolve_values(values, wish.device, wish.model)
+        fitted = fit_plan(resolved, round_size(wish.memory_bytes)).plan
+    except Shortage:
+        return False
+    values["memory"] |= write_memory(fitted)
+    values["layers"] = fitted.layers.model_dump(exclude_unset=True)
+    shares = [fitted.layers.hot, *(item.hot for item in fitted.layers.overrides)]
+    return all(share is None or share >= 1.0 for share in shares)
 
 
 def _list_dimensions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.phone.npu import describe_npu
 from pi2.plan.arithmetic.units import describe_unit
+from pi2.plan.authoring.drafting import Wish as DraftWish
+from pi2.plan.authoring.drafting import draft_plan
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -211,6 +214,26 @@ def test_more_memory_is_never_slower() -> None:
     assert len(speeds) == 4
     assert all(b >= a * 0.999 for a, b in itertools.pairwise(speeds))
     assert speeds[-1] > 1.5 * speeds[0]
+
+
+@pytest.mark.parametrize("memory_mib", [101, 108])
+def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> None:
+    device, model = make_device(), read_model("pi2-demo")
+    wish = Wish(device=device, model=model, memory_bytes=memory_mib * MIB, context=1024)
+    found = plan(wish)
+    draft = DraftWish(
+        device="box",
+        model="pi2-demo",
+        store="stores/pi2-demo",
+        budget_bytes=memory_mib * MIB,
+        context=1024,
+        name="drafted",
+    )
+    drafted = resolve_values(tomllib.loads(draft_plan(draft, device, model)), device, model)
+    assert drafted.plan.layers.hot == 1.0, "not all neurons fit"
+    assert found.resolved.plan.memory.segments.cold == 0, "nothing needs to be looked up"
+    rates = read_rates(device, model.shape.hidden)
+    assert found.cost.tokens_s >= cost_resolved(drafted, rates).tokens_s * (1.0 - 1e-9)
 
 
 def test_a_speed_is_reached_with_as_little_memory_as_possible() -> None:
