@@ -19,23 +19,24 @@ from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.generation_config import make_generation_config
+from pi2.importing.gguf_architectures import (
+    ARCHITECTURES,
+    Architecture,
+    choose_names,
+    find_place,
+    name_in_file,
+)
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
 from pi2.importing.gguf_config import (
-    Metadata,
     list_kinds,
     make_config,
     read_delta_heads,
     recover_llama3,
 )
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
-from pi2.importing.gguf_names import (
-    ARCHITECTURES,
-    Architecture,
-    Names,
-    choose_names,
-    find_place,
-    name_in_file,
-)
+from pi2.importing.gguf_latent import join_heads
+from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_names import Names
 from pi2.importing.gguf_states import restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
@@ -139,6 +140,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                         help="download or export the file again",
                     )
                 tensors[name] = tensor
+    join_heads(tensors)
     embedding = tensors.get(names["token_embd.weight"])
     if embedding is None:
         raise UserError.of("P533", f"{path} has no tensor 'token_embd.weight'")
@@ -297,9 +299,16 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     has_output = any(name.endswith(".self_attn.o_proj.bias") for name in tensors)
     if config["model_type"] == "llama" and has_qkv and not has_output:
         config["model_type"] = "qwen2"  # which is just that
+    if config["model_type"] == "deepseek_v2":
+        # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
+        if any(name.endswith(".e_score_correction_bias") for name in tensors):
+            config["model_type"] = "deepseek_v3"
+        elif config.get("n_group", 1) > 1:
+            config["topk_method"] = "group_limited_greedy"
     for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):
         config[key] = has_qkv
     config["attention_out_bias"] = has_output
+    config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
     config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
     for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):

@@ -3,81 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.diagnostics import UserError
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
-from pi2.importing.gguf_names import Architecture
+from pi2.importing.gguf_architectures import Architecture
+from pi2.importing.gguf_latent import read_latent, read_score_factor
+from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_mixtures import read_experts
 from pi2.importing.gguf_states import DeltaHeads
-
-_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 MOST_CHANNELS = 2**20
 """Most elements of all heads together."""
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models with 27 billion weights."""
-
-
-class Metadata:
-    """Metadata whose values are checked as they are read."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self.values = values
-        self.architecture: str = self.read("general.architecture", str)
-
-    def read(self, key: str, kind: type[object], default: Any = None) -> Any:
-        """Value of ``key``; ``{arch}`` in it stands for the architecture.
-
-        `UserError` P532 if it is missing without default, or of another type; a number for every
-        layer counts as one number if they are all equal.
-        """
-        key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
-        value: Any = self.values.get(key)
-        if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
-            if key.endswith(".head_count_kv") and value.any():
-                # Layers that keep a state have no keys.
-                value = value[value != 0]
-            if not (value == value[0]).all():
-                raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
-            value = value[0].item()
-        if value is None:
-            if default is None:
-                raise self._refuse(f"it does not state {key}")
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
-        if isinstance(value, float):
-            if not abs(value) <= _MOST_FLOAT32:
-                raise self._refuse(f"{key} is {value!r}")
-            # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
-            value = float(str(np.float32(value)))
-        return value
-
-    def read_count(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more; raises as `read` does."""
-        count: int = self.read(key, int, default)
-        if count < 1:
-            name = key.replace("{arch}", self.architecture)
-            raise self._refuse(f"{name} is {count}, expected 1 or more")
-        return count
-
-    def has(self, key: str) -> bool:
-        """Whether ``key`` is stated."""
-        return key.replace("{arch}", self.architecture) in self.values
-
-    def _refuse(self, problem: str) -> UserError:
-        return UserError.of(
-            "P532",
-            f"cannot read {self.file}: {problem}",
-            help="export the file again, or convert the original checkpoint",
-        )
 
 
 def make_config(
@@ -117,15 +58,19 @@ def make_config(
         "hidden_act": activation,
         "rope_theta": read("{arch}.rope.freq_base", float, 10000.0),
     }
+    is_latent = metadata.has("{arch}.attention.kv_lora_rank")
     rotated = read("{arch}.rope.dimension_count", int, head_dim)
-    config[ROTATED_SHARE] = rotated / head_dim
+    if is_latent:
+        config |= read_latent(metadata, rotated)
+    else:
+        config[ROTATED_SHARE] = rotated / head_dim
     if metadata.has("{arch}.attention.layer_norm_rms_epsilon"):
         config["rms_norm_eps"] = read("{arch}.attention.layer_norm_rms_epsilon", float)
     else:
         epsilon = read("{arch}.attention.layer_norm_epsilon", float, 1e-5)
-        config |= {"layer_norm_eps": epsilon, "norm_epsilon": epsilon}
+        config |= dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), epsilon)
     if read("{arch}.expert_count", int, 0):
-        config |= _read_experts(metadata, architecture, ffn)
+        config |= read_experts(metadata, architecture, ffn)
     if architecture.model_type == "falcon":
         kv_heads = config["num_key_value_heads"]
         config |= {"ffn_hidden_size": ffn, "layer_norm_epsilon": config["layer_norm_eps"]}
@@ -134,6 +79,8 @@ def make_config(
         config |= _read_gemma(metadata, config)
     if architecture.model_type.startswith("granite"):
         config |= _read_granite(metadata)
+    if architecture.model_type.startswith("cohere"):
+        config["logit_scale"] = read("{arch}.logit_scale", float)
     if metadata.has("{arch}.attention.clamp_kqv"):
         config["clip_qkv"] = read("{arch}.attention.clamp_kqv", float)
     if architecture.model_type == "granitemoehybrid":
@@ -148,31 +95,16 @@ def make_config(
         config["sliding_window"] = window
         if architecture.model_type == "llama" and config["model_type"] == "llama":
             config["model_type"] = "mistral"
+        if architecture.model_type == "olmo2":
+            config |= {"model_type": "olmo3", "layer_types": _read_windows(metadata, layers)}
     if metadata.has("{arch}.use_parallel_residual"):
         config["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
     scaling = _read_scaling(metadata, context)
     if scaling and architecture.model_type == "gpt_oss":
         scaling["truncate"] = False
+    if scaling and is_latent:
+        scaling |= read_score_factor(metadata)
     return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _read_experts(metadata: Metadata, architecture: Architecture, ffn: int) -> dict[str, Any]:
-    read = metadata.read
-    config: dict[str, Any] = {
-        "num_local_experts": read("{arch}.expert_count", int),
-        "num_experts_per_tok": read("{arch}.expert_used_count", int),
-    }
-    if architecture.model_type == "llama":
-        return config | {"model_type": "mixtral"}
-    if architecture.model_type == "gpt_oss":
-        config["intermediate_size"] = read("{arch}.expert_feed_forward_length", int, ffn)
-    if architecture.model_type == "lfm2_moe":
-        config["num_dense_layers"] = read("{arch}.leading_dense_block_count", int, 0)
-        config["routed_scaling_factor"] = read("{arch}.expert_weights_scale", float, 1.0)
-    return config | {
-        "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
-        "shared_expert_intermediate_size": read("{arch}.expert_shared_feed_forward_length", int, 0),
-    }
 
 
 def _read_states(metadata: Metadata) -> dict[str, Any]:
@@ -185,6 +117,14 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
         "linear_value_head_dim": max(1, metadata.read_count("{arch}.ssm.inner_size") // values),
         "linear_conv_kernel_dim": metadata.read_count("{arch}.ssm.conv_kernel"),
     }
+
+
+def _read_windows(metadata: Metadata, layers: int) -> list[str]:
+    """Kinds of OLMo 3's layers: three of four have a window where the file does not say which."""
+    flags = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
+    if flags is None:
+        flags = [(layer + 1) % 4 != 0 for layer in range(layers)]
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
 def _read_granite(metadata: Metadata) -> dict[str, Any]:
@@ -294,6 +234,9 @@ def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
         scaling["original_max_position_embeddings"] = metadata.read(
             "{arch}.rope.scaling.original_context_length", int, context
         )
+        for name in ("beta_fast", "beta_slow"):
+            if metadata.has(f"{{arch}}.rope.scaling.yarn_{name}"):
+                scaling[name] = metadata.read(f"{{arch}}.rope.scaling.yarn_{name}", float)
     return scaling
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container
-from dataclasses import dataclass, field
-
-from pi2.importing.config import SPLIT_EXPERTS
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
 _LAYER = "model.layers.{layer}"
@@ -19,6 +14,24 @@ Names = dict[str, str]
 def _name_both(gguf: str, hugging_face: str) -> Names:
     """A projection or norm: its weight and its bias."""
     return {f"{gguf}.{part}": f"{hugging_face}.{part}" for part in ("weight", "bias")}
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_W = ("w1", "w3", "w2")
+
+
+def _name_ffn(block: str, end: str = "", names: tuple[str, str, str] = _PROJECTIONS) -> Names:
+    """Weights of gates, ups and downs, which ``block`` calls ``names``; ``end`` is that of their
+    names in the file."""
+    return {
+        f"blk.{{layer}}.ffn_{part}{end}.weight": f"{block}.{name}.weight"
+        for part, name in zip(("gate", "up", "down"), names, strict=True)
+    }
+
+
+def _name_experts(block: str, names: tuple[str, str, str] = _PROJECTIONS) -> Names:
+    """Weights of all experts in one tensor for each part."""
+    return _name_ffn(f"{block}.experts.{{expert}}", "_exps", names)
 
 
 _ENDS: Names = {
@@ -53,33 +66,64 @@ DECODER: Names = {
     **_PREDICTORS,
 }
 
-_EXPERTS = {
-    part: f"{_LAYER}.block_sparse_moe.experts.{{expert}}.{name}.weight"
-    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
+_SPARSE_BLOCK = f"{_LAYER}.block_sparse_moe"
 
 MIXTURE: Names = {
     **_ENDS,
     **_ATTENTION,
-    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.block_sparse_moe.gate.weight",
-    **{f"blk.{{layer}}.ffn_{part}_exps.weight": name for part, name in _EXPERTS.items()},
+    "blk.{layer}.ffn_gate_inp.weight": f"{_SPARSE_BLOCK}.gate.weight",
+    **_name_experts(_SPARSE_BLOCK, _W),
     # One tensor per expert, as files of early 2024 have them.
-    **{f"blk.{{layer}}.ffn_{part}.{{expert}}.weight": name for part, name in _EXPERTS.items()},
+    **_name_ffn(f"{_SPARSE_BLOCK}.experts.{{expert}}", ".{expert}", _W),
 }
 
-_QWEN_EXPERTS = {
-    part: f"{_LAYER}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up", "down")
+MINIMAX: Names = {
+    **MIXTURE,
+    "blk.{layer}.exp_probs_b.bias": f"{_SPARSE_BLOCK}.e_score_correction_bias",
 }
+
+_MLP = f"{_LAYER}.mlp"
 
 QWEN_MIXTURE: Names = {
     **_ENDS,
     **_ATTENTION,
-    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.mlp.gate.weight",
-    **{f"blk.{{layer}}.ffn_{part}_exps.weight": name for part, name in _QWEN_EXPERTS.items()},
-    "blk.{layer}.ffn_gate_inp_shexp.weight": f"{_LAYER}.mlp.shared_expert_gate.weight",
+    "blk.{layer}.ffn_gate_inp.weight": f"{_MLP}.gate.weight",
+    **_name_experts(_MLP),
+    "blk.{layer}.ffn_gate_inp_shexp.weight": f"{_MLP}.shared_expert_gate.weight",
+    **_name_ffn(f"{_MLP}.shared_expert", "_shexp"),
+}
+
+SIGMOID_MIXTURE: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    **_name_ffn(_MLP),
+    "blk.{layer}.ffn_gate_inp.weight": f"{_MLP}.gate.weight",
+    "blk.{layer}.exp_probs_b.bias": f"{_MLP}.gate.e_score_correction_bias",
+    **_name_experts(_MLP),
+    **_name_ffn(f"{_MLP}.shared_experts", "_shexp"),
+}
+"""Names of DeepSeek's mixtures, which others have taken over."""
+
+ERNIE_MIXTURE: Names = {
+    **SIGMOID_MIXTURE,
+    "blk.{layer}.exp_probs_b.bias": f"{_MLP}.moe_statics.e_score_correction_bias",
+}
+
+LATENT: Names = {
+    **SIGMOID_MIXTURE,
     **{
-        f"blk.{{layer}}.ffn_{part}_shexp.weight": f"{_LAYER}.mlp.shared_expert.{part}_proj.weight"
-        for part in ("gate", "up", "down")
+        f"blk.{{layer}}.attn_{name}.weight": f"{_LAYER}.self_attn.{original}.weight"
+        for name, original in (
+            ("q_a", "q_a_proj"),
+            ("q_a_norm", "q_a_layernorm"),
+            ("q_b", "q_b_proj"),
+            ("kv_a_mqa", "kv_a_proj_with_mqa"),
+            ("kv_a_norm", "kv_a_layernorm"),
+            # Files of before May 2025 have it in one.
+            ("kv_b", "kv_b_proj"),
+            ("k_b", "k_b_proj"),
+            ("v_b", "v_b_proj"),
+        )
     },
 }
 
@@ -106,60 +150,69 @@ LFM2: Names = {
     "blk.{layer}.shortconv.conv.weight": f"{_CONVOLUTION}.conv.weight",
     "blk.{layer}.shortconv.in_proj.weight": f"{_CONVOLUTION}.in_proj.weight",
     "blk.{layer}.shortconv.out_proj.weight": f"{_CONVOLUTION}.out_proj.weight",
-    "blk.{layer}.ffn_gate.weight": f"{_LAYER}.feed_forward.w1.weight",
-    "blk.{layer}.ffn_up.weight": f"{_LAYER}.feed_forward.w3.weight",
-    "blk.{layer}.ffn_down.weight": f"{_LAYER}.feed_forward.w2.weight",
+    **_name_ffn(f"{_LAYER}.feed_forward", names=_W),
 }
 
 LFM2_MIXTURE: Names = {
     **LFM2,
     "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.feed_forward.gate.weight",
     "blk.{layer}.exp_probs_b.bias": f"{_LAYER}.feed_forward.expert_bias",
-    **{
-        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_LAYER}.feed_forward.experts.{{expert}}.{name}"
-        for part, name in (("gate", "w1.weight"), ("up", "w3.weight"), ("down", "w2.weight"))
-    },
+    **_name_experts(f"{_LAYER}.feed_forward", _W),
 }
-
-_GPT_EXPERTS = f"{_LAYER}.mlp.experts"
 
 GPT_OSS: Names = {
     **_ENDS,
     **_ATTENTION,
     **_POST_NORM,
     "blk.{layer}.attn_sinks.weight": f"{_LAYER}.self_attn.sinks",
-    **_name_both("blk.{layer}.ffn_gate_inp", f"{_LAYER}.mlp.router"),
+    **_name_both("blk.{layer}.ffn_gate_inp", f"{_MLP}.router"),
+    **_name_experts(_MLP),
     **{
-        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_GPT_EXPERTS}.{{expert}}.{part}_proj.weight"
-        for part in ("gate", "up", "down")
-    },
-    **{
-        f"blk.{{layer}}.ffn_{part}_exps.bias": f"{_GPT_EXPERTS}.{part}_proj_bias"
+        f"blk.{{layer}}.ffn_{part}_exps.bias": f"{_MLP}.experts.{part}_proj_bias"
         for part in ("gate", "up", "down")
     },
 }
 
-_GRANITE = f"{_LAYER}.block_sparse_moe"
-
-GRANITE_HYBRID: Names = {
+GRANITE: Names = {
     **DECODER,
-    **MAMBA_NAMES,
-    "blk.{layer}.ffn_gate_inp.weight": f"{_GRANITE}.router.layer.weight",
-    **{
-        f"blk.{{layer}}.ffn_{part}_exps.weight": f"{_GRANITE}.experts.{{expert}}.{part}_proj.weight"
-        for part in ("gate", "up", "down")
-    },
-    **{
-        f"blk.{{layer}}.ffn_{part}_shexp.weight": f"{_LAYER}.shared_mlp.{part}_proj.weight"
-        for part in ("gate", "up", "down")
-    },
+    "blk.{layer}.ffn_gate_inp.weight": f"{_SPARSE_BLOCK}.router.layer.weight",
+    **_name_experts(_SPARSE_BLOCK),
+    **_name_ffn(f"{_LAYER}.shared_mlp", "_shexp"),
 }
+
+GRANITE_HYBRID: Names = {**GRANITE, **MAMBA_NAMES}
+
+_HEAD_NORMS: Names = {
+    "blk.{layer}.attn_q_norm.weight": f"{_LAYER}.self_attn.query_layernorm.weight",
+    "blk.{layer}.attn_k_norm.weight": f"{_LAYER}.self_attn.key_layernorm.weight",
+}
+
+HUNYUAN: Names = {**DECODER, **_HEAD_NORMS}
+
+HUNYUAN_MIXTURE: Names = {
+    **_ENDS,
+    **_ATTENTION,
+    **_HEAD_NORMS,
+    "blk.{layer}.ffn_gate_inp.weight": f"{_MLP}.gate.wg.weight",
+    **_name_experts(_MLP),
+    **_name_ffn(f"{_MLP}.shared_mlp", "_shexp"),
+}
+
+_OUTPUT_NORMS: Names = {
+    "blk.{layer}.post_attention_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
+    "blk.{layer}.post_ffw_norm.weight": f"{_LAYER}.post_feedforward_layernorm.weight",
+}
+
+OLMO2: Names = {**DECODER, **_OUTPUT_NORMS}
+
+GLM_MIXTURE: Names = {**SIGMOID_MIXTURE, **_POST_NORM}
+
+SEED_OSS: Names = {**DECODER, **_POST_NORM}
 
 GEMMA2: Names = {
     **DECODER,
+    **_OUTPUT_NORMS,
     "blk.{layer}.ffn_norm.weight": f"{_LAYER}.pre_feedforward_layernorm.weight",
-    "blk.{layer}.post_attention_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
-    "blk.{layer}.post_ffw_norm.weight": f"{_LAYER}.post_feedforward_layernorm.weight",
 }
 
 _FALCON_LAYER = "transformer.h.{layer}"
@@ -212,140 +265,3 @@ OPT: Names = {
     **_name_both("blk.{layer}.ffn_down", f"{_OPT_LAYER}.fc2"),
     "blk.{layer}.ffn_down_t.weight": f"{_OPT_LAYER}.fc2.weight",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A family as GGUF files know it."""
-
-    model_type: str
-    """The family's name in ``config.json``."""
-    names: Names = field(default_factory=lambda: DECODER)
-    activation: str = "silu"
-    """Activation of the models of this family, which their files do not state."""
-    permutes: bool = False
-    """Whether rows of queries and keys are in the order of pairs that follow each other."""
-    norm_offset: float = 0.0
-    """Number that the file has added to the weights of norms."""
-    tiles_values: bool = False
-    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """Further keys of the configuration, which files of this family do not state."""
-
-
-ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", permutes=True),
-    "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
-    "qwen2": Architecture(model_type="qwen2"),
-    "qwen3": Architecture(model_type="qwen3"),
-    "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
-    "phi3": Architecture(model_type="phi3", names=PHI3),
-    "stablelm": Architecture(model_type="stablelm"),
-    "starcoder2": Architecture(
-        model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
-    ),
-    "gemma2": Architecture(
-        model_type="gemma2", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
-    ),
-    "gemma3": Architecture(
-        model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
-    ),
-    "qwen2moe": Architecture(
-        model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
-    ),
-    "qwen3moe": Architecture(
-        model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
-    ),
-    "qwen35": Architecture(
-        model_type="qwen3_5_text", names=QWEN_HYBRID, norm_offset=1.0, tiles_values=True
-    ),
-    "qwen35moe": Architecture(
-        model_type="qwen3_5_moe_text",
-        names=QWEN_HYBRID_MIXTURE,
-        norm_offset=1.0,
-        tiles_values=True,
-    ),
-    # Its projections are apart in a file, as those of Qwen3.5 are; nothing else differs.
-    "qwen3next": Architecture(
-        model_type="qwen3_5_moe_text", names=QWEN_HYBRID_MIXTURE, norm_offset=1.0
-    ),
-    "lfm2": Architecture(
-        model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
-    ),
-    "arcee": Architecture(model_type="arcee", permutes=True, activation="relu2"),
-    "seed_oss": Architecture(model_type="seed_oss", names={**DECODER, **_POST_NORM}),
-    "smollm3": Architecture(model_type="smollm3", permutes=True),
-    "granite": Architecture(model_type="granite", permutes=True),
-    "olmoe": Architecture(
-        model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
-    ),
-    "lfm2moe": Architecture(model_type="lfm2_moe", names=LFM2_MIXTURE),
-    "gpt-oss": Architecture(model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}),
-    "granitehybrid": Architecture(
-        model_type="granitemoehybrid",
-        names=GRANITE_HYBRID,
-        permutes=True,
-        settings={SPLIT_EXPERTS: True},
-    ),
-    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
-    "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
-}
-"""Families by ``general.architecture``."""
-
-_NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
-
-
-def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
-    """Names of a file's family; ``mixed``: it has experts."""
-    if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
-        return FALCON_40B
-    return MIXTURE if mixed and architecture.model_type == "llama" else architecture.names
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a file's tensor in a Hugging Face checkpoint."""
-
-    pattern: str
-    """The tensor's name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
-    kind: str
-    """The tensor's name in the file without the layer's number: ``attn_q.weight``."""
-    layer: int
-
-
-def find_place(names: Names, name: str) -> Place | None:
-    """The place of the tensor ``name`` of a file; None if no model needs it."""
-    numbered = _NUMBERED.fullmatch(name)
-    if numbered is None:
-        pattern = names.get(name)
-        return None if pattern is None else Place(pattern, name, 0)
-    layer, kind = int(numbered[1]), numbered[2]
-    expert = _EXPERT.fullmatch(kind)
-    key = f"blk.{{layer}}.{kind}"
-    if expert is not None:
-        key = f"blk.{{layer}}.{expert[1]}.{{expert}}.weight"
-    pattern = names.get(key)
-    if pattern is None:
-        return None
-    pattern = pattern.replace("{layer}", str(layer))
-    if expert is not None:
-        pattern = pattern.replace("{expert}", expert[2])
-    return Place(pattern, kind, layer)
-
-
-def name_in_file(names: Names, wanted: str) -> str:
-    """What a file calls the tensor ``wanted`` of a Hugging Face checkpoint; ``wanted`` itself if
-    no file has it."""
-    for name, pattern in names.items():
-        parts = re.split(r"\{(\w+)\}", pattern)
-        expression = "".join(
-            re.escape(part) if index % 2 == 0 else rf"(?P<{part}>\d+)"
-            for index, part in enumerate(parts)
-        )
-        found = re.fullmatch(expression, wanted)
-        if found is not None:
-            for key, number in found.groupdict().items():
-                name = name.replace(f"{{{key}}}", number)
-            return name
-    return wanted

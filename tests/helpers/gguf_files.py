@@ -14,6 +14,17 @@ import pytest
 from pi2.arrays import F32
 
 ARCHITECTURES = {
+    "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
+    "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
@@ -38,12 +49,22 @@ _DELTA = {
     "norm": "ssm_norm",
     "out_proj": "ssm_out",
 }
-_PERMUTED = ("arcee", "bamboo", "granite", "granitehybrid", "llama", "smollm3")
+_PERMUTED = ("arcee", "bamboo", "granite", "granitehybrid", "granitemoe", "llama", "smollm3")
 """Names of families whose pairs of elements become neighbours."""
 _NAMES = (
     *(
         (rf"model\.layers\.(\d+)\.linear_attn\.{name}", rf"blk.\1.{gguf}")
         for name, gguf in _DELTA.items()
+    ),
+    (r"model\.layers\.(\d+)\.self_attn\.(q_a|q_b|kv_b)_proj", r"blk.\1.attn_\2"),
+    (r"model\.layers\.(\d+)\.self_attn\.kv_a_proj_with_mqa", r"blk.\1.attn_kv_a_mqa"),
+    (r"model\.layers\.(\d+)\.self_attn\.(q|kv)_a_layernorm", r"blk.\1.attn_\2_a_norm"),
+    (r"model\.layers\.(\d+)\.self_attn\.query_layernorm", r"blk.\1.attn_q_norm"),
+    (r"model\.layers\.(\d+)\.self_attn\.key_layernorm", r"blk.\1.attn_k_norm"),
+    (r"model\.layers\.(\d+)\.mlp\.gate\.wg", r"blk.\1.ffn_gate_inp"),
+    (
+        r"model\.layers\.(\d+)\.mlp\.shared_(?:experts|mlp)\.(gate|up|down)_proj",
+        r"blk.\1.ffn_\2_shexp",
     ),
     (r"model\.embedding_norm", "token_embd_norm"),
     (r"model\.layers\.(\d+)\.operator_norm", r"blk.\1.attn_norm"),
@@ -151,7 +172,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
                 values = permute(values, heads)
             if ".k_proj." in name:
                 values = permute(values, kv_heads)
-        if family.startswith("gemma") and name.endswith("norm.weight"):
+        if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if "query_key_value" in name:
             newer = config["new_decoder_architecture"]
@@ -166,10 +187,11 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         translated = name_tensor(name)
-        newer = family in ("gemma2", "gemma3_text", "gpt_oss", "seed_oss") or family.startswith(
-            ("qwen3_5", "qwen3_next")
+        newer = family.startswith(
+            ("gemma2", "gemma3", "gpt_oss", "olmo", "qwen3_5", "qwen3_next", "seed_oss")
         )
-        if newer and "post_attention" in name:
+        newer |= family == "glm4_moe"
+        if newer and family != "olmoe" and "post_attention" in name:
             translated = translated.replace("ffn_norm", "post_attention_norm")
         found[translated] = values
     for (layer, part), group in experts.items():
@@ -182,9 +204,9 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
 
 _OTHER = re.compile(
     r"model\.layers\.(\d+)"
-    r"\.(mamba|shared_mlp|block_sparse_moe|mlp\.experts|self_attn|feed_forward)"
-    r"\.(in_proj|conv1d|out_proj|norm|A_log|D|dt_bias|input_linear|output_linear|sinks|expert_bias"
-    r"|gate_up_proj|down_proj|gate_up_proj_bias|down_proj_bias)(?:\.(weight|bias))?"
+    r"\.(mamba|shared_mlp|block_sparse_moe|mlp\.experts|mlp\.gate|mlp\.moe_statics|self_attn"
+    r"|feed_forward)\.(in_proj|conv1d|out_proj|norm|A_log|D|dt_bias|input_linear|output_linear|sinks|expert_bias"
+    r"|e_score_correction_bias|kv_b_proj|gate_up_proj|down_proj|gate_up_proj_bias|down_proj_bias)(?:\.(weight|bias))?"
 )
 
 
@@ -207,6 +229,16 @@ def translate_other(name: str, values: F32, config: Mapping[str, Any]) -> dict[s
             values = values[:, 0]
         own = {"in_proj": "in", "out_proj": "out"}.get(part, part)
         return {f"{block}.ssm_{own}.{kind}": values}
+    if part in ("sinks", "expert_bias", "e_score_correction_bias"):
+        own = "attn_sinks.weight" if part == "sinks" else "exp_probs_b.bias"
+        return {f"{block}.{own}": values}
+    if part == "kv_b_proj":
+        heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+        stacked = values.reshape(heads, -1, values.shape[1])
+        return {
+            f"{block}.attn_k_b.weight": stacked[:, :plain].swapaxes(1, 2),
+            f"{block}.attn_v_b.weight": stacked[:, plain:],
+        }
     if owner in ("shared_mlp", "block_sparse_moe"):
         end = "exps" if owner == "block_sparse_moe" else "shexp"
         suffix = f"_{end}" if config["num_local_experts"] else ""
@@ -215,10 +247,6 @@ def translate_other(name: str, values: F32, config: Mapping[str, Any]) -> dict[s
         halves = np.split(values, 2, axis=-2)
         names = (f"{block}.ffn_{side}{suffix}.weight" for side in ("gate", "up"))
         return dict(zip(names, halves, strict=True))
-    if part == "sinks":
-        return {f"{block}.attn_sinks.weight": values}
-    if part == "expert_bias":
-        return {f"{block}.exp_probs_b.bias": values}
     if owner != "mlp.experts":
         return None
     end = "bias" if part.endswith("bias") else "weight"
@@ -320,15 +348,17 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         kinds = config["layer_types"]
         writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds])
     else:
-        writer.add_head_count_kv(kv_heads)
-    if head_dim != hidden // heads:
+        writer.add_head_count_kv(1 if "kv_lora_rank" in config else kv_heads)
+    if "kv_lora_rank" in config:
+        add_latent(writer, config)
+    elif head_dim != hidden // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "rms_norm_eps" in config or "norm_eps" in config:
+    if "rms_norm_eps" in config or config["model_type"].startswith("lfm2"):
         config = {"rms_norm_eps": config.get("norm_eps"), **config}
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
-        names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        names = ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
         stated = (config[key] for key in names if config.get(key))
         writer.add_layer_norm_eps(next(stated, 1e-5))
     if "full_attention" in scaling:
@@ -342,10 +372,17 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     if config.get("sliding_window_pattern"):
         pattern = config["sliding_window_pattern"]
         writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", pattern)
-    if "num_dense_layers" in config:
-        writer.add_leading_dense_block_count(config["num_dense_layers"])
-    if config["model_type"] == "gpt_oss":
+    for key in ("num_dense_layers", "first_k_dense_replace", "moe_layer_start_index"):
+        if key in config:
+            writer.add_leading_dense_block_count(config[key])
+    if config["model_type"] in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config["model_type"].startswith("cohere"):
+        writer.add_logit_scale(config["logit_scale"])
+    if config["model_type"] == "olmo3":
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    add_routing(writer, config)
     if config["model_type"].startswith("granite"):
         add_factors(writer, config)
     if config["model_type"] == "granitemoehybrid":
@@ -360,17 +397,25 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     if theta:
         writer.add_rope_freq_base(theta)
     share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    writer.add_rope_dimension_count(int(share * head_dim))
+    turned = config.get("qk_rope_head_dim") or int(share * head_dim)
+    writer.add_rope_dimension_count(turned)
     kind = scaling.get("rope_type", "default")
     if kind in ("linear", "yarn"):
         writer.add_string(f"{writer.arch}.rope.scaling.type", kind)
         writer.add_rope_scaling_factor(scaling["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    if "mscale_all_dim" in scaling:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+    for key in ("beta_fast", "beta_slow"):
+        if key in scaling:
+            writer.add_float32(f"{writer.arch}.rope.scaling.yarn_{key}", scaling[key])
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((config[name] for name in names if config.get(name)), 0)
     if experts:
+        chosen = ("num_experts_per_tok", "moe_topk", "moe_k")
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(next(config[name] for name in chosen if name in config))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if "use_parallel_residual" in config:
@@ -379,6 +424,50 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         number = config.get(f"{key}_token_id")
         if number is not None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
+
+
+def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
+    """What the mixtures state that route as DeepSeek's do."""
+    family = config["model_type"]
+    for name in ("n_shared_experts", "moe_num_shared_experts"):
+        if config.get(name):
+            writer.add_expert_shared_count(config[name])
+    if family == "hunyuan_v1_moe":
+        writer.add_expert_shared_count(1)
+    if family == "ernie4_5_moe":
+        # llama.cpp asks whether it is there, and for nothing else.
+        writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"])
+    if "moe_layer_interval" in config:
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    if family in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2"):
+        gguf = pytest.importorskip("gguf")
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if "n_routed_experts" in config:
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if family == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def add_latent(writer: Any, config: Mapping[str, Any]) -> None:
+    """Sizes of latent attention, with one key and value for all heads, but in older files, which
+    have keys and values of every head."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    key, value = config["qk_nope_head_dim"] + turned, config["v_head_dim"]
+    if config.get("has_whole_keys"):
+        writer.add_key_length(key)
+        writer.add_value_length(value)
+        return
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(key)
+    writer.add_value_length_mla(value)
 
 
 def add_factors(writer: Any, config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import pi2
 from pi2.arrays import F32
@@ -33,35 +34,51 @@ gguf = pytest.importorskip("gguf")
 
 GOLDENS = (
     "arcee",
+    "cohere",
+    "cohere2",
+    "deepseek-v2",
+    "deepseek-v3",
+    "dots1",
+    "ernie4-5",
+    "ernie4-5-moe",
     "falcon-40b",
     "falcon-7b-relu",
     "gemma",
     "gemma2",
     "gemma3",
+    "glm4-moe",
+    "gpt-oss",
+    "granite",
+    "granite-hybrid",
+    "granite-hybrid-dense",
+    "granite-moe",
+    "granite-moe-shared",
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "lfm2-moe",
+    "lfm2-plain",
     "llama",
     "llama-biases",
     "llama-linear",
     "llama-llama3",
     "llama-odd-widths",
     "llama-yarn",
+    "minimax-m2",
     "mistral-window",
     "mixtral",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "olmoe",
     "opt",
     "phi3",
     "qwen2",
     "qwen2-moe",
     "qwen3",
-    "qwen3-moe",
     "qwen3-5",
     "qwen3-5-moe",
+    "qwen3-moe",
     "qwen3-next",
-    "lfm2-plain",
-    "lfm2-moe",
-    "gpt-oss",
-    "granite",
-    "granite-hybrid",
-    "granite-hybrid-dense",
-    "olmoe",
     "seed-oss",
     "smollm3",
     "stablelm",
@@ -71,6 +88,20 @@ GOLDENS = (
 
 
 UNSAID: dict[str, dict[str, Any]] = {
+    "deepseek-v2": {"attention_bias": False},
+    "deepseek-v3": {
+        "rope_parameters": {
+            "factor": 8.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.8,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 100.0,
+            "rope_type": "yarn",
+        }
+    },
+    "dots1": {"sliding_window": None},
+    "hunyuan-dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 874339.3}},
     "gpt-oss": {"swiglu_limit": 7.0},
     "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None},
     "lfm2-moe": {"routed_scaling_factor": 1.0},
@@ -87,6 +118,9 @@ UNSAID: dict[str, dict[str, Any]] = {
     },
 }
 """What GGUF files cannot say, as llama.cpp has it."""
+
+UNNAMED = {"deepseek-v2": ("kv_a_proj_with_mqa.bias", "o_proj.bias")}
+"""Ends of names of tensors that GGUF files of a family cannot have."""
 
 
 def convert(source: Path, store: Path, tokenizer: Path, changes: dict[str, Any]) -> Model:
@@ -125,6 +159,9 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> 
         values = json.loads((checkpoint / "config.json").read_text()) | UNSAID[name]
         (checkpoint / "config.json").write_text(json.dumps(values))
     config, weights = read_checkpoint(checkpoint)
+    if name in UNNAMED:
+        weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED[name])}
+        save_file(weights, checkpoint / "model.safetensors")
     file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config))
     tokenizer = checkpoint / "tokenizer.json"
     expected = convert(checkpoint, tmp_path / "a", tokenizer, EXACT)
@@ -132,6 +169,40 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> 
     assert forget_names(found) == forget_names(expected)
     assert found.tokenizer.eos == expected.tokenizer.eos
     expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path) -> None:
+    """As files of before May 2025 have them, which state the lengths of whole keys."""
+    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    tensors = translate(weights, config)
+    newer = write_gguf(tmp_path / "newer.gguf", config, tensors)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"blk.{layer}.attn"
+        del tensors[f"{block}_k_b.weight"], tensors[f"{block}_v_b.weight"]
+        joined = weights[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        tensors[f"{block}_kv_b.weight"] = joined
+    older = write_gguf(tmp_path / "older.gguf", config | {"has_whole_keys": True}, tensors)
+    tokenizer = checkpoint / "tokenizer.json"
+    one = convert(newer, tmp_path / "a", tokenizer, EXACT)
+    other = convert(older, tmp_path / "b", tokenizer, EXACT)
+    assert forget_names(one) == forget_names(other)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str) -> None:
+    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    tensors = translate(weights, config)
+    name = f"blk.1.attn_{part}_b.weight"
+    tensors[name] = tensors[name][:-1]
+    file = write_gguf(tmp_path / "tiny.gguf", config, tensors)
+    with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
+        open_checkpoint(file)
+    tensors[name] = tensors[name][0]
+    with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
+        open_checkpoint(write_gguf(tmp_path / "flat.gguf", config, tensors))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

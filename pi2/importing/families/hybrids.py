@@ -14,6 +14,7 @@ from pi2.importing.families.decoders import (
     describe_granite,
 )
 from pi2.importing.families.mixtures import add_experts, add_shared_experts
+from pi2.importing.families.newer_decoders import name_granite_experts
 from pi2.importing.families.sigmoid_mixtures import add_dense_layers
 
 _KINDS = {
@@ -108,17 +109,12 @@ def describe_granite_hybrid(config: Config) -> Tables:
     if config.read("position_embedding_type", str, "none") != "rope":
         tables["rope"] = {"kind": "none"}
     _add_mamba(config, tables, lambda layer: False)
-    block = f"{LAYER}.block_sparse_moe"
-    input_name, output_name = (
-        f"{LAYER}.shared_mlp.{side}_linear.weight" for side in ("input", "output")
-    )
-    is_split = config.read(SPLIT_EXPERTS, bool, False)
-    if not experts and is_split:
+    if not experts and config.read(SPLIT_EXPERTS, bool, False):
         return tables
     if not experts:
         tables["tensors"] |= {
-            "fused_gate_up": input_name,
-            "down": output_name,
+            "fused_gate_up": f"{LAYER}.shared_mlp.input_linear.weight",
+            "down": f"{LAYER}.shared_mlp.output_linear.weight",
         }
         return tables
     if own < 1:
@@ -129,20 +125,7 @@ def describe_granite_hybrid(config: Config) -> Tables:
         "shared_experts": -(-shared // own),
     }
     tables["moe"] |= {"shared_ffn": shared} if shared % own else {}
-    tables["tensors"] |= {"router": f"{block}.router.layer.weight"}
-    if is_split:
-        for part in ("gate", "up", "down"):
-            tables["tensors"] |= {
-                part: f"{block}.experts.{{expert}}.{part}_proj.weight",
-                f"shared_{part}": f"{LAYER}.shared_mlp.{part}_proj.weight",
-            }
-        return tables
-    tables["tensors"] |= {
-        "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
-        "down": f"{block}.output_linear.weight.{{expert}}",
-        "fused_shared": input_name,
-        "shared_down": output_name,
-    }
+    tables["tensors"] |= name_granite_experts(config)
     return tables
 
 

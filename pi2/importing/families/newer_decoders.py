@@ -3,7 +3,13 @@ square of ReLU, Nemotron and Arcee."""
 
 from __future__ import annotations
 
-from pi2.importing.config import Config, read_activation, read_window, scale_rope
+from pi2.importing.config import (
+    SPLIT_EXPERTS,
+    Config,
+    read_activation,
+    read_window,
+    scale_rope,
+)
 from pi2.importing.families.decoders import (
     LAYER,
     Tables,
@@ -148,26 +154,36 @@ def describe_granite_moe(config: Config) -> Tables:
     """Granite with experts, whose matrices are in one tensor; shared ones, too."""
     tables = describe_granite(config)
     tables["ffn"] = {"activation": read_activation(config, "hidden_act")}
-    block = f"{LAYER}.block_sparse_moe"
     tables["moe"] = {
         "experts": config.read("num_local_experts", int),
         "active_experts": config.read("num_experts_per_tok", int),
-    }
-    tables["tensors"] = {
-        "router": f"{block}.router.layer.weight",
-        "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
-        "down": f"{block}.output_linear.weight.{{expert}}",
     }
     ffn, shared = tables["shape"]["ffn"], config.read("shared_intermediate_size", int, 0)
     if shared and ffn > 0:
         count = -(-shared // ffn)
         tables["moe"] |= {"shared_experts": count}
         tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
-        tables["tensors"] |= {
-            "fused_shared": f"{LAYER}.shared_mlp.input_linear.weight",
-            "shared_down": f"{LAYER}.shared_mlp.output_linear.weight",
-        }
+    tables["tensors"] = name_granite_experts(config)
     return tables
+
+
+def name_granite_experts(config: Config) -> Tables:
+    """Names of Granite's router, experts and shared experts."""
+    block, shared = f"{LAYER}.block_sparse_moe", f"{LAYER}.shared_mlp"
+    names = {"router": f"{block}.router.layer.weight"}
+    if config.read(SPLIT_EXPERTS, bool, False):
+        for part in ("gate", "up", "down"):
+            names |= {
+                part: f"{block}.experts.{{expert}}.{part}_proj.weight",
+                f"shared_{part}": f"{shared}.{part}_proj.weight",
+            }
+        return names
+    return names | {
+        "fused_gate_up": f"{block}.input_linear.weight.{{expert}}",
+        "down": f"{block}.output_linear.weight.{{expert}}",
+        "fused_shared": f"{shared}.input_linear.weight",
+        "shared_down": f"{shared}.output_linear.weight",
+    }
 
 
 FAMILIES = {

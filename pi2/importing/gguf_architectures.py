@@ -1,0 +1,194 @@
+"""Families as GGUF files know them, by ``general.architecture``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from pi2.importing.config import SPLIT_EXPERTS
+from pi2.importing.gguf_names import (
+    DECODER,
+    ERNIE_MIXTURE,
+    FALCON,
+    FALCON_40B,
+    GEMMA2,
+    GLM_MIXTURE,
+    GPT_OSS,
+    GRANITE,
+    GRANITE_HYBRID,
+    HUNYUAN,
+    HUNYUAN_MIXTURE,
+    LATENT,
+    LFM2,
+    LFM2_MIXTURE,
+    MINIMAX,
+    MIXTURE,
+    OLMO2,
+    OPT,
+    PHI3,
+    QWEN_HYBRID,
+    QWEN_HYBRID_MIXTURE,
+    QWEN_MIXTURE,
+    SEED_OSS,
+    SIGMOID_MIXTURE,
+    STARCODER2,
+    Names,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A family as GGUF files know it."""
+
+    model_type: str
+    """The family's name in ``config.json``."""
+    names: Names = field(default_factory=lambda: DECODER)
+    activation: str = "silu"
+    """Activation of the models of this family, which their files do not state."""
+    permutes: bool = False
+    """Whether rows of queries and keys are in the order of pairs that follow each other."""
+    norm_offset: float = 0.0
+    """Number that the file has added to the weights of norms."""
+    tiles_values: bool = False
+    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Further keys of the configuration, which files of this family do not state."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(model_type="llama", permutes=True),
+    "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+    "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
+    "phi3": Architecture(model_type="phi3", names=PHI3),
+    "stablelm": Architecture(model_type="stablelm"),
+    "starcoder2": Architecture(
+        model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
+    ),
+    "gemma2": Architecture(
+        model_type="gemma2", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+    ),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
+    ),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text", names=QWEN_HYBRID, norm_offset=1.0, tiles_values=True
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        names=QWEN_HYBRID_MIXTURE,
+        norm_offset=1.0,
+        tiles_values=True,
+    ),
+    # Its projections are apart in a file, as those of Qwen3.5 are; nothing else differs.
+    "qwen3next": Architecture(
+        model_type="qwen3_5_moe_text", names=QWEN_HYBRID_MIXTURE, norm_offset=1.0
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
+    ),
+    "arcee": Architecture(model_type="arcee", permutes=True, activation="relu2"),
+    "seed_oss": Architecture(model_type="seed_oss", names=SEED_OSS),
+    "smollm3": Architecture(model_type="smollm3", permutes=True),
+    "granite": Architecture(model_type="granite", permutes=True),
+    "granitemoe": Architecture(
+        model_type="granitemoeshared",
+        names=GRANITE,
+        permutes=True,
+        settings={SPLIT_EXPERTS: True},
+    ),
+    "olmo2": Architecture(model_type="olmo2", names=OLMO2),
+    "deepseek2": Architecture(model_type="deepseek_v2", names=LATENT),
+    "glm4moe": Architecture(model_type="glm4_moe", names=GLM_MIXTURE),
+    "dots1": Architecture(model_type="dots1", names=SIGMOID_MIXTURE),
+    "ernie4_5": Architecture(model_type="ernie4_5"),
+    "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", names=ERNIE_MIXTURE),
+    "minimax-m2": Architecture(model_type="minimax_m2", names=MINIMAX),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", names=HUNYUAN),
+    "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", names=HUNYUAN_MIXTURE),
+    "command-r": Architecture(model_type="cohere"),
+    "cohere2": Architecture(model_type="cohere2"),
+    "nemotron": Architecture(model_type="nemotron", activation="relu2", norm_offset=1.0),
+    "olmoe": Architecture(
+        model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe", names=LFM2_MIXTURE, settings={"norm_topk_prob": True}
+    ),
+    "gpt-oss": Architecture(model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid",
+        names=GRANITE_HYBRID,
+        permutes=True,
+        settings={SPLIT_EXPERTS: True},
+    ),
+    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
+    "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
+}
+"""Families by ``general.architecture``."""
+
+_NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
+
+
+def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
+    """Names of a file's family; ``mixed``: it has experts."""
+    if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
+        return FALCON_40B
+    return MIXTURE if mixed and architecture.model_type == "llama" else architecture.names
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a file's tensor in a Hugging Face checkpoint."""
+
+    pattern: str
+    """The tensor's name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
+    kind: str
+    """The tensor's name in the file without the layer's number: ``attn_q.weight``."""
+    layer: int
+
+
+def find_place(names: Names, name: str) -> Place | None:
+    """The place of the tensor ``name`` of a file; None if no model needs it."""
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered is None:
+        pattern = names.get(name)
+        return None if pattern is None else Place(pattern, name, 0)
+    layer, kind = int(numbered[1]), numbered[2]
+    expert = _EXPERT.fullmatch(kind)
+    key = f"blk.{{layer}}.{kind}"
+    if expert is not None:
+        key = f"blk.{{layer}}.{expert[1]}.{{expert}}.weight"
+    pattern = names.get(key)
+    if pattern is None:
+        return None
+    pattern = pattern.replace("{layer}", str(layer))
+    if expert is not None:
+        pattern = pattern.replace("{expert}", expert[2])
+    return Place(pattern, kind, layer)
+
+
+def name_in_file(names: Names, wanted: str) -> str:
+    """What a file calls the tensor ``wanted`` of a Hugging Face checkpoint; ``wanted`` itself if
+    no file has it."""
+    for name, pattern in names.items():
+        parts = re.split(r"\{(\w+)\}", pattern)
+        expression = "".join(
+            re.escape(part) if index % 2 == 0 else rf"(?P<{part}>\d+)"
+            for index, part in enumerate(parts)
+        )
+        found = re.fullmatch(expression, wanted)
+        if found is not None:
+            for key, number in found.groupdict().items():
+                name = name.replace(f"{{{key}}}", number)
+            return name
+    return wanted

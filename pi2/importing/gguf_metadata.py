@@ -1,0 +1,83 @@
+"""The metadata of a GGUF file, checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi2.diagnostics import UserError
+
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+class Metadata:
+    """Metadata whose values are checked as they are read."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+        self.architecture: str = self.read("general.architecture", str)
+
+    def read(self, key: str, kind: type[object], default: Any = None) -> Any:
+        """Value of ``key``; ``{arch}`` in it stands for the architecture.
+
+        `UserError` P532 if it is missing without default, or of another type; a number for every
+        layer counts as one number if they are all equal.
+        """
+        key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value: Any = self.values.get(key)
+        if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
+            if key.endswith(".head_count_kv") and value.any():
+                # Layers that keep a state have no keys.
+                value = value[value != 0]
+            if not (value == value[0]).all():
+                raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
+            value = value[0].item()
+        if value is None:
+            if default is None:
+                raise self._refuse(f"it does not state {key}")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
+        if isinstance(value, float):
+            if not abs(value) <= _MOST_FLOAT32:
+                raise self._refuse(f"{key} is {value!r}")
+            # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
+            value = float(str(np.float32(value)))
+        return value
+
+    def read_count(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more; raises as `read` does."""
+        count: int = self.read(key, int, default)
+        if count < 1:
+            name = key.replace("{arch}", self.architecture)
+            raise self._refuse(f"{name} is {count}, expected 1 or more")
+        return count
+
+    def read_flags(self, key: str, layers: int) -> list[bool] | None:
+        """One flag for each of ``layers`` layers; None where ``key`` is not stated, or is no list.
+
+        `UserError` P532 for a list of another length.
+        """
+        value = self.values.get(key.replace("{arch}", self.architecture))
+        if not isinstance(value, np.ndarray | list):
+            return None
+        if len(value) < layers:
+            raise self._refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
+        return [bool(flag) for flag in value[:layers]]
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is stated."""
+        return key.replace("{arch}", self.architecture) in self.values
+
+    def _refuse(self, problem: str) -> UserError:
+        return UserError.of(
+            "P532",
+            f"cannot read {self.file}: {problem}",
+            help="export the file again, or convert the original checkpoint",
+        )
